@@ -60,7 +60,7 @@ def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, g
         return
     digests = _digests(list(named.values()))
     described = [_described(name, param, digest) for (name, param), digest in zip(named.items(), digests, strict=True)]
-    device = next(iter(named.values())).device
+    device = next(iter(named.values()), torch.empty(0)).device
     _compare(described, _model_difference, group, device)
     if model is not None:
         buffers = dict(_other_buffers(model))

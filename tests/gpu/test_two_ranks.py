@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 
 from imagenet_fast.bench.collectives import measure
+from imagenet_fast.recipe.engine_table import Collective
 from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
+from tests.sync.given import on_ranks
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
 
-def test_engines_keep_their_contract():
-    ours, theirs = run(
-        2, _in_turn, contract._every_engine, contract._awkward_models, contract._counts_launches, backend="nccl"
-    )
+@pytest.mark.parametrize("case", [case for case in contract.FIRST if case.place == contract.Place(2, 1)], ids=str)
+def test_engines_keep_their_contract(case: contract.Case):
+    ours, theirs = run(2, contract.average, [case], True, backend="nccl")
     assert ours == theirs, "ranks differ in a bit"
 
 
-def test_collectives_give_every_rank_the_mean_to_the_bit():
-    ours, theirs = run(
-        2,
-        _in_turn,
-        collectives._every_collective,
-        collectives._fused_and_apart,
-        collectives._large_values,
-        backend="nccl",
-    )
+USES = [
+    contract.test_micro_steps_add_up,
+    contract.test_a_layer_that_a_rank_does_not_use_has_a_gradient_of_zero_there,
+    contract.test_a_weight_that_is_used_twice_has_one_gradient,
+]
+
+
+@pytest.mark.parametrize("name", contract.POOLED)
+@pytest.mark.parametrize("use", USES)
+def test_layers_may_be_idle_or_used_several_times(use: Callable[..., None], name: str):
+    on_ranks(2, partial(use, name=name), backend="nccl")
+
+
+@pytest.mark.parametrize("collective", collectives.COLLECTIVES)
+def test_collectives_give_every_rank_the_mean_to_the_bit(collective: Collective):
+    ours, theirs = run(2, collectives.ends_with_the_mean, collective, 1, backend="nccl")
     assert ours == theirs, "ranks differ in a bit"
+
+
+def test_collectives_add_alike_wherever_an_element_lies_and_overflow_nowhere():
+    on_ranks(2, collectives.test_wherever_an_element_lies_it_is_added_alike, backend="nccl")
+    on_ranks(2, collectives.test_large_fp16_values_do_not_overflow_on_their_way, backend="nccl")
 
 
 def test_all_reduces_are_timed_by_message_size():
@@ -39,7 +52,3 @@ def test_all_reduces_are_timed_by_message_size():
     for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.1, True, backend="nccl"):
         assert list(blocks) == [(name, size) for size in (4, 2**20) for name in means]
         assert all(block.latency_s > 0 for of_kind in blocks.values() for block in of_kind)
-
-
-def _in_turn(*functions: Callable[[], Any]) -> list[Any]:
-    return [function() for function in functions]

@@ -143,6 +143,8 @@ class PretendedGpu:
     ) -> None:  # fmt: skip
         self.detector = RaceDetector(harmless)
         self.recording = Recording() if records else None
+        self.met: set[str] = set()
+        """Of ``allowed``, where it has waited."""
         self._allowed = allowed
         self._without = without
         self._in_step = False
@@ -206,7 +208,9 @@ class PretendedGpu:
 
     def host_waits(self, how: str) -> None:
         where = f"{how} in {next(_functions(), 'a test')}"
-        if self._in_step and where not in self._allowed:
+        if self._in_step and where in self._allowed:
+            self.met.add(where)
+        elif self._in_step:
             self.detector.report(f"the host waits for the GPU inside a step: {where}")
 
     def communicator(self, group: Any) -> Stream:
@@ -421,17 +425,13 @@ class _Factories(TorchFunctionMode):
                 return torch.autograd.Variable._execution_engine.run_backward(
                     (args[0],), (torch.ones_like(args[0]),), False, False, (), True, True
                 )
-        if func is torch.tensor and kwargs.get("pin_memory"):
+        if func in (torch.tensor, torch.empty) and kwargs.get("pin_memory"):
             values = func(*args, **kwargs | {"pin_memory": False})
             gpu()._pinned.add(gpu()._note(values))
             return values
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             rest = {name: value for name, value in kwargs.items() if name != "device"}
             return func(*args, **rest).to(_with_index(kwargs["device"]))
-        if func is torch.empty and kwargs.get("pin_memory"):
-            values = func(*args, **kwargs | {"pin_memory": False})
-            gpu()._pinned.add(gpu()._note(values))
-            return values
         if func is Tensor.is_pinned:
             return gpu()._is_pinned(args[0])
         if func in (Tensor.tolist, Tensor.numpy):

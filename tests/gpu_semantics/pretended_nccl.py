@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,61 +69,43 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
             device.detector.report("ranks call one group's collectives in different orders")
             raise AssertionError(f"ranks call other collectives than {call}")
 
-    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
-        if not is_on_gpu(tensor):
-            return real["all_reduce"](tensor, op, group, async_op)
-        return run("all_reduce", lambda: _reduce(inner_of(tensor), op, group), [tensor], [tensor], group, async_op)
+    def on_stream(name: str, like: Callable[..., Any], act: Callable[..., object]) -> Callable[..., Any]:
+        """``like``; of tensors on the GPU, ``act`` with their values. Where two are given, the second is only read."""
+        signature = inspect.signature(like)
 
-    def _reduce(values: Tensor, op: Any, group: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            tensors = [x for x in given.values() if isinstance(x, Tensor)]
+            if not is_on_gpu(tensors[0]):
+                return like(*args, **kwargs)
+            group, async_op = given.get("group"), given.pop("async_op", False)
+            values = {key: inner_of(x) for key, x in given.items()}
+            return run(name, lambda: act(**values), tensors[-1:], tensors[:1], group, async_op)
+
+        return call
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
         if op == dist.ReduceOp.AVG:
-            real["all_reduce"](values, dist.ReduceOp.SUM, group)
-            values /= dist.get_world_size(group)
+            real["all_reduce"](tensor, dist.ReduceOp.SUM, group)
+            tensor /= dist.get_world_size(group)
         else:
-            real["all_reduce"](values, op, group)
+            real["all_reduce"](tensor, op, group)
 
-    def all_to_all_single(
-        output: Tensor, input: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
-        group: Any = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
-        if not is_on_gpu(output):
-            return real["all_to_all_single"](output, input, output_split_sizes, input_split_sizes, group, async_op)
-        return run(
-            "all_to_all",
-            lambda: real["all_to_all_single"](
-                inner_of(output), inner_of(input), output_split_sizes, input_split_sizes, group
-            ),
-            [input], [output], group, async_op,
-        )  # fmt: skip
+    def all_gather(output: Tensor, input: Tensor, group: Any = None) -> None:
+        gather(output, input.clone(), group)
 
-    def all_gather_into_tensor(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
-        if not is_on_gpu(output):
-            return gather(output, input, group, async_op)
-        return run(
-            "all_gather", lambda: gather(inner_of(output), inner_of(input).clone(), group),
-            [input], [output], group, async_op,
-        )  # fmt: skip
-
-    def reduce_scatter_tensor(
+    def like_reduce_scatter(
         output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Any:
-        def act() -> None:
-            whole = inner_of(input).clone()
-            _reduce(whole, op, group)
-            inner_of(output).copy_(whole.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
+    ) -> None:
+        raise AssertionError("gloo has none")
 
-        return run("reduce_scatter", act, [input], [output], group, async_op)
+    def reduce_scatter(output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        whole = input.clone()
+        all_reduce(whole, op, group)
+        output.copy_(whole.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
 
-    def broadcast(tensor: Tensor, src: Any = None, group: Any = None, async_op: bool = False, **more: Any) -> Any:
-        if not is_on_gpu(tensor):
-            return real["broadcast"](tensor, src, group, async_op, **more)
-        return run(
-            "broadcast",
-            lambda: real["broadcast"](inner_of(tensor), src, group, **more),
-            [tensor],
-            [tensor],
-            group,
-            async_op,
-        )
+    def like_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        return gather(output, input, group, async_op)
 
     def batch_isend_irecv(operations: Sequence[Any]) -> list[Any]:
         if not is_on_gpu(operations[0].tensor):
@@ -146,7 +129,11 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
         return real["new_group"](ranks, timeout, "gloo", use_local_synchronization=use_local_synchronization)
 
     return {
-        "all_reduce": all_reduce, "all_to_all_single": all_to_all_single,
-        "all_gather_into_tensor": all_gather_into_tensor, "reduce_scatter_tensor": reduce_scatter_tensor,
-        "broadcast": broadcast, "batch_isend_irecv": batch_isend_irecv, "new_group": new_group,
-    }  # fmt: skip
+        "all_reduce": on_stream("all_reduce", real["all_reduce"], all_reduce),
+        "all_to_all_single": on_stream("all_to_all", real["all_to_all_single"], real["all_to_all_single"]),
+        "all_gather_into_tensor": on_stream("all_gather", like_gather, all_gather),
+        "reduce_scatter_tensor": on_stream("reduce_scatter", like_reduce_scatter, reduce_scatter),
+        "broadcast": on_stream("broadcast", real["broadcast"], real["broadcast"]),
+        "batch_isend_irecv": batch_isend_irecv,
+        "new_group": new_group,
+    }

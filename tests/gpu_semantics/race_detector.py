@@ -63,6 +63,8 @@ class RaceDetector:
     def __init__(self, harmless: frozenset[str] = frozenset()) -> None:
         self.found: dict[str, int] = {}
         """How often, by what."""
+        self.met: set[str] = set()
+        """Of ``harmless``, which have."""
         self._harmless = harmless
         """Functions that may read what others are writing, for they make no use of it."""
         self._moment = 0
@@ -155,7 +157,9 @@ class RaceDetector:
         unordered = moments > clock[streams]
         if unordered.any():
             (by, there), (name, here) = self._names[int(moments[unordered].flat[0])], self._names[now]
-            if self._harmless.isdisjoint(code.co_name for code, _ in (*here, *there)):
+            if harmless := self._harmless.intersection(code.co_name for code, _ in (*here, *there)):
+                self.met |= harmless
+            else:
                 told = f"{name} ({_words(here)}) does not wait for {by} ({_words(there)})"
                 self.report(f"{told}, which has {did} the same memory")
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.gpu_semantics.race_detector import HOST, MOST_STREAMS, Moment
+from tests.gpu_semantics.race_detector import HOST, Moment
 
 GARBAGE = 0xC3  # -391 in fp32, and so in bf16; -195 in int8's neighbour
 
@@ -103,23 +102,21 @@ class Recording:
 
     def _repeat(self, chance: random.Random) -> str:
         memory = _Memory()
-        done = np.zeros(MOST_STREAMS, np.int32)
         waiting: dict[int, list[tuple[Moment, Act]]] = {}
         for at, act in reversed(self._acts):
             waiting.setdefault(at.stream, []).append((at, act))
         while waiting:
-            ready = [s for s, acts in waiting.items() if _is_due(acts[-1][0], done, waiting)]
+            ready = [s for s, acts in waiting.items() if _is_due(acts[-1][0], waiting)]
             stream = chance.choice(ready)
             # Some in a row, so that one stream runs far ahead of others.
             for _ in range(chance.choice((1, 3, 30, 300))):
-                at, act = waiting[stream].pop()
+                _, act = waiting[stream].pop()
                 if wrong := act(memory):
                     return wrong
-                done[stream] = at.number
                 if not waiting[stream]:
                     del waiting[stream]
                     break
-                if not _is_due(waiting[stream][-1][0], done, waiting):
+                if not _is_due(waiting[stream][-1][0], waiting):
                     break
         return ""
 
@@ -129,7 +126,7 @@ class Recording:
         return x
 
 
-def _is_due(at: Moment, done: Any, waiting: dict[int, list[tuple[Moment, Act]]]) -> bool:
+def _is_due(at: Moment, waiting: dict[int, list[tuple[Moment, Act]]]) -> bool:
     """Whether all that happens before has been done."""
     return all(acts[-1][0].number > at.before[stream] for stream, acts in waiting.items() if stream != at.stream)
 

@@ -97,6 +97,6 @@ def _explode() -> int:
 
 
 def _meter(most: int = 5) -> Meter:
-    world = tests.world(dist.get_rank(), 2, device=CUDA)
+    world = tests.world(device=CUDA, bf16=True)
     scale = LossScaler(Float16(kind="fp16", loss_scale=2.0**16), "fp16", CUDA)
     return Meter(world, 2, scale, NonFiniteCounter(CUDA), most, RunResult("failed", "r", "lazy", 2, 2))

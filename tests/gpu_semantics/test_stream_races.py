@@ -41,29 +41,31 @@ from tests.ranks import run
 from tests.sync.loops import unmeasured
 
 WIRES: tuple[Wire, ...] = get_args(Wire)
-CASTS: tuple[Cast, ...] = get_args(Cast)
 FUSED = 0.01  # MiB: some of the model's tensors together
-CODING: dict[str, Sequence[EngineSettings]] = {
-    wire: [
-        AllReduceSync(wire=wire),
-        RingSync(wire=wire, bucket_mb=FUSED),
-        LazySync(wire=wire, threshold_mb=0),
-        LazySync(wire=wire, threshold_mb=FUSED, collective="butterfly"),
-        HybridSync(wire=wire, fuse_mb=FUSED),
-        DearSync(wire=wire, bucket_mb=FUSED),
-    ]
-    for wire in WIRES
-}
-KEEPING: dict[str, Sequence[EngineSettings]] = {
-    wire: [
-        SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4),
-        SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4, timing="hybrid"),
-        PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED),
-        PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED, timing="dear"),
-    ]
-    for wire in CASTS
-}
-ENGINES = {wire: [*some, *KEEPING.get(wire, [])] for wire, some in CODING.items()}
+
+
+def engines(wire: Wire) -> dict[str, EngineSettings]:
+    """By name; those that keep chunks or factors have no codes."""
+    coding: dict[str, EngineSettings] = {
+        "allreduce": AllReduceSync(wire=wire),
+        "ring": RingSync(wire=wire, bucket_mb=FUSED),
+        "lazy": LazySync(wire=wire, threshold_mb=0),
+        "lazy butterfly": LazySync(wire=wire, threshold_mb=FUSED, collective="butterfly"),
+        "hybrid": HybridSync(wire=wire, fuse_mb=FUSED),
+        "dear": DearSync(wire=wire, bucket_mb=FUSED),
+    }
+    if wire not in get_args(Cast):
+        return coding
+    sparse = SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4)
+    powersgd = PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED)
+    return coding | {
+        "sparse": sparse,
+        "sparse hybrid": sparse.model_copy(update={"timing": "hybrid"}),
+        "powersgd": powersgd,
+        "powersgd dear": powersgd.model_copy(update={"timing": "dear"}),
+    }
+
+
 OPTIM = Lars(kind="lars", lr=0.1, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
 PAGEABLE = "aten::_to_copy between pageable memory and the GPU"
 MAY_WAIT = frozenset({
@@ -126,66 +128,83 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
 
 
 def _found(
-    some: Sequence[EngineSettings], ranks_per_node: int | None = None, without: str = "", orders: int = 0
-) -> dict[str, list[str]]:
-    """By engine; and in so many other orders."""
+    some: Sequence[EngineSettings], ranks_per_node: int | None = None, without: str = "", orders: int = 0,
+    steps: int = 3,
+) -> tuple[dict[str, list[str]], set[str]]:  # fmt: skip
+    """By engine, and in so many other orders; and what was met of that which is allowed."""
     with unmeasured(), PretendedGpu(MAY_WAIT, HARMLESS, without, records=orders > 0) as gpu:
-        topology = Topology(CUDA, ranks_per_node=ranks_per_node, lends=True)
-        found = {repr(settings): told for settings in some if (told := faults(settings, topology, gpu))}
+        topology = Topology(CUDA, ranks_per_node=ranks_per_node)
+        found = {repr(settings): told for settings in some if (told := faults(settings, topology, gpu, steps))}
         for seed in range(orders):
             assert gpu.recording is not None
             if wrong := gpu.recording.repeat(seed):
                 found[f"order {seed}"] = [wrong]
-    return found
+        topology.close()
+        return found, gpu.met | gpu.detector.met
 
 
-def _all(wires: Sequence[Wire]) -> list[EngineSettings]:
-    return [settings for wire in wires for settings in ENGINES[wire]]
+def _in_order(world: int, *arguments: Any) -> None:
+    for found, _ in run(world, _found, *arguments):
+        assert found == {}
 
 
-def test_engines_are_ordered_on_a_gpu():
-    assert run(2, _found, _all(WIRES)) == [{}] * 2
+FIRST_TIER = [("bf16", name) for name in engines("bf16")] + [("int8", name) for name in engines("int8")]
 
 
-def test_engines_are_ordered_on_nodes_of_two_gpus():
-    assert run(4, _found, [CODING["bf16"][4], CODING["int8"][3], KEEPING["bf16"][0]], 2) == [{}] * 4
+@pytest.mark.parametrize(("wire", "engine"), FIRST_TIER)
+def test_an_engine_is_ordered_on_a_gpu(wire: Wire, engine: str):
+    _in_order(2, [engines(wire)[engine]])
 
 
-@pytest.mark.ci
-def test_engines_that_learn_are_ordered_before_their_plan_and_after_it():
-    learning = [HybridSync(wire="bf16"), DearSync(wire="int8"), LazySync(), AutoSync(), AutoSync(inexact=True)]
-    assert run(2, _learning, learning) == [{}] * 2
-
-
-def _learning(some: Sequence[EngineSettings]) -> dict[str, list[str]]:
-    with unmeasured(), PretendedGpu(MAY_WAIT, HARMLESS) as gpu:
-        topology = Topology(CUDA, lends=True)
-        return {repr(settings): told for settings in some if (told := faults(settings, topology, gpu, steps=11))}
+@pytest.mark.parametrize(("wire", "engine"), [("bf16", "hybrid"), ("int8", "lazy butterfly"), ("bf16", "sparse")])
+def test_an_engine_is_ordered_on_nodes_of_two_gpus(wire: Wire, engine: str):
+    _in_order(4, [engines(wire)[engine]], 2)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("wire", WIRES)
 def test_engines_end_with_the_same_bits_in_any_order_that_waits_allow(wire: Wire):
-    assert run(2, _found, ENGINES[wire], None, "", 5) == [{}] * 2
-    assert run(4, _found, ENGINES[wire], 2, "", 2) == [{}] * 4
+    _in_order(2, list(engines(wire).values()), None, "", 3)
 
 
-LAZY, SPARSE = LazySync(wire="bf16", threshold_mb=FUSED), KEEPING["bf16"][0]
+@pytest.mark.ci
+@pytest.mark.parametrize("wire", WIRES)
+def test_so_they_do_on_nodes_of_two_gpus(wire: Wire):
+    """Every other engine; its neighbours are met in the next wire."""
+    _in_order(4, list(engines(wire).values())[WIRES.index(wire) % 2 :: 2], 2, "", 2)
+
+
+LEARNING = [HybridSync(wire="bf16"), DearSync(wire="int8"), LazySync(), AutoSync(), AutoSync(inexact=True)]
+
+
+@pytest.mark.ci
+def test_all_that_is_allowed_is_met_by_an_engine():
+    """Of all engines and wires, before their plan and after it. What nothing meets hides what a later change does."""
+    calls: list[tuple[Any, ...]] = [([*engines(wire).values()],) for wire in WIRES]
+    met: set[str] = set()
+    for arguments in [*calls, (LEARNING, None, "", 0, 11)]:
+        for found, allowed in run(2, _found, *arguments):
+            assert found == {}
+            met |= allowed
+    assert met == MAY_WAIT | HARMLESS
+
+
+LAZY, SPARSE = LazySync(wire="bf16", threshold_mb=FUSED), engines("bf16")["sparse"]
 
 
 @pytest.mark.parametrize("left_out", ["wait_event", "wait_stream"])
 def test_a_wait_left_out_is_found(left_out: str):
-    for found in run(2, _found, [LAZY], None, left_out, 1):
+    for found, _ in run(2, _found, [LAZY], None, left_out, 1):
         assert "which has written the same memory" in "".join(found[repr(LAZY)])
         assert "reads other values" in found["order 0"][0]
 
 
 def test_memory_let_go_of_too_early_is_found():
-    for found in run(2, _forgetful):
+    for found, _ in run(2, _forgetful):
         assert "was freed while all_reduce" in "".join(found[repr(SPARSE)])
 
 
-def _forgetful() -> dict[str, list[str]]:
+def _forgetful() -> tuple[dict[str, list[str]], set[str]]:
     """As ``sparse`` once was: of what its messages travel in it kept the gradients alone."""
     kept = sparse._Message
 
@@ -197,11 +216,11 @@ def _forgetful() -> dict[str, list[str]]:
 
 
 def test_a_host_that_waits_inside_a_step_is_found():
-    for found in run(2, _asking):
+    for found, _ in run(2, _asking):
         assert "the host waits for the GPU inside a step: aten::_local_scalar_dense" in "".join(found[repr(LAZY)])
 
 
-def _asking() -> dict[str, list[str]]:
+def _asking() -> tuple[dict[str, list[str]], set[str]]:
     ratios = LARS._trust_ratios
 
     def asking(self: LARS, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Tensor:
@@ -216,7 +235,7 @@ def test_collectives_in_different_orders_are_found():
         run(2, _unlike)
 
 
-def _unlike() -> dict[str, list[str]]:
+def _unlike() -> tuple[dict[str, list[str]], set[str]]:
     mine = LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
     with patch.object(factory, "compare_engines", lambda *_: None):
         return _found([mine])

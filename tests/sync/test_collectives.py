@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
+from itertools import product
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from imagenet_fast.sync.all_reduce import all_reduce, usual_collective
 from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
-from tests.ranks import run
+from tests.ranks import lending, run
+from tests.sync.given import process_groups, tiers, with_ranks
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")
@@ -35,16 +38,9 @@ def reduced(
     return transfer
 
 
-def all_ranks(ranks_per_node: int | None = None) -> Topology:
-    return Topology(torch.get_default_device(), ranks_per_node=ranks_per_node)
-
-
-def topologies(world: int) -> Iterator[tuple[Topology, Sequence[Collective]]]:
+def topologies(world: int) -> list[tuple[Topology, Sequence[Collective]]]:
     """Every number of ranks a node up to 3 that comes out even, and the collectives that it makes a difference to."""
-    for ranks_per_node in (n for n in (1, 2, 3) if world % n == 0):
-        topology = all_ranks(ranks_per_node)
-        yield topology, COLLECTIVES if ranks_per_node == 1 else BY_NODE
-        topology.close()
+    return [(lending(n), COLLECTIVES if n == 1 else BY_NODE) for n in (1, 2, 3) if world % n == 0]
 
 
 @cache
@@ -61,34 +57,39 @@ def mean_of(length: int, world: int, integers: bool) -> torch.Tensor:
     return torch.stack([values(rank, length, world, integers) for rank in range(world)]).double().mean(0)
 
 
-@pytest.mark.parametrize("world", range(1, 9))
-def test_every_rank_ends_with_the_mean_to_the_bit(world: int):
-    fingerprints = run(world, _every_collective)
-    assert all(f == fingerprints[0] for f in fingerprints)
+PLACES = [
+    (world, per_node, collective)
+    for world, per_node in product(range(1, 9), (1, 2, 3))
+    for collective in (COLLECTIVES if per_node == 1 else BY_NODE)
+    if world % per_node == 0
+]
 
 
-def _every_collective() -> list[str]:
-    world = dist.get_world_size()
+@pytest.mark.parametrize(
+    ("world", "per_node", "collective"), tiers([place for place in PLACES if place[0] in (2, 4)], PLACES)
+)
+def test_every_rank_ends_with_the_mean_to_the_bit(world: int, per_node: int, collective: Collective):
+    first, *others = run(world, ends_with_the_mean, collective, per_node)
+    assert all(digests == first for digests in others)
+
+
+def ends_with_the_mean(collective: Collective, per_node: int) -> list[str]:
+    topology, world = lending(per_node), dist.get_world_size()
     fingerprints = []
-    for topology, collectives in topologies(world):
-        for collective in collectives:
-            for wire, tolerance in WIRES.items():
-                short = SHORT_BYTES // wire.itemsize // world * world  # from there on a butterfly takes another way
-                lengths = [0, world, 4097 * world, *([short, short + world] if collective == "butterfly" else [])]
-                if wire == torch.bfloat16:
-                    lengths.append(270_000 // world * world)
-                for integers in (True, False) if wire == torch.bfloat16 else (True,):
-                    tensors = [values(topology.rank, n, world, integers).clone() for n in lengths]
-                    transfers = [carry(all_reduce(t, wire, collective, topology)) for t in tensors]  # all at once
-                    for tensor, transfer, length in zip(tensors, transfers, lengths, strict=True):
-                        transfer.wait()
-                        mean = mean_of(length, world, integers)
-                        case = f"{collective} {wire} {length}, {topology.per_node} a node"
-                        if integers:
-                            assert torch.equal(tensor.double(), mean), case
-                        else:
-                            torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance, msg=case)
-                        fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
+    for wire, tolerance in WIRES.items():
+        short = SHORT_BYTES // wire.itemsize // world * world  # from there on a butterfly takes another way
+        lengths = [0, world, 4097 * world, *([short, short + world] if collective == "butterfly" else [])]
+        if wire == torch.bfloat16:
+            lengths.append(270_000 // world * world)
+        for integers in (True, False) if wire == torch.bfloat16 else (True,):
+            tensors = [values(topology.rank, n, world, integers).clone() for n in lengths]
+            transfers = [carry(all_reduce(t, wire, collective, topology)) for t in tensors]  # all at once
+            for tensor, transfer, length in zip(tensors, transfers, lengths, strict=True):
+                transfer.wait()
+                near = 0.0 if integers else tolerance
+                mean = mean_of(length, world, integers)
+                torch.testing.assert_close(tensor.double(), mean, rtol=near, atol=near, msg=f"{wire} {length}")
+                fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
     return fingerprints
 
 
@@ -114,7 +115,7 @@ def test_bytes_are_as_in_theory():
 
 def _bytes_sent() -> dict[str, list[int]]:
     """Of each phase that sends anything."""
-    topology = all_ranks(2)
+    topology = lending(2)
     sent = {}
     for collective in COLLECTIVES:
         transfer = reduced(torch.ones(600_000), torch.bfloat16, collective, topology)
@@ -132,33 +133,29 @@ def _bytes_sent() -> dict[str, list[int]]:
     return sent
 
 
-def test_any_number_of_parameter_servers_answers_everybody_alike():
-    fingerprints = run(5, _servers)
-    assert all(f == fingerprints[0] for f in fingerprints)
+@pytest.mark.ci
+@pytest.mark.parametrize("servers", [1, 2, 3, 5, 9])
+def test_any_number_of_parameter_servers_answers_everybody_alike(servers: int):
+    first, *others = run(5, _servers, servers)
+    assert all(fingerprints == first for fingerprints in others)
 
 
-def _servers() -> list[str]:
-    topology = all_ranks()
+def _servers(servers: int) -> list[str]:
     fingerprints = []
-    for servers in (1, 2, 3, 5, 9):
-        for length in (5, 20_000):  # one element a server, at the least
-            for wire, integers in ((torch.bfloat16, False), (torch.float32, True)):
-                tensor = values(topology.rank, length, 5, integers).clone()
-                reduced(tensor, wire, "parameter_server", topology, servers)
-                fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
-                tolerance = 0.0 if integers else WIRES[wire]
-                mean = mean_of(length, 5, integers)
-                torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance)
+    for length in (5, 20_000):  # one element a server, at the least
+        for wire, integers in ((torch.bfloat16, False), (torch.float32, True)):
+            tensor = values(dist.get_rank(), length, 5, integers).clone()
+            reduced(tensor, wire, "parameter_server", lending(), servers)
+            fingerprints.append(hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest())
+            tolerance, mean = 0.0 if integers else WIRES[wire], mean_of(length, 5, integers)
+            torch.testing.assert_close(tensor.double(), mean, rtol=tolerance, atol=tolerance)
     return fingerprints
 
 
-def test_wherever_an_element_lies_it_is_added_alike():
+@with_ranks(4)
+def test_wherever_an_element_lies_it_is_added_alike() -> None:
     """So fusing tensors changes no bit."""
-    run(4, _fused_and_apart)
-
-
-def _fused_and_apart() -> None:
-    topology = all_ranks(2)
+    topology = lending(2)
     exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
     for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
@@ -170,6 +167,7 @@ def _fused_and_apart() -> None:
         assert torch.equal(fused, torch.cat(apart)), (collective, wire)
 
 
+@pytest.mark.ci
 def test_rounding_errors_do_not_grow_with_ranks():
     """The error of a 16-bit mean in units of that of rounding every rank's values once, and their mean once."""
     two, eight = (run(world, _errors)[0] for world in (2, 8))
@@ -198,7 +196,7 @@ def _errors() -> dict[str, float]:
         return error(tensor)
 
     errors = {}
-    flat, levels = all_ranks(), [all_ranks(n) for n in (2, 4) if world % n == 0]
+    flat, levels = lending(), [lending(n) for n in (2, 4) if world % n == 0]
     for wire in (torch.bfloat16, torch.float16):
         rounded = torch.stack([t.to(wire).double() for t in everyone])
         once = error(rounded.mean(0).to(wire))
@@ -213,11 +211,8 @@ def _errors() -> dict[str, float]:
     return errors
 
 
-def test_large_fp16_values_do_not_overflow_on_their_way():
-    run(4, _large_values)
-
-
-def _large_values() -> None:
+@with_ranks(4)
+def test_large_fp16_values_do_not_overflow_on_their_way() -> None:
     for topology, collectives in topologies(dist.get_world_size()):
         for collective in collectives:
             tensor = torch.full((100,), 60_000.0)
@@ -225,12 +220,9 @@ def _large_values() -> None:
             assert torch.allclose(tensor, torch.tensor(60_000.0), rtol=1e-3), collective
 
 
-def test_16_bit_gradients_are_added_in_fp32_and_rounded_once_a_level():
+@with_ranks(4)
+def test_16_bit_gradients_are_added_in_fp32_and_rounded_once_a_level() -> None:
     """But by the backend, whose ``native`` and ``ring`` add in their own dtype."""
-    run(4, _short_gradients)
-
-
-def _short_gradients() -> None:
     for topology, collectives in topologies(4):
         for dtype in (torch.bfloat16, torch.float16):
             everyone = torch.stack([values(r, 500, 4, False).to(dtype) for r in range(4)])
@@ -251,11 +243,8 @@ def _short_gradients() -> None:
                     assert torch.equal(tensor, mean), (collective, dtype, topology.per_node)
 
 
-def test_float64_gradients_travel_as_the_wire_and_are_added_as_they_are():
-    run(4, _long_gradients)
-
-
-def _long_gradients() -> None:
+@with_ranks(4)
+def test_float64_gradients_travel_as_the_wire_and_are_added_as_they_are() -> None:
     for topology, collectives in topologies(4):
         for collective in collectives:
             everyone = torch.stack([values(r, 500, 4, False).double() + 1e-9 * r for r in range(4)])
@@ -265,13 +254,10 @@ def _long_gradients() -> None:
                 torch.testing.assert_close(tensor, everyone.mean(0), rtol=tolerance, atol=tolerance)
 
 
-def test_16_bit_values_are_summed_in_fp32_between_nodes():
-    run(4, _usual)
-
-
-def _usual() -> None:
+@with_ranks(4)
+def test_16_bit_values_are_summed_in_fp32_between_nodes() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
-    one_node, two_nodes, four_nodes = (all_ranks(n) for n in (4, 2, 1))
+    one_node, two_nodes, four_nodes = (lending(n) for n in (4, 2, 1))
     for values_as, wire in ((fp32, bf16), (bf16, bf16), (bf16, fp32)):
         assert usual_collective(values_as, wire, one_node) == "native"
         assert usual_collective(values_as, wire, two_nodes) == "hierarchical"
@@ -280,34 +266,31 @@ def _usual() -> None:
     assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
 
 
-def test_engines_that_take_turns_share_channels():
-    run(2, _lending)
-
-
-def _lending() -> None:
-    apart, lending = all_ranks(), Topology(torch.get_default_device(), lends=True)
-    pair = (0, 1)
-    assert apart.anew().stream(pair, "scatter") is not apart.anew().stream(pair, "scatter")
-    first, second = lending.anew(), lending.anew()
+@with_ranks(2)
+def test_engines_that_take_turns_share_channels() -> None:
+    apart, lends = (Topology(torch.get_default_device(), lends=lends) for lends in (False, True))
+    pair, (one, other) = (0, 1), (apart.anew(), apart.anew())
+    assert one.stream(pair, "scatter") is not other.stream(pair, "scatter")
+    first, second = lends.anew(), lends.anew()
     stream = first.stream(pair, "scatter")
     first.close()
     assert second.stream(pair, "scatter") is stream
-    for topology in (second, lending.anew()):
+    for topology in (second, lends.anew()):
         tensor = values(dist.get_rank(), 300, 2, True).clone()
         reduced(tensor, torch.bfloat16, "pairwise", topology)
         assert torch.equal(tensor.double(), mean_of(300, 2, True))
+    lends.lends = False  # now it closes its own
+    for topology in (one, other, lends):
+        topology.close()
 
 
-def test_uneven_nodes_refuse_levels_only():
-    run(3, _uneven_nodes)
-
-
-def _uneven_nodes() -> None:
+@with_ranks(3)
+def test_uneven_nodes_refuse_levels_only() -> None:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match="3 ranks are no whole number of nodes of 2; give another number"):
-        all_ranks(2)
-    os.environ["GROUP_RANK"] = str(rank // 2)  # as torchrun says it
-    topology = all_ranks()
+        lending(2)
+    with patch.dict(os.environ, GROUP_RANK=str(rank // 2)):  # as torchrun says it
+        topology = Topology(torch.get_default_device())
     assert topology.nodes == ((0, 1), (2,))
     for collective in COLLECTIVES:
         tensor = values(rank, 300, 3, True).clone()
@@ -317,6 +300,7 @@ def _uneven_nodes() -> None:
         else:
             reduced(tensor, torch.bfloat16, collective, topology)
             assert torch.equal(tensor.double(), mean_of(300, 3, True)), collective
+    topology.close()
 
 
 def test_a_lost_peer_is_named():
@@ -324,28 +308,19 @@ def test_a_lost_peer_is_named():
     assert math.isfinite(PeerLost(3, RuntimeError("Timed out waiting 10ms")).rank)
 
 
-def test_ranks_may_be_placed_on_nodes_in_any_order():
+@with_ranks(4)
+def test_ranks_may_be_placed_on_nodes_in_any_order() -> None:
     """As by `srun --distribution=arbitrary` or a rankfile; a group of torch has its ranks in rising order."""
-    for errors in run(4, _placed_oddly):
-        for case, (error, allowed) in errors.items():
-            assert error <= allowed, case
-
-
-def _placed_oddly() -> dict[str, tuple[float, float]]:
-    rank = dist.get_rank()
-    os.environ["GROUP_RANK"] = "0110"[rank]
-    errors = {}
-    for group in (None, dist.new_group([2, 0, 3, 1], sort_ranks=False)):
-        topology = Topology(torch.get_default_device(), group)
-        assert topology.nodes == ((0, 3), (1, 2))
-        for collective in COLLECTIVES:
-            for wire, allowed in {torch.float32: 1e-6, torch.bfloat16: 4e-2, torch.int8: 1e-1}.items():
-                if wire == torch.int8 and collective == "native":
-                    continue
-                tensor = values(rank, 8192, 4, integers=False).clone()
-                reduced(tensor, wire, collective, topology)
-                error = (tensor.double() - mean_of(8192, 4, integers=False)).abs().max().item()
-                errors[f"{collective} {wire}, group {group is not None}"] = error, allowed
-        topology.close()
-    del os.environ["GROUP_RANK"]
-    return errors
+    rank, mean = dist.get_rank(), mean_of(8192, 4, integers=False)
+    with process_groups((2, 0, 3, 1), sort_ranks=False) as groups:
+        for group in (None, *groups):
+            with patch.dict(os.environ, GROUP_RANK="0110"[rank]):
+                topology = Topology(torch.get_default_device(), group)
+            assert topology.nodes == ((0, 3), (1, 2))
+            for collective in COLLECTIVES:
+                for wire, allowed in {torch.float32: 1e-6, torch.bfloat16: 4e-2, torch.int8: 1e-1}.items():
+                    if wire != torch.int8 or collective != "native":
+                        tensor = values(rank, 8192, 4, integers=False).clone()
+                        reduced(tensor, wire, collective, topology)
+                        assert (tensor.double() - mean).abs().max() <= allowed, (collective, wire, group)
+            topology.close()

@@ -1,15 +1,16 @@
 """What every engine owes the training loop: any wire, any collective, any ranks that average their gradients.
 
-The suite tries every pair of choices; `pytest -m full` tries every engine x wire x collective x place.
+The first tier tries every pair of choices on two to four ranks; `ci` does so on one and on five to eight, and tries
+every engine with every wire and collective on two to four; `weekly`, on six.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import cycle, product
 from typing import Literal, get_args
 
@@ -22,8 +23,7 @@ from examples.own_engine import by_pairs
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.recipe.engine_table import Cast, Collective, Fusion, Wire
+from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
 from imagenet_fast.sync import (
     AllReduceSync,
     AutoSync,
@@ -38,7 +38,6 @@ from imagenet_fast.sync import (
     PowerSgdSync,
     RingSync,
     SparseSync,
-    SyncEngine,
     attach,
     build_engine,
     declare,
@@ -48,25 +47,38 @@ from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
-from tests.ranks import run
-from tests.sync.loops import unmeasured
+from tests.ranks import lending, run
+from tests.sync.given import (
+    Given,
+    applied,
+    ended,
+    integers,
+    means,
+    normals,
+    pooled,
+    process_groups,
+    tiers,
+    with_ranks,
+)
+from tests.sync.loops import LINK, unmeasured
 
-WIRES: tuple[Wire, ...] = get_args(Wire)
-TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3}
-CODES: dict[str, float] = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient
-LINK = LinkModel(1e-4, 1e-8)
+TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}
+CODED = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient
 STEPS = 2  # the first teaches the pool the order of its gradients
 LEARNT = 8  # five more for an engine that learns, and one for what it has learnt
 
-
 Policy = Literal["by-type", "by-size"]
-Name = Literal["allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "powersgd", "auto", "by pairs"]
-ENGINES: tuple[Name, ...] = get_args(Name)
+Name = Literal["allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "powersgd", "auto", "by pairs", "ddp"]
+ENGINES: tuple[Name, ...] = get_args(Name)[:-2]
+WIRES: tuple[Wire, ...] = get_args(Wire)
+CASTS: tuple[Cast, ...] = get_args(Cast)
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 FUSIONS: tuple[Fusion, ...] = (0.0, 0.0005, math.inf, "auto")
 SERVERS = (1, 2, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+OF_THEIR_OWN = ("ring", "auto", "by pairs", "ddp")
+"""Engines that have a collective of their own."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,9 @@ class Place:
     groups: tuple[tuple[int, ...], ...] = ()
     """Which ranks have a pool together, if not all of them."""
 
+    def __str__(self) -> str:
+        return f"{self.world} by {self.ranks_per_node}" + (f" in {len(self.groups)} groups" if self.groups else "")
+
 
 PLACES = (
     *(Place(world, n) for world in range(1, 9) for n in (1, 2, 3) if world % n == 0),
@@ -88,8 +103,8 @@ PLACES = (
     Place(6, 3, ((0, 2, 5), (1, 3, 4))),
     Place(8, 2, ((0, 1, 4, 5), (2, 3, 6, 7))),
 )
-FEWER = tuple(place for place in PLACES if place.world not in (6, 7))
-"""What the suite has time for."""
+FEW = tuple(place for place in PLACES if 2 <= place.world <= 4 and str(place) not in ("3 by 3", "4 by 1"))
+OTHERS = tuple(place for place in PLACES if place not in FEW)
 
 
 @dataclass(frozen=True)
@@ -99,16 +114,22 @@ class Case:
     place: Place
     engine: Name
     wire: Wire
-    collective: Collective
-    fusion: Fusion
+    collective: Collective = "native"
+    fusion: Fusion = math.inf
     servers: int = 1
     dtype: torch.dtype = torch.float32
     policy: Policy = "by-type"
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        rest = f"{self.fusion} MiB-{self.servers} servers-{dtype}-{self.policy}"
+        return f"{self.engine}-{self.wire}-{self.collective}-{self.place}-{rest}"
 
-def settings_of(case: Case) -> EngineSettings | Engine:
+
+def settings_of(case: Case) -> EngineSettings | Engine | DdpSync:
     wire, collective, fusion, servers = case.wire, case.collective, case.fusion, case.servers
     other = COLLECTIVES[COLLECTIVES.index(collective) - 1]
+    by_size = case.policy == "by-size"
     match case.engine:
         case "allreduce":
             return AllReduceSync(wire=wire, collective=collective, servers=servers)
@@ -123,157 +144,118 @@ def settings_of(case: Case) -> EngineSettings | Engine:
         case "dear":
             return replace(declare(DearSync(wire=wire, bucket_mb=fusion)), collective=collective, servers=servers)
         case "sparse":
-            when: Literal["lazy", "hybrid"] = "lazy" if case.policy == "by-size" else "hybrid"
+            when: Literal["lazy", "hybrid"] = "lazy" if by_size else "hybrid"
             return SparseSync(
                 wire=wire, sparsity=0.0, chunk=64, threshold_mb=fusion, timing=when, collective=collective
             )
         case "powersgd":  # of a rank at which nothing becomes smaller
-            timing: Literal["allreduce", "dear"] = "allreduce" if case.policy == "by-size" else "dear"
+            timing: Literal["allreduce", "dear"] = "allreduce" if by_size else "dear"
             return PowerSgdSync(wire=wire, rank=64, timing=timing, collective=collective)
         case "auto":
             return AutoSync(wire=wire)
         case "by pairs":
             return by_pairs(wire_dtype(wire))
+        case "ddp":
+            return DdpSync(wire=wire)
 
 
-class Layer(nn.Module):
-    """Parameters whose gradients are, whatever their values, what ``forward`` is given."""
-
-    def __init__(self, *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        for number, shape in enumerate(shapes):
-            memory = torch.channels_last if len(shape) == 4 else torch.contiguous_format
-            self.register_parameter(f"param{number}", nn.Parameter(torch.zeros(shape).to(memory_format=memory)))
-
-    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True)]).sum()
+def pairs(places: Sequence[Place]) -> list[Case]:
+    """Every pair of choices. Sparse and PowerSGD have chunks and factors, and casts for codes."""
+    casts = cycle(CASTS)
+    rows = covering(places, ENGINES, WIRES, COLLECTIVES, FUSIONS, SERVERS, DTYPES, POLICIES)
+    cases = [Case(*row) for row in rows]
+    return [
+        replace(case, wire=next(casts)) if case.engine in ("sparse", "powersgd") and case.wire in get_args(Codes)
+        else case for case in cases
+    ]  # fmt: skip
 
 
-LAYERS = (((2, 3, 3, 3), (1,)), ((17,), ()), ((45, 37),))
+FIRST = [
+    *pairs(FEW),
+    *(Case(Place(world, 1), "by pairs", wire) for world in (3, 4) for wire in WIRES),
+    *(Case(Place(world, 1), "ddp", wire) for world in (2, 3) for wire in CASTS),
+]
+FIRST_TIER = sorted(
+    {(case.engine, case.wire, None if case.engine in OF_THEIR_OWN else case.collective) for case in FIRST}, key=str
+)
+"""Of the first tier, each kind of engine (ours, DDP and one of a user's own), wire and collective that meet."""
 
 
-class Sizes(nn.Module):
-    """Layers of awkward shapes, called in another order than they are registered in."""
-
-    def __init__(self, layers: Sequence[Sequence[tuple[int, ...]]] = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(*shapes) for shapes in layers)
-        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, gradients: Sequence[Tensor]) -> Tensor:
-        given = iter(gradients)
-        parts = [[next(given) for _ in layer.parameters()] for layer in self.layers]
-        return torch.stack([self.layers[n](parts[n]) for n in reversed(range(len(parts)))]).sum()
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        return list(self.layers.parameters())
-
-
-SHAPES = [shape for shapes in LAYERS for shape in shapes]
-
-
-def gradients_of(
-    rank: int, step: int, integers: bool, ranks: int, shapes: Sequence[tuple[int, ...]] = SHAPES
-) -> list[Tensor]:
-    """Of a rank; integers are such that their means over as many ``ranks``, or a part of them, are integers that 16
-    bits hold."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
-    if integers:
-        return [ranks * torch.randint(-8, 8, shape, generator=generator).float() for shape in shapes]
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-@cache
-def means_of(ranks: tuple[int, ...], step: int, integers: bool, dtype: torch.dtype) -> list[Tensor]:
-    """In float64."""
-    everyone = [gradients_of(rank, step, integers, len(ranks)) for rank in ranks]
-    return [torch.stack(parts).to(dtype).double().mean(0) for parts in zip(*everyone, strict=True)]
-
-
-def suite() -> list[Case]:
-    """Every pair of choices; our own engine has none but the wire."""
-    rows = covering(FEWER, ENGINES[:-1], WIRES, COLLECTIVES, FUSIONS, SERVERS, DTYPES, POLICIES)
-    own = [Case(Place(world, 1), "by pairs", wire, "pairwise", math.inf) for world in (1, 3, 4) for wire in WIRES]
-    return [*(Case(*row) for row in rows), *own]
-
-
-def everything() -> Iterator[Case]:
-    """Every engine x wire x collective x place; the rest takes turns."""
-    turns = cycle(product(POLICIES, DTYPES, SERVERS, FUSIONS))
-    for place, engine, wire, collective in product(PLACES, ENGINES, WIRES, COLLECTIVES):
-        if engine not in ("ring", "auto", "by pairs") or collective == "native":  # they have one of their own
-            yield Case(place, engine, wire, collective, *reversed(next(turns)))
-
-
-@pytest.mark.parametrize("world", sorted({place.world for place in FEWER}))
-def test_after_its_update_every_parameter_has_moved_by_the_mean(world: int):
-    _ranks_agree(run(world, _every_engine))
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_parameters_are_updated_with_the_mean(case: Case):
+    _agree(run(case.place.world, average, [case], case.place.world <= 3))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("world", [2, 3, 4, 6])
-def test_every_engine_collective_and_wire(world: int):
-    """A power of two or not, on one level or two; other numbers of ranks go by pairs."""
-    _ranks_agree(run(world, _full_product))
+@pytest.mark.parametrize("case", [*pairs(OTHERS), Case(Place(1, 1), "by pairs", "bf16")], ids=str)
+def test_so_they_are_over_one_rank_and_over_many(case: Case):
+    _agree(run(case.place.world, average, [case], case.place.world == 1))
 
 
-def _ranks_agree(by_rank: list[dict[object, str]]) -> None:
+FULL = [
+    pytest.param(engine, wire, collective, id=f"{engine}-{wire}-{collective}")
+    for engine, wire, collective in product(get_args(Name)[:-1], WIRES, COLLECTIVES)
+    if (engine not in OF_THEIR_OWN or collective == "native")
+    and (engine not in ("sparse", "powersgd") or wire in CASTS)
+]
+
+
+@pytest.mark.parametrize(
+    "world",
+    [*(pytest.param(world, marks=pytest.mark.ci) for world in (2, 3, 4)), pytest.param(6, marks=pytest.mark.weekly)],
+)
+@pytest.mark.parametrize(("engine", "wire", "collective"), FULL)
+def test_every_engine_wire_and_collective(engine: Name, wire: Wire, collective: Collective, world: int):
+    """In every other place of so many ranks. A power of two or not, on one level or two."""
+    start = 7 * COLLECTIVES.index(collective) + WIRES.index(wire)  # the rest takes turns
+    rest = list(product(FUSIONS, SERVERS, DTYPES, POLICIES))
+    places = [place for place in PLACES if place.world == world][start % 2 :: 2]
+    cases = [Case(place, engine, wire, collective, *rest[(start + 19 * n) % 72]) for n, place in enumerate(places)]
+    _agree(run(world, average, cases, False))
+
+
+def _agree(by_rank: list[dict[object, str]]) -> None:
     for key in {key for results in by_rank for key in results}:
         assert len({results[key] for results in by_rank if key in results}) == 1, f"ranks differ in a bit: {key}"
 
 
-def _every_engine() -> dict[object, str]:
-    """Up to three ranks learn as they do in life; more are given a plan, for a step of theirs takes long here."""
-    world = dist.get_world_size()
-    results = _in_their_groups(suite(), learning=world <= 3)
-    ranks = tuple(range(world))
-    for wire in get_args(Cast) if world <= 3 else ():
-        model = Sizes()
-        results["ddp", wire] = _digest(model, *attach(model, DdpSync(wire=wire)), wire, torch.float32, ranks, STEPS)
-    return results
-
-
-def _full_product() -> dict[object, str]:
-    return _in_their_groups(everything(), learning=False)
-
-
-def _in_their_groups(cases: Iterable[Case], learning: bool) -> dict[object, str]:
-    """By case and group: what became of this rank's parameters. Channels of a place are made once."""
-    rank, everybody = dist.get_rank(), tuple(range(dist.get_world_size()))
-    own = [place for place in PLACES if place.world == len(everybody)]
-    groups = {ranks: dist.new_group(list(ranks)) for place in own for ranks in place.groups}
-    topologies = {
-        (place, ranks): Topology(torch.get_default_device(), groups.get(ranks), place.ranks_per_node, lends=True)
-        for place in own
-        for ranks in place.groups or (everybody,)
-        if rank in ranks  # the others do something else
-    }
+def average(cases: Sequence[Case], learning: bool) -> dict[object, str]:
+    """What became of this rank's parameters, by case and group. Where engines learn not, they are given a plan."""
     results: dict[object, str] = {}
     for case in cases:
-        for (place, ranks), topology in topologies.items():
-            if case.engine in ("sparse", "powersgd") and case.wire in CODES:
-                continue  # they have chunks and factors, not codes
-            if case.place == place:
-                results[case, ranks] = _in_a_group(case, topology, learning)
+        with unmeasured(), _topologies(case.place) as topologies:
+            for topology in topologies:
+                results[str(case), topology.ranks] = _in_a_group(case, topology, learning)
     return results
+
+
+@contextmanager
+def _topologies(place: Place) -> Iterator[list[Topology]]:
+    """Of those groups that this rank is in; the others do something else."""
+    if not place.groups:
+        yield [lending(place.ranks_per_node)]
+        return
+    device = torch.get_default_device()
+    with process_groups(*place.groups) as groups:
+        mine = [group for group, ranks in zip(groups, place.groups, strict=True) if dist.get_rank() in ranks]
+        yield [Topology(device, group, place.ranks_per_node) for group in mine]
 
 
 def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
-    model, settings = Sizes().to(case.dtype), settings_of(case)
+    model, settings = Given(*LAYERS).to(case.dtype), settings_of(case)
+    if isinstance(settings, DdpSync):
+        forward, sync = attach(model, settings)
+        return _digest(model, forward, sync, topology.ranks, case)
     pool = GradientPool(model, topology=topology)
-    with unmeasured():
-        try:
-            pool.attach(build_engine(settings, pool) if learning else _planned(settings, pool))
-            learns = case.engine == "auto" or (learning and settings.learns)
-            return _digest(model, model, pool, case.wire, case.dtype, topology.ranks, LEARNT if learns else STEPS)
-        except (AssertionError, RuntimeError) as error:
-            raise AssertionError(f"{case}, rank {dist.get_rank()}") from error
-        finally:
-            pool.close()
+    try:
+        pool.attach(build_engine(settings, pool) if learning else _planned(settings, pool))
+        learns = case.engine == "auto" or (learning and settings.learns)
+        return _digest(model, model, pool, topology.ranks, case, LEARNT if learns else STEPS)
+    finally:
+        pool.close()
 
 
-def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> SyncEngine:
+def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> object:
     """With a plan at once, where the engine makes one."""
     if isinstance(settings, SparseSync | AutoSync):
         return build_engine(settings, pool)
@@ -283,37 +265,32 @@ def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> SyncEngin
     return Scheduler(engine, pool, NetworkProbe(pool.topology, engine.wire, LINK), timing)
 
 
+LAYERS = (((2, 3, 3, 3), (1,)), ((17,), ()), ((45, 37),))
+SHAPES = [shape for shapes in LAYERS for shape in shapes]
+
+
 def _digest(
-    model: Sizes, forward: nn.Module, sync: GradientSync, wire: Wire, dtype: torch.dtype, ranks: tuple[int, ...],
-    steps: int,
-) -> str:  # fmt: skip
-    """Of all gradients that parameters were updated with, which are the means over ``ranks``."""
+    model: Given, forward: nn.Module, sync: GradientSync, ranks: tuple[int, ...], case: Case, steps: int = STEPS
+) -> str:
+    """Of all gradients that parameters were updated with, which are the means over ``ranks``: to the bit, where those
+    are integers and the wire has no codes."""
     digest = hashlib.sha256()
-    cast = "bf16" if wire in CODES or dtype == torch.bfloat16 else wire
-    coded = CODES.get(wire, 0.0) if len(ranks) > 1 else 0.0
-    tolerance = max(TOLERANCE[cast], TOLERANCE[wire] if cast != wire and wire not in CODES else 0.0)
-    applied: dict[nn.Parameter, Tensor] = {}
-
-    def keep(params: list[nn.Parameter]) -> None:
-        for param in params:
-            assert param not in applied, "updated twice"
-            assert param.grad is not None
-            assert param.grad.stride() == param.stride()
-            applied[param] = param.grad.clone()
-
+    coded = CODED.get(case.wire, 0.0) if len(ranks) > 1 else 0.0
+    tolerance = max(TOLERANCE[case.wire], TOLERANCE["bf16"] if case.dtype == torch.bfloat16 else 0.0)
     for step in range(steps):
-        integers = step % 2 == 1
-        applied.clear()
+        whole = step % 2 == 1
+        everyone = {
+            rank: integers(SHAPES, step, rank, len(ranks)) if whole else normals(SHAPES, step, rank) for rank in ranks
+        }
         sync.zero_grad()
-        forward(gradients_of(dist.get_rank(), step, integers, len(ranks))).backward()
-        stats = sync.end_backward()
-        sync.update(keep)
-        sync.settle()
-        for param, mean in zip(model.weights, means_of(ranks, step, integers, dtype), strict=True):
-            near = 0.0 if integers and not coded else tolerance
+        forward(everyone[dist.get_rank()]).backward()
+        moved, stats = ended(sync)
+        of_dtype = [[gradient.to(case.dtype) for gradient in of_one] for of_one in everyone.values()]
+        for param, mean in zip(model.weights, means(of_dtype), strict=True):
+            near = 0.0 if whole and not coded else tolerance
             away = near + coded * 8.0 * len(ranks)  # random ones come with what codes missed of integers
-            torch.testing.assert_close(applied[param].double(), mean, rtol=near, atol=away, msg=f"step {step}")
-            digest.update(applied[param].double().cpu().numpy().tobytes())
+            torch.testing.assert_close(moved[param].double(), mean, rtol=near, atol=away, msg=f"{case}, step {step}")
+            digest.update(moved[param].double().cpu().numpy().tobytes())
     assert model.frozen.grad is None
     if len(ranks) == 1:
         assert stats.sent_bytes == stats.received_bytes == 0
@@ -324,6 +301,7 @@ def _digest(
     return digest.hexdigest()
 
 
+@pytest.mark.ci
 def test_an_engine_of_ones_own_is_measured_beside_the_others():
     rows = bench_sync(
         PROFILE, [("by pairs", by_pairs(torch.bfloat16)), LazySync()], hosts=2, ranks_per_host=1, rate=None, scale=1,
@@ -345,206 +323,161 @@ PROFILE = layer_profile.Profile(
 )
 
 
-def test_what_a_user_does_beside_is_not_disturbed():
-    run(3, _beside)
-
-
-def _beside() -> None:
+@with_ranks(3)
+def test_process_groups_that_a_user_makes_beside_are_not_disturbed() -> None:
     """A pool of two of three ranks makes process groups; so does everybody, before, meanwhile and after."""
-    rank = dist.get_rank()
-    pair = dist.new_group([0, 2])
-    everybody = tuple(range(3))
-    if rank in (0, 2):
-        model = Sizes()
-        pool = GradientPool(model, pair)
-        pool.attach(build_engine(DearSync(wire="fp32", bucket_mb=0.0), pool))
-        _digest(model, model, pool, "fp32", torch.float32, (0, 2), 2)
-    for number in range(2):
-        total = torch.tensor(rank)
-        dist.all_reduce(total, group=dist.new_group(list(everybody)))
-        assert total == 3
-        if rank in (0, 2):
-            assert pool.topology.size == 2
-            _digest(model, model, pool, "fp32", torch.float32, (0, 2), 1 + number)
-    model = Sizes()
-    _, sync = attach(model, LazySync(wire="fp32", collective="pairwise"))
-    _digest(model, model, sync, "fp32", torch.float32, everybody, 2)
+    inside, place = dist.get_rank() in (0, 2), Place(3, 1)
+    dear, lazy = Case(place, "dear", "fp32", fusion=0.0), Case(place, "lazy", "fp32")
+    with process_groups((0, 2), (0, 1, 2)) as (pair, _):
+        if inside:
+            model = Given(*LAYERS)
+            pool = pooled(model, DearSync(wire="fp32", bucket_mb=0.0), group=pair)
+            _digest(model, model, pool, (0, 2), dear)
+        for number in range(2):
+            total = torch.tensor(dist.get_rank())
+            with process_groups((0, 1, 2)) as (everybody,):
+                dist.all_reduce(total, group=everybody)
+            assert total == 3
+            if inside:
+                assert pool.topology.size == 2
+                _digest(model, model, pool, (0, 2), dear, 1 + number)
+        model = Given(*LAYERS)
+        _digest(model, model, pooled(model, LazySync(wire="fp32", collective="pairwise")), (0, 1, 2), lazy)
 
 
-def test_a_model_may_have_two_pools_of_other_ranks():
+NAMED: dict[str, EngineSettings | Engine | DdpSync] = {
+    "allreduce": AllReduceSync(),
+    "allreduce fused": AllReduceSync(fused=True),
+    "lazy one by one": LazySync(wire="fp32", threshold_mb=0, collective="pairwise"),
+    "lazy": LazySync(wire="fp32", threshold_mb=1),
+    "ring": RingSync(wire="fp32", bucket_mb=1),
+    "hybrid": HybridSync(wire="fp32", fuse_mb=0.0005),
+    "dear": DearSync(wire="fp32", bucket_mb=0.0),
+    "sparse": SparseSync(wire="fp32", sparsity=0.0, chunk=4),
+    "sparse hybrid": SparseSync(wire="fp32", sparsity=0.0, chunk=4, timing="hybrid"),
+    "powersgd": PowerSgdSync(wire="fp32", rank=64),
+    "by pairs": by_pairs(torch.float32),
+    "ddp": DdpSync(),
+}
+
+
+@pytest.mark.parametrize("name", tiers(["lazy one by one", "hybrid"], ["allreduce", "allreduce fused", "dear"]))
+@with_ranks(4)
+def test_a_model_may_have_two_pools_of_other_ranks(name: str) -> None:
     """What all ranks share, and what two of them share, as experts or shards of a model are."""
-    run(4, _two_pools)
-
-
-def _two_pools() -> None:
     rank, world = dist.get_rank(), (0, 1, 2, 3)
-    pairs = {pair: dist.new_group(list(pair)) for pair in ((0, 2), (1, 3))}
-    own = next(pair for pair in pairs if rank in pair)
-    for settings in (
-        AllReduceSync(wire="fp32"),
-        AllReduceSync(wire="fp32", fused=True),
-        LazySync(wire="fp32", threshold_mb=0.0005, collective="pairwise"),
-        HybridSync(wire="fp32", fuse_mb=0.0005),
-        DearSync(wire="fp32", bucket_mb=0.0),
-    ):
-        model = Sizes()
-        names = [name for name, p in model.named_parameters() if p.requires_grad]
-        shared, apart = (
-            [(name, p) for name, p in model.named_parameters() if p.requires_grad and ("layers.2" in name) is one]
-            for one in (False, True)
-        )
-        pools = [GradientPool(shared, model=model), GradientPool(apart, pairs[own], model=model)]
+    own = (rank % 2, rank % 2 + 2)
+    model = Given(*LAYERS)
+    apart = list(model.layers[2].parameters())
+    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    with process_groups((0, 2), (1, 3)) as groups:
+        pools = [
+            GradientPool([pair for pair in named if pair[1] not in set(apart)], model=model),
+            GradientPool([pair for pair in named if pair[1] in set(apart)], groups[rank % 2], model=model),
+        ]
         for pool in pools:
-            pool.attach(build_engine(settings, pool))
+            pool.attach(build_engine(NAMED[name], pool))
         for step in range(8):
-            applied: dict[nn.Parameter, Tensor] = {}
+            moved: dict[nn.Parameter, Tensor] = {}
             for pool in pools:
                 pool.zero_grad()
-            model(gradients_of(rank, step, True, 4)).backward()
+            model(integers(SHAPES, step, rank, 4)).backward()
             for pool in pools:
                 pool.end_backward()
             for pool in pools:
-                pool.update(lambda params, applied=applied: applied.update((p, p.grad.clone()) for p in params))
+                pool.update(lambda params, moved=moved: moved.update((p, p.grad.clone()) for p in params))
             for pool in pools:
                 pool.settle()
-            ours, theirs = (_means(ranks, step) for ranks in (world, own))
-            for name, param, all_ranks, two_ranks in zip(names, model.weights, ours, theirs, strict=True):
-                mean = two_ranks if "layers.2" in name else all_ranks
-                assert torch.equal(applied[param], mean), (settings, step, name)
+            ours, theirs = (means([integers(SHAPES, step, r, 4) for r in ranks]) for ranks in (world, own))
+            for param, all_ranks, two_ranks in zip(model.weights, ours, theirs, strict=True):
+                assert torch.equal(moved[param].double(), two_ranks if param in set(apart) else all_ranks), step
         for pool in pools:
             pool.close()
 
 
-def _means(ranks: tuple[int, ...], step: int) -> list[Tensor]:
-    everyone = [gradients_of(rank, step, True, 4) for rank in ranks]
-    return [torch.stack(parts).mean(0) for parts in zip(*everyone, strict=True)]
+PIECES = [("lazy", "bf16"), ("allreduce", "fp32"), ("dear", "bf16"), ("hybrid", "fp32"), ("sparse", "fp16")]
 
 
-def test_what_is_longer_than_a_piece_is_averaged_in_pieces():
-    run(3, _long)
-
-
-def _long() -> None:
+@pytest.mark.parametrize(("engine", "wire"), PIECES)
+@with_ranks(3)
+@unmeasured()
+def test_what_is_longer_than_a_piece_is_averaged_in_pieces(engine: Name, wire: Wire) -> None:
     """In three parts, so that no piece is cut where a power of two would."""
-    shapes = [(1, 1000), (4500, 1001), (7,)]
-    for name, wire in (
-        ("lazy", "bf16"),
-        ("allreduce", "fp32"),
-        ("dear", "bf16"),
-        ("hybrid", "fp32"),
-        ("sparse", "fp16"),
-    ):
-        case = Case(Place(3, 1), name, wire, "pairwise", math.inf)
-        model = Sizes([[shape] for shape in shapes])
-        _, sync = attach(model, settings_of(case))
-        with unmeasured():
-            for step in range(2):
-                sync.zero_grad()
-                model(gradients_of(dist.get_rank(), step, True, 3, shapes)).backward()
-                grads, launches = _applied(sync)
-                everyone = [gradients_of(rank, step, True, 3, shapes) for rank in range(3)]
-                for param, *parts in zip(model.weights, *everyone, strict=True):
-                    assert torch.equal(grads[param], torch.stack(parts).mean(0)), (case, step)
-        assert launches > 1 or name == "sparse", "sparse fuses chunks to its own threshold"
-        sync.close()
-
-
-def test_accumulation_unused_and_shared_parameters():
-    run(2, _awkward_models)
-
-
-def _awkward_models() -> None:
-    rank = dist.get_rank()
-    for settings in (
-        AllReduceSync(),
-        LazySync(wire="fp32", threshold_mb=0),
-        LazySync(wire="fp32", threshold_mb=1),
-        RingSync(wire="fp32", bucket_mb=1),
-        HybridSync(wire="fp32", fuse_mb=1),
-        DearSync(wire="fp32", bucket_mb=1),
-        SparseSync(wire="fp32", sparsity=0.0, chunk=4),
-        SparseSync(wire="fp32", sparsity=0.0, chunk=4, timing="hybrid"),
-        PowerSgdSync(wire="fp32", rank=64),
-        by_pairs(torch.float32),
-    ):
-        _accumulates(settings, rank)
-        _survives_an_unused_layer(settings, rank)
-        _adds_up_a_shared_weight(settings, rank)
-    _accumulates(DdpSync(), rank)
-
-
-def _accumulates(settings: EngineSettings | DdpSync | Engine, rank: int) -> None:
-    model = Sizes()
-    forward, sync = attach(model, settings)
-    for _ in range(2):  # the second step must not see the first
-        sync.zero_grad()
-        for micro_step in range(2):
-            with sync.no_sync():
-                forward(gradients_of(rank, micro_step, True, 2)).backward()
-        forward(gradients_of(rank, 2, True, 2)).backward()
-        grads, _ = _applied(sync)
-        for i, param in enumerate(model.weights):
-            mean = sum(gradients_of(r, s, True, 2)[i] for r in range(2) for s in range(3)) / 2
-            assert torch.equal(grads[param], mean), settings
-    sync.close()
-
-
-def _survives_an_unused_layer(settings: EngineSettings | Engine, rank: int) -> None:
-    """A different layer is idle on each rank, and in each step."""
-    model = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(3))
-    _, sync = attach(model, settings)
-    for step in range(3):
-        sync.zero_grad()
-        used = [layer for i, layer in enumerate(model) if i != (rank + step) % 3]
-        sum(layer(torch.ones(1, 3)).sum() for layer in used).backward()
-        grads, _ = _applied(sync)
-        for i, layer in enumerate(model):
-            users = sum(i != (r + step) % 3 for r in range(2))
-            assert torch.equal(grads[layer.weight], torch.full((3, 3), users / 2)), (settings, step)
-    sync.close()
-
-
-def _adds_up_a_shared_weight(settings: EngineSettings | Engine, rank: int) -> None:
-    layer = nn.Linear(3, 3, bias=False)
-    model = nn.Sequential(layer, layer)
-    nn.init.eye_(layer.weight)
-    _, sync = attach(model, settings)
-    sync.zero_grad()
-    model(torch.full((1, 3), float(rank + 1))).sum().backward()
-    # 2 uses, of 1 and of 2, averaged
-    assert torch.equal(_applied(sync)[0][layer.weight], torch.full((3, 3), 3.0)), settings
-    sync.close()
-
-
-def _applied(sync: GradientSync) -> tuple[dict[nn.Parameter, Tensor], int]:
-    """End the step; the gradients that parameters were updated with, and in how many messages they came, or, where
-    they are awaited later, those before them."""
-    grads: dict[nn.Parameter, Tensor] = {}
-    stats = sync.end_backward()
-    sync.update(lambda params: grads.update((p, p.grad.clone()) for p in params))
-    sync.settle()
-    return grads, stats.launches
-
-
-def test_lazy_fuses_until_its_threshold():
-    run(2, _counts_launches)
-
-
-def _counts_launches() -> None:
-    for threshold, wire in ((0.0, "fp32"), (0.0005, "fp32"), (0.0005, "bf16"), (math.inf, "fp32")):
-        model = Sizes()
-        pool = GradientPool(model)
-        pool.attach(build_engine(LazySync(wire=wire, threshold_mb=threshold), pool))
+    shapes = [(1, 1000), (450, 1001), (7,)]
+    model = Given(*([shape] for shape in shapes))
+    settings = settings_of(Case(Place(3, 1), engine, wire, "pairwise"))
+    pool = pooled(model, settings, topology=lending(1))
+    for step in range(2):
+        everyone = [integers(shapes, step, rank, 3) for rank in range(3)]
         pool.zero_grad()
-        model(gradients_of(0, 0, True, 2)).backward()
-        stats = pool.end_backward()
-        message = pool.buffer.numel() * (4 if wire == "fp32" else 2)
-        assert stats.sent_bytes == message, "two ranks send 2 (2-1)/2 of the pool each"
-        match threshold:
-            case 0.0:
-                assert stats.launches == len(SHAPES)
-            case math.inf:
-                assert stats.launches == 1
-            case _:
-                assert 1 < stats.launches <= math.ceil(message / (threshold * 2**20)) + 1
-        pool.close()
+        model(everyone[dist.get_rank()]).backward()
+        moved, stats = ended(pool)
+        assert all(torch.equal(moved[p].double(), mean) for p, mean in zip(model.weights, means(everyone), strict=True))
+    assert stats.launches > 1 or engine == "sparse", "sparse fuses chunks to its own threshold"
+
+
+@pytest.mark.parametrize("name", NAMED)
+@with_ranks(2)
+def test_micro_steps_add_up(name: str) -> None:
+    model = Given(*LAYERS)
+    forward, sync = _synced(model, name)
+    everyone = [[integers(SHAPES, micro, rank, 2) for micro in range(3)] for rank in range(2)]
+    expected = means([[sum(parts) for parts in zip(*of_one, strict=True)] for of_one in everyone])
+    for _ in range(2):  # the second step must not see the first
+        moved = applied(sync, forward, *everyone[dist.get_rank()])
+        assert all(
+            torch.equal(moved[param].double(), mean) for param, mean in zip(model.weights, expected, strict=True)
+        )
+
+
+def _synced(model: nn.Module, name: str) -> tuple[nn.Module, GradientSync]:
+    settings = NAMED[name]
+    return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
+
+
+POOLED = [name for name in NAMED if name != "ddp"]
+
+
+@pytest.mark.parametrize("name", POOLED)
+@with_ranks(2)
+def test_a_layer_that_a_rank_does_not_use_has_a_gradient_of_zero_there(name: str) -> None:
+    """A different layer is idle on each rank, and in each step."""
+    model = Given([(3, 3)], [(3, 3)], [(3, 3)])
+    _, sync = _synced(model, name)
+    for step in range(3):
+        idle = [(rank + step) % 3 for rank in range(2)]
+        given = [None if n == idle[dist.get_rank()] else torch.ones(3, 3) for n in range(3)]
+        moved = applied(sync, model, given)
+        for n, param in enumerate(model.weights):
+            assert torch.equal(moved[param], torch.full((3, 3), sum(n != one for one in idle) / 2)), step
+
+
+@pytest.mark.parametrize("name", POOLED)
+@with_ranks(2)
+def test_a_weight_that_is_used_twice_has_one_gradient(name: str) -> None:
+    layer = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(layer.weight)
+    forward, sync = _synced(nn.Sequential(layer, layer), name)
+    sync.zero_grad()
+    forward(torch.full((1, 3), float(dist.get_rank() + 1))).sum().backward()
+    # 2 uses, of 1 and of 2, averaged
+    assert torch.equal(ended(sync)[0][layer.weight], torch.full((3, 3), 3.0))
+
+
+@pytest.mark.parametrize(("threshold", "wire"), [(0.0, "fp32"), (0.0005, "fp32"), (0.0005, "bf16"), (math.inf, "fp32")])
+@with_ranks(2)
+def test_lazy_fuses_until_its_threshold(threshold: float, wire: Wire) -> None:
+    model = Given(*LAYERS)
+    pool = pooled(model, LazySync(wire=wire, threshold_mb=threshold))
+    pool.zero_grad()
+    model(integers(SHAPES, 0, 0, 2)).backward()
+    stats = pool.end_backward()
+    message = pool.buffer.numel() * (4 if wire == "fp32" else 2)
+    assert stats.sent_bytes == message, "two ranks send 2 (2-1)/2 of the pool each"
+    match threshold:
+        case 0.0:
+            assert stats.launches == len(SHAPES)
+        case math.inf:
+            assert stats.launches == 1
+        case _:
+            assert 1 < stats.launches <= math.ceil(message / (threshold * 2**20)) + 1

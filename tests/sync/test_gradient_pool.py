@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from imagenet_fast.recipe.sync_config import LazySync
-from imagenet_fast.sync import GradientPool, ParamSlot, SyncEngine, SyncStats, build_engine
+from imagenet_fast.sync import GradientPool, ParamSlot, SyncEngine, SyncStats
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.training.clock import Clock
+from tests.sync.given import pooled, with_ranks
 
 
 class Listener(SyncEngine):
@@ -37,7 +38,7 @@ def network() -> nn.Sequential:
     return layers.to(memory_format=torch.channels_last)
 
 
-def pooled(model: nn.Module) -> tuple[GradientPool, Listener]:
+def listened(model: nn.Module) -> tuple[GradientPool, Listener]:
     pool, listener = GradientPool(model), Listener()
     listener.buffer = lambda: pool.buffer
     pool.attach(listener)
@@ -47,9 +48,10 @@ def pooled(model: nn.Module) -> tuple[GradientPool, Listener]:
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
+@with_ranks(2)
 def test_gradients_are_views_of_the_buffer_with_the_parameters_strides():
     model = network()
-    pool, _ = pooled(model)
+    pool, _ = listened(model)
     expected = network()
     for _ in range(2):
         pool.zero_grad()
@@ -65,9 +67,10 @@ def test_gradients_are_views_of_the_buffer_with_the_parameters_strides():
             torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0)
 
 
+@with_ranks(2)
 def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
     model = network()
-    pool, _ = pooled(model)
+    pool, _ = listened(model)
     names = [name for name, _ in model.named_parameters()]
     assert [slot.name for slot in pool.slots] == names[::-1]
     stops = [0, *(slot.stop for slot in pool.slots)]
@@ -78,9 +81,10 @@ def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
     assert stops[-1] == pool.buffer.numel()
 
 
+@with_ranks(2)
 def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
     model = network()
-    pool, listener = pooled(model)
+    pool, listener = listened(model)
     for _ in range(2):
         listener.pushed.clear()
         listener.at_push.clear()
@@ -100,8 +104,7 @@ def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
 def test_one_rank_leaves_gradients_where_autograd_put_them():
     """Nothing is sent, so nothing is copied, until somebody reads the buffer: gradients are checked in it."""
     model, expected = network(), network()
-    pool = GradientPool(model)
-    pool.attach(build_engine(LazySync(wire="int8"), pool))
+    pool = pooled(model, LazySync(wire="int8"))
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=1e-5, momentum=0.9) for m in (model, expected))
     for step in range(6):
         if step == 5:
@@ -127,8 +130,7 @@ def test_one_rank_leaves_gradients_where_autograd_put_them():
 def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():
     """A backward of one part ends while the other part, whose gradients are there already, has one to come."""
     model = network()
-    pool = GradientPool(model)
-    pool.attach(build_engine(LazySync(), pool))
+    pool = pooled(model, LazySync())
     head = torch.ones(1, 180)
     for _ in range(2):
         pool.zero_grad()
@@ -141,24 +143,16 @@ def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():
         assert torch.equal(model[3].weight.grad, torch.full((7, 180), 2.0))
 
 
+@with_ranks(2)
 def test_an_unreached_parameter_is_pushed_as_zeros():
     model = network()
-    pool, listener = pooled(model)
+    pool, listener = listened(model)
     pool.buffer.fill_(torch.nan)
     pool.zero_grad()
     model[3](torch.ones(1, 180)).sum().backward()
     pool.end_backward()
     assert listener.pushed == [slot.name for slot in pool.slots]
     assert model[0].weight.grad.count_nonzero() == 0
-
-
-def test_mixed_dtypes_complex_numbers_and_nothing_to_train_are_refused():
-    with pytest.raises(ValueError, match="share a dtype"):
-        GradientPool(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half()))
-    with pytest.raises(ValueError, match=r"cannot hold torch\.complex64.*view_as_real"):
-        GradientPool(nn.Linear(2, 2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="no trainable parameter"):
-        GradientPool(nn.ReLU())
 
 
 def test_a_paused_clock_counts_run_time_only():

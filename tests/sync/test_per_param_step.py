@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
-from tests.sync.loops import HYBRID, Layers, alike, images, loss_of, pooled, state
+from tests.sync.given import pooled, weights_of, with_ranks
+from tests.sync.loops import HYBRID, LAZY, Layers, images, loss_of, unmeasured
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
@@ -68,6 +67,20 @@ def give_gradients(params: list[nn.Parameter], step: int) -> None:
         param.grad = None if step == 2 and number == 1 else gradient  # a layer that one step does not use
 
 
+Apply = Callable[[list[nn.Parameter]], None]
+
+
+def put_off(optimizer: Optimizer, params: list[nn.Parameter], step: int = 0) -> Apply:
+    """A step that has its gradients and is carried out later."""
+    give_gradients(params, step)
+    return snapshot_step(optimizer)
+
+
+def equal(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """To the bit."""
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
 def built(name: str, way: str, params: list[nn.Parameter]) -> Optimizer:
     kind, settings = PLAIN[name]
     settings = settings | WAYS[way]
@@ -90,9 +103,10 @@ def one_cycle(optimizer: Optimizer) -> LRScheduler:
     return OneCycleLR(optimizer, [0.01, 0.1], total_steps=STEPS + 1, cycle_momentum=moves)
 
 
-def at_once(
-    optimizer: Optimizer, params: list[nn.Parameter], schedule: Callable[[Optimizer], LRScheduler]
-) -> list[Tensor]:
+Schedule = Callable[[Optimizer], LRScheduler]
+
+
+def at_once(optimizer: Optimizer, params: list[nn.Parameter], schedule: Schedule) -> list[Tensor]:
     scheduler = schedule(optimizer)
     for step in range(STEPS):
         give_gradients(params, step)
@@ -101,14 +115,11 @@ def at_once(
     return everything(optimizer, params)
 
 
-def in_parts(
-    optimizer: Optimizer, params: list[nn.Parameter], schedule: Callable[[Optimizer], LRScheduler]
-) -> list[Tensor]:
+def in_parts(optimizer: Optimizer, params: list[nn.Parameter], schedule: Schedule) -> list[Tensor]:
     scheduler = schedule(optimizer)
     order = random.Random(0)
     for step in range(STEPS):
-        give_gradients(params, step)
-        apply = snapshot_step(optimizer)
+        apply = put_off(optimizer, params, step)
         scheduler.step()
         left = order.sample(params, len(params))
         while left:
@@ -126,15 +137,12 @@ def everything(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Tensor]
 
 @pytest.mark.parametrize(("name", "way"), CASES)
 @pytest.mark.parametrize("schedule", [step_schedule, one_cycle])
-def test_layer_by_layer_in_any_order_is_all_at_once_to_the_bit(
-    name: str, way: str, schedule: Callable[[Optimizer], LRScheduler]
-):
+def test_layer_by_layer_in_any_order_is_all_at_once_to_the_bit(name: str, way: str, schedule: Schedule):
     """With a schedule that moves on before the first layer is due."""
     params, others = parameters(name), parameters(name)
     before = [param.detach().clone() for param in params]
     expected = at_once(built(name, way, params), params, schedule)
-    for one, other in zip(expected, in_parts(built(name, way, others), others, schedule), strict=True):
-        assert torch.equal(one, other)
+    assert equal(expected, in_parts(built(name, way, others), others, schedule))
     assert not any(torch.equal(param, old) for param, old in zip(params, before, strict=True))
 
 
@@ -146,17 +154,13 @@ def test_every_kind_that_is_updated_in_parts_is_tried():
 
 
 def test_betas_that_are_tensors_are_copied_too():
-    params = parameters()
-    betas = torch.tensor(0.9), torch.tensor(0.99)
-    optimizer = optim.AdamW(params, foreach=False, betas=betas)
-    plain = parameters()
-    give_gradients(plain, 0)
-    optim.AdamW(plain, foreach=False, betas=(torch.tensor(0.9), torch.tensor(0.99))).step()
-    give_gradients(params, 0)
-    apply = snapshot_step(optimizer)
+    params, others = parameters(), parameters()
+    betas, same = ((torch.tensor(0.9), torch.tensor(0.99)) for _ in range(2))
+    apply = put_off(optim.AdamW(params, foreach=False, betas=betas), params)
     betas[0].fill_(0.1)
     apply(params)
-    assert all(torch.equal(a, b) for a, b in zip(params, plain, strict=True))
+    put_off(optim.AdamW(others, foreach=False, betas=same), others)(others)
+    assert equal(params, others)
 
 
 def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
@@ -164,8 +168,7 @@ def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
     optimizer = optim.Adam(params, lr=0.1)
     groups = optimizer.param_groups
     (group,) = groups
-    give_gradients(params, 0)
-    snapshot_step(optimizer)(params[:2])
+    put_off(optimizer, params)(params[:2])
     assert optimizer.param_groups is groups
     params[0].grad = torch.ones(7, 5).to_sparse()
     with pytest.raises(RuntimeError, match="sparse"):
@@ -178,9 +181,8 @@ def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
 def test_parameters_of_others_are_left_alone():
     params = parameters()
     optimizer = optim.SGD(params[:2], lr=0.1)
-    give_gradients(params, 0)
     before = [param.detach().clone() for param in params]
-    apply = snapshot_step(optimizer)
+    apply = put_off(optimizer, params)
     apply(params[2:])
     apply(params[1:])
     changed = [not torch.equal(param, old) for param, old in zip(params, before, strict=True)]
@@ -191,46 +193,35 @@ def test_add_param_group_while_an_update_is_deferred():
     params, others = parameters(), parameters()
     for chosen, parts in ((params, True), (others, False)):
         optimizer = optim.AdamW(chosen[:4], lr=0.1)
-        give_gradients(chosen, 0)
-        apply = snapshot_step(optimizer)
+        apply = put_off(optimizer, chosen)
         if not parts:
             apply(chosen)
         optimizer.add_param_group({"params": chosen[4:], "lr": 0.01})
         if parts:
             apply(chosen[3:])
             apply(chosen[:3])
-        give_gradients(chosen, 1)
-        apply = snapshot_step(optimizer)
+        apply = put_off(optimizer, chosen, 1)
         for param in chosen:
             apply([param])
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    assert equal(params, others)
 
 
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
-
-
+@pytest.mark.filterwarnings("error")
 def test_a_scheduler_does_not_warn_of_a_step_that_is_put_off():
     params = parameters()
     optimizer = optim.SGD(params, lr=0.1)
     scheduler = step_schedule(optimizer)
-    give_gradients(params, 0)
-    with no_warnings():
-        apply = snapshot_step(optimizer)
-        scheduler.step()
-        apply(params)
-        scheduler.step()
+    apply = put_off(optimizer, params)
+    scheduler.step()
+    apply(params)
+    scheduler.step()
 
 
-def test_a_scheduler_still_warns_when_it_is_really_first():
+@pytest.mark.parametrize("before", [False, True], ids=["", "after one of a time before there was a schedule"])
+def test_a_scheduler_still_warns_when_it_is_really_first(before: bool):
     optimizer = optim.SGD(parameters(), lr=0.1)
-    with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
-        step_schedule(optimizer).step()
-    optimizer = optim.SGD(parameters(), lr=0.1)
-    snapshot_step(optimizer)  # of a time before there was a schedule, which torch does not count either
+    if before:
+        snapshot_step(optimizer)  # which torch does not count either
     with pytest.warns(UserWarning, match=r"before `optimizer\.step\(\)`"):
         step_schedule(optimizer).step()
 
@@ -242,19 +233,16 @@ def test_hooks_run_once_a_step_and_see_all_of_it():
     seen: list[str] = []
     step_schedule(optimizer)
     assert not needs_all(optimizer), "a scheduler's wrapper of step changes nothing"
-    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: seen.append("before"))
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     assert needs_all(optimizer)
-    optimizer.register_step_post_hook(
-        lambda optimizer, args, kwargs: seen.append(f"after {sum(len(g['params']) for g in optimizer.param_groups)}")
-    )
-    give_gradients(params, 0)
-    snapshot_step(optimizer)(params)
+    optimizer.register_step_post_hook(lambda here, *_: seen.append(f"after {len(here.param_groups[0]['params'])}"))
+    put_off(optimizer, params)(params)
     assert seen == ["before", "after 6"]
     with pytest.raises(RuntimeError, match=r"SGD updates its parameters all at once, but 2 that have a gradient"):
         snapshot_step(optimizer)(params[2:])
     assert seen == ["before", "after 6"]
 
-    handle = register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append("global"))
+    handle = register_optimizer_step_pre_hook(lambda *_: seen.append("global"))
     other = optim.SGD(params, lr=0.1)
     assert needs_all(other)
     handle.remove()
@@ -264,8 +252,7 @@ def test_hooks_run_once_a_step_and_see_all_of_it():
 def test_a_hook_that_comes_after_a_step_is_not_for_it():
     params = parameters()
     optimizer = optim.SGD(params, lr=0.1)
-    give_gradients(params, 0)
-    apply = snapshot_step(optimizer)
+    apply = put_off(optimizer, params)
     seen: list[object] = []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     for param in params:
@@ -277,8 +264,7 @@ def test_a_hook_that_comes_after_a_step_is_not_for_it():
 
 def test_a_part_has_the_name_of_a_step_in_profiles():
     params = parameters()
-    give_gradients(params, 0)
-    apply = snapshot_step(optim.SGD(params, lr=0.1))
+    apply = put_off(optim.SGD(params, lr=0.1), params)
     with torch.profiler.profile() as profile:
         apply(params[:1])
         apply(params[1:])
@@ -304,9 +290,8 @@ def test_custom_optimizer_at_once_unless_one_by_one():
     before = params[0].detach().clone()
     optimizer = Signs(params)
     assert needs_all(optimizer)
-    give_gradients(params, 0)
     with pytest.raises(RuntimeError, match="Signs"):
-        snapshot_step(optimizer)(params[:1])
+        put_off(optimizer, params)(params[:1])
     optimizer.one_by_one = True
     assert not needs_all(optimizer)
     apply = snapshot_step(optimizer)
@@ -336,46 +321,37 @@ def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
         snapshot_step(kind(parameters()))
 
 
+class Half:
+    """A pool of some of the parameters."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params, self.settled = params, 0
+        self.apply: Apply | None = None
+
+    def settle(self) -> None:
+        self.settled += 1
+        assert self.apply is not None
+        self.apply(self.params)
+
+
 def test_what_is_put_off_is_settled_before_the_state_is_read_or_replaced():
     params, others = parameters(), parameters()
-    plain = optim.AdamW(others, lr=0.1)
-    optimizer = optim.AdamW(params, lr=0.1)
-    settled: list[str] = []
-    applies: list[Callable[[list[nn.Parameter]], None]] = []
-
-    class Pool:
-        """Two of them, each with half of the parameters."""
-
-        def __init__(self, name: str, params: list[nn.Parameter]) -> None:
-            self.name, self.params = name, params
-
-        def settle(self) -> None:
-            settled.append(self.name)
-            for apply in applies:
-                apply(self.params)
-
-    pools = [Pool("first", params[:3]), Pool("second", params[3:])]
-    for step in range(2):
-        give_gradients(params, step)
-        give_gradients(others, step)
+    optimizer, plain = optim.AdamW(params, lr=0.1), optim.AdamW(others, lr=0.1)
+    pools = Half(params[:3]), Half(params[3:])
+    for step, read in enumerate((True, True, False)):
         for pool in pools:
             settle_before_state(optimizer, pool.settle)
-        applies[:] = [snapshot_step(optimizer)]
+            pool.settled = 0
+        pools[0].apply = pools[1].apply = put_off(optimizer, params, step)
+        give_gradients(others, step)
         plain.step()
-        state = optimizer.state_dict()["state"]
-        assert sorted(settled) == ["first", "second"]
-        settled.clear()
-        assert all(torch.equal(state[n]["exp_avg"], plain.state[p]["exp_avg"]) for n, p in enumerate(others))
-        assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
-
-    give_gradients(params, 2)
-    give_gradients(others, 2)
-    applies[:] = [snapshot_step(optimizer)]
-    plain.step()
-    saved = optim.AdamW(parameters(), lr=0.5).state_dict()
-    optimizer.load_state_dict(saved)
-    assert sorted(settled) == ["first", "second"]
-    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True)), "the step was taken before the loading"
+        if read:
+            state = optimizer.state_dict()["state"]
+            assert all(torch.equal(state[n]["exp_avg"], plain.state[p]["exp_avg"]) for n, p in enumerate(others))
+        else:
+            optimizer.load_state_dict(optim.AdamW(parameters(), lr=0.5).state_dict())
+        assert [pool.settled for pool in pools] == [1, 1]
+        assert equal(params, others), "the step was taken before"
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not optimizer.state
 
@@ -409,14 +385,10 @@ class Counting(Signs):
 def test_custom_optimizer_counts_each_step_once():
     params, others = parameters(), parameters()
     at_once_, parted = Counting(params), Counting(others)
-    expected = at_once(at_once_, params, step_schedule)
-    for one, other in zip(expected, in_parts(parted, others, step_schedule), strict=True):
-        assert torch.equal(one, other)
+    assert equal(at_once(at_once_, params, step_schedule), in_parts(parted, others, step_schedule))
     assert parted.steps == STEPS
     (group,), (same,) = parted.param_groups, at_once_.param_groups
-    assert {key: group[key] for key in ("step", "total", "seen", "lr")} == {
-        key: same[key] for key in ("step", "total", "seen", "lr")
-    }
+    assert all(group[key] == same[key] for key in ("step", "total", "seen", "lr"))
 
 
 def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
@@ -428,19 +400,19 @@ def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
 
     params = parameters()
     optimizer = Damped(params)
-    give_gradients(params, 0)
-    apply = snapshot_step(optimizer)
+    apply = put_off(optimizer, params)
     optimizer.param_groups[0]["lr"] = 100.0
     for param in params:
         apply([param])
     assert optimizer.param_groups[0]["lr"] == 100.0
     assert optimizer.param_groups[0]["step"] == 1
-    give_gradients(params, 1)
-    snapshot_step(optimizer)(params)
+    put_off(optimizer, params, 1)(params)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
 
 
-def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers():
+@with_ranks(2)
+@unmeasured()
+def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers() -> None:
     """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
 
     def left_out(model: Layers, step: int) -> Tensor:
@@ -451,19 +423,20 @@ def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers():
         optimizer.add_param_group({"params": [*model.layer4.parameters()]} | started())
         return optimizer
 
-    by_hand = Layers()
-    expected = counting(by_hand)
-    for step in range(6):
-        by_hand.zero_grad()
-        left_out(by_hand, step).backward()
-        expected.step()
-    model = Layers()
-    pool, optimizer = pooled(model, HYBRID), counting(model)
-    for step in range(6):
-        pool.zero_grad()
-        left_out(model, step).backward()
-        pool.step(optimizer)
-    pool.close()
-    assert alike(state(model), state(by_hand))
-    assert [group["step"] for group in optimizer.param_groups] == [6, 6]
-    assert optimizer.steps == 6
+    weights = []
+    for settings in (LAZY, HYBRID):
+        model = Layers()
+        pool, optimizer = pooled(model, settings), counting(model)
+        for step in range(6):
+            pool.zero_grad()
+            left_out(model, step).backward()
+            if settings is LAZY:
+                pool.finish()
+                optimizer.step()
+            else:
+                pool.step(optimizer)
+        pool.settle()
+        weights.append(weights_of(model))
+        assert [group["step"] for group in optimizer.param_groups] == [6, 6]
+        assert optimizer.steps == 6
+    assert torch.equal(*weights)

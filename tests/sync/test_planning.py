@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.cost_model.collectives import cost_of, piece_bytes
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
@@ -22,7 +23,7 @@ from imagenet_fast.sync import (
     HybridSync,
     LazySync,
     SparseSync,
-    attach,
+    SyncStats,
     build_engine,
     declare,
 )
@@ -34,17 +35,19 @@ from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync import loops
+from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
+from tests.sync.loops import Layers, unmeasured
 
 
-def pooled() -> GradientPool:
+def pool_of_five() -> GradientPool:
     """Two large layers, three small ones, of one rank."""
     sizes = [799_999, 3_199_999, 4999, 2499, 2499]
     return GradientPool((f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes))))
 
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
-    pool, piece = pooled(), piece_bytes(pooled().topology.layout)
+    pool = pool_of_five()
+    piece = piece_bytes(pool.topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
     for settings in (AllReduceSync(), LazySync(), DearSync(), LazySync(collective="parameter_server", servers=3)):
         engine = declare(settings)
@@ -65,50 +68,49 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
     assert len(pieces) > len(pool.slots)
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> list[tuple[list[tuple[str, float, bool, bool]], list[str], list[float]]]:
-    return run(2, _decide_elect_and_measure)
+SIZES = "imagenet_fast.sync.network_benchmark._SHORT_AND_LONG"
+SMALL = {"cpu": (2**12, 2**14)}
+"""Bytes of two messages by which links are measured here."""
+SLOW = LinkModel(0.0, 1e-3)
+"""A wire on which fewer bytes are all that counts."""
+SGD = Sgd(kind="sgd", lr=0.1, weight_decay=0.0)
 
 
-def _decide_elect_and_measure() -> tuple[list[tuple[str, float, bool, bool]], list[str], list[float]]:
-    _change_to_codes()
-    return _decide(), _elect(), _measure()
+def images_of(step: int, features: int) -> Tensor:
+    return torch.randn(4, features, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
 
 
-def test_auto_decides_alike_everywhere_and_trains_on(two_ranks):
-    decisions = [decision for decision, *_ in two_ranks]
-    assert decisions[0] == decisions[1]
-    engines = {engine for engine, *_ in decisions[0]}
-    assert engines == {"allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "powersgd", "ddp"}
-    assert sum(chosen for *_, chosen in decisions[0]) == 1
-    assert all(exact for _, _, exact, chosen in decisions[0] if chosen)
-    assert all(seconds > 0 for _, seconds, *_ in decisions[0])
+def take_step(model: nn.Module, pool: GradientPool, optimizer: Optimizer, images: Tensor) -> SyncStats:
+    pool.zero_grad()
+    model(images).square().mean().backward()
+    return pool.step(optimizer)
 
 
-def _decide() -> list[tuple[str, float, bool, bool]]:
+@pytest.mark.parametrize("defers", [True, False], ids=["deferring", "not deferring"])
+def test_auto_decides_alike_everywhere_and_trains_on(defers: bool):
+    decisions, others = on_ranks(2, _decide, defers)
+    assert decisions == others
+    engines = {engine for engine, *_ in decisions}
+    deferring = {"hybrid", "dear"} if defers else set()
+    assert engines == {"allreduce", "ring", "lazy", "sparse", "powersgd", "ddp"} | deferring
+    assert sum(chosen for *_, chosen in decisions) == 1
+    assert all(exact for _, _, exact, chosen in decisions if chosen)
+    assert all(seconds > 0 for _, seconds, *_ in decisions)
+
+
+@patch(SIZES, SMALL)
+def _decide(defers: bool) -> list[tuple[str, float, bool, bool]]:
     weights, decisions = [], []
-    for settings in (AutoSync(wire="fp32"), AutoSync(wire="fp32", defer=False), LazySync(wire="fp32")):
+    for settings in (AutoSync(wire="fp32", defer=defers), LazySync(wire="fp32")):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
-        _, sync = attach(model, settings)
-        optimizer = build_optimizer(Sgd(kind="sgd", lr=0.1, weight_decay=0.0), model)
+        model = nn.Sequential(nn.Linear(192, 40), nn.Tanh(), nn.Linear(40, 10))
+        pool, optimizer = pooled(model, settings), build_optimizer(SGD, model)
         for step in range(9):
-            images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-            sync.zero_grad()
-            model(images).square().mean().backward()
-            stats = sync.step(optimizer)
-            if stats.decision:
-                decisions.append([(p.engine, p.step_s, p.exact, p.chosen) for p in stats.decision])
-        sync.settle()
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(weights[0], weights[2]), "two ranks add in one order only"
-    assert torch.equal(weights[1], weights[2])
-    assert not {"hybrid", "dear"} & {engine for engine, *_ in decisions[1]}
-    return decisions[0]
-
-
-def test_auto_may_choose_an_inexact_engine_and_loses_no_gradient(two_ranks):
-    assert [elected for _, elected, _ in two_ranks] == [["sparse"], ["sparse"]]
+            decisions += take_step(model, pool, optimizer, images_of(step, 192)).decision
+        pool.settle()
+        weights.append(weights_of(model))
+    assert torch.equal(*weights), "two ranks add in one order only"
+    return [(p.engine, p.step_s, p.exact, p.chosen) for p in decisions]
 
 
 class Scaled(nn.Module):
@@ -116,7 +118,7 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.full((120_000,), 0.1) for _ in range(2))
+        self.weights = nn.ParameterList(torch.full((60_000,), 0.1) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -124,58 +126,48 @@ class Scaled(nn.Module):
         return x
 
 
-def _elect() -> list[str]:
-    """On a wire so slow that fewer bytes are all that counts; against ``sparse`` put in lazy's place by hand."""
-    sparse = SparseSync(wire="fp32", dense_epochs=0.0)
-    slow = LinkModel(0.0, 1e-3)
-    weights, chosen = [], []
-    for settings in (AutoSync(wire="fp32", inexact=True), LazySync(wire="fp32", threshold_mb=1.0)):
-        model = Scaled()
-        pool = GradientPool(model)
-        pool.attach(build_engine(settings, pool, steps_per_epoch=1))
-        optimizer = build_optimizer(Sgd(kind="sgd", lr=0.1, weight_decay=0.0), model)
-        for step in range(9):
-            if step == 5 and isinstance(settings, LazySync):
-                pool.attach(build_engine(sparse, pool, steps_per_epoch=1))
-            images = torch.randn(4, 120_000, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
-            pool.zero_grad()
-            model(images).square().mean().backward()
-            with patch("imagenet_fast.sync.network_benchmark.measure_link", lambda *_: slow):
-                stats = pool.end_backward()
-            pool.step(optimizer)
-            chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
-        assert isinstance(pool.reducer.engine, Sparse)
-        assert 0 < len(pool.reducer.engine.sent) < len(pool.buffer) // 32768
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        pool.close()
-    assert torch.equal(*weights)
-    return chosen
+def test_auto_may_choose_an_inexact_engine_and_loses_no_gradient():
+    """Against ``sparse`` put in lazy's place by hand."""
+    (elected, ours), (others, theirs) = (on_ranks(2, _elect, by_hand)[0] for by_hand in (False, True))
+    assert (elected, others) == (["sparse"], [])
+    assert torch.equal(ours, theirs)
 
 
-def _change_to_codes() -> None:
-    """Of an engine that defers and lays the pool out anew; a step takes the mean of what its backward made."""
+@unmeasured(SLOW)
+def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
+    meanwhile = LazySync(wire="fp32", threshold_mb=1.0) if by_hand else AutoSync(wire="fp32", inexact=True)
+    model, chosen = Scaled(), []
+    pool, optimizer = pooled(model, meanwhile), build_optimizer(SGD, model)
+    for step in range(9):
+        if step == 5 and by_hand:
+            pool.attach(build_engine(SparseSync(wire="fp32", dense_epochs=0.0), pool))
+        stats = take_step(model, pool, optimizer, images_of(step, 60_000))
+        chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
+    assert isinstance(engine_of(pool), Sparse)
+    assert 0 < len(engine_of(pool).sent) < len(pool.buffer) // 32768
+    return chosen, weights_of(model)
+
+
+@with_ranks(2)
+@unmeasured()
+def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward_made() -> None:
+    """Of an engine that defers and lays the pool out anew."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 10))
-    pool = GradientPool(model)
+    pool, optimizer = GradientPool(model), torch.optim.SGD(model.parameters(), 0.1)
     meanwhile, coded = declare(LazySync(wire="fp32", threshold_mb=1.0)), declare(HybridSync(wire="int8"))
     pool.attach(Auto(pool, meanwhile, [Candidate("hybrid int8", coded, exact=False)]))
     for step in range(8):
-        images = torch.randn(4, 50, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
         pool.settle()
         alone = copy.deepcopy(model)
         before = [p.detach().clone() for p in model.parameters()]
-        for module in (alone, model):
-            if module is model:
-                pool.zero_grad()
-            module(images).square().mean().backward()
-        pool.end_backward()
-        pool.update(lambda params: torch._foreach_sub_([p.data for p in params], [0.1 * p.grad for p in params]))
+        alone(images_of(step, 50)).square().mean().backward()
+        take_step(model, pool, optimizer, images_of(step, 50))
         pool.settle()
         for param, old, own in zip(model.parameters(), before, alone.parameters(), strict=True):
-            mean = own.grad.clone()
-            dist.all_reduce(mean)
-            assert (old - 0.1 * mean / 2 - param.detach()).norm() <= 0.1 * (2e-2 * mean.norm() + 1e-6), step
-    assert isinstance(pool.reducer.engine, Scheduler)
+            mean = mean_over_ranks(own.grad)
+            assert (old - 0.1 * mean - param.detach()).norm() <= 0.1 * (4e-2 * mean.norm() + 1e-6), step
+    assert isinstance(engine_of(pool), Scheduler)
     pool.close()
 
 
@@ -188,13 +180,20 @@ def test_auto_says_at_once_that_it_may_leave_elements_behind():
         pool.close()
 
 
-def test_what_is_measured_is_the_same_on_every_rank(two_ranks):
-    figures = [measured for *_, measured in two_ranks]
-    assert figures[0] == figures[1]
-    latency_s, s_per_byte, call_s, encode, decode = figures[0]
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["small", "as for training"])
+def test_what_is_measured_is_the_same_on_every_rank(large: bool):
+    ours, theirs = run(2, _measure if large else _measure_small)
+    assert ours == theirs
+    latency_s, s_per_byte, call_s, encode, decode = ours
     assert latency_s > 0
     assert min(s_per_byte, call_s) >= 0
     assert min(encode, decode) > 0
+
+
+@patch("imagenet_fast.sync.network_benchmark.piece_elements", lambda *_: 2**13)
+def _measure_small() -> list[float]:
+    with patch(SIZES, SMALL):
+        return _measure()
 
 
 def _measure() -> list[float]:
@@ -213,10 +212,13 @@ def _measure() -> list[float]:
     return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]
 
 
-def _auto_beside_a_collective_of_the_loop() -> Tensor:
-    """A loop that sums its losses, where rank 1 has no batch in some steps."""
-    model = loops.Layers()
-    pool = loops.pooled(model, AutoSync(wire="fp32"))
+@with_ranks(2)
+@patch(SIZES, SMALL)
+def test_auto_changes_engines_between_steps_and_not_in_backward() -> None:
+    """It makes process groups, while another rank may be in a collective of the loop, which sums its losses. Rank 1
+    has no batch in some steps."""
+    model = Layers()
+    pool = pooled(model, AutoSync(wire="fp32"))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for step in range(12):
         pool.zero_grad()
@@ -225,13 +227,5 @@ def _auto_beside_a_collective_of_the_loop() -> Tensor:
             loss.backward()
         dist.all_reduce(loss.detach())
         pool.step(optimizer)
-    assert pool.reducer.engine is not None
-    assert pool.reducer.engine.selected
-    pool.close()
-    return torch.cat([param.detach().flatten() for param in model.parameters()])
-
-
-def test_auto_changes_engines_between_steps_and_not_in_backward():
-    """It makes process groups, while another rank may be in a collective of the loop."""
-    ours, theirs = run(2, _auto_beside_a_collective_of_the_loop)
-    assert torch.equal(ours, theirs)
+    assert engine_of(pool).selected
+    same_on_ranks(weights_of(model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import product
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engine_table import Codes, CodingTable, Collective
-from imagenet_fast.sync import AutoSync, DearSync, GradientPool, HybridSync, LazySync, SyncEngine, build_engine
+from imagenet_fast.recipe.engine_table import Codes, Collective
+from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SyncEngine
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
-from tests.ranks import run
-from tests.sync.loops import lending, unmeasured
+from tests.ranks import lending
+from tests.sync.given import Given, applied, engine_of, on_ranks, pooled, same_on_ranks, tiers, with_ranks
+from tests.sync.loops import unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
 CPU = torch.device("cpu")
@@ -77,49 +79,35 @@ def test_all_own_equally_many_blocks_however_slots_are_filled_up():
         assert packing.width % 16 == 0, "NCCL moves byte by byte what begins elsewhere"
 
 
-class Net(nn.Sequential):
-    """Layers of several blocks and a rest, of less than a block, norms and biases."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(60, 100), nn.LayerNorm(100), nn.Linear(100, 70), nn.Conv2d(3, 5, 3))
-
-    def forward(self, gradients: list[Tensor]) -> Tensor:
-        """Every parameter's gradient is what is given."""
-        return torch.stack([(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True)]).sum()
+LAYERS = (((100, 60), (100,)), ((100,), (100,)), ((70, 100), (70,)), ((5, 3, 3, 3), (5,)))
+"""Of several blocks and a rest, of less than a block, norms and biases."""
 
 
 class Steps:
     """A loop whose gradients are integers, and what its updates came to."""
 
-    def __init__(self, settings: CodingTable, ranks_per_node: int = 1) -> None:
-        self.model = Net()
-        self.pool = GradientPool(self.model, topology=lending(ranks_per_node))
-        self.pool.attach(build_engine(settings, self.pool))  # type: ignore[arg-type]  # one of ours
-        self.applied = {p: torch.zeros_like(p) for p in self.model.parameters()}
-        self.given = {p: torch.zeros_like(p) for p in self.model.parameters()}
-        self._random = torch.Generator().manual_seed(dist.get_rank())
+    def __init__(self, settings: EngineSettings, ranks_per_node: int = 1) -> None:
+        self.model = Given(*LAYERS)
+        self.pool = pooled(self.model, settings, topology=lending(ranks_per_node))
+        self.applied = {p: torch.zeros_like(p) for p in self.model.weights}
+        self.given = {p: torch.zeros_like(p) for p in self.model.weights}
+        self.random = torch.Generator().manual_seed(dist.get_rank())
 
     def take(self, steps: int) -> Steps:
         for _ in range(steps):
-            self.pool.zero_grad()
-            gradients = [torch.randint(-50, 50, p.shape, generator=self._random).float() for p in self.given]
-            self.model(gradients).backward()
-            self.pool.end_backward()
-            self.pool.update(self._keep)
-            self.pool.settle()
-            for total, gradient in zip(self.given.values(), gradients, strict=True):
-                total += gradient
+            gradients = [torch.randint(-50, 50, p.shape, generator=self.random).float() for p in self.given]
+            moved = applied(self.pool, self.model, gradients)
+            for param, gradient in zip(self.given, gradients, strict=True):
+                self.given[param] += gradient
+                self.applied[param] += moved[param]
         return self
-
-    def _keep(self, params: list[nn.Parameter]) -> None:
-        for param in params:
-            assert param.grad is not None
-            self.applied[param] += param.grad
 
     @property
     def engine(self) -> SyncEngine:
-        assert self.pool.reducer.engine is not None
-        return self.pool.reducer.engine
+        return engine_of(self.pool)
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(self.engine.state_dict())
 
     @property
     def lost(self) -> float:
@@ -136,117 +124,106 @@ class Steps:
             lost = max(lost, float(missing.abs().max()))
         return lost
 
-    def close(self) -> Tensor:
+    @property
+    def whole(self) -> Tensor:
         """All that was applied."""
-        self.pool.close()
         return torch.cat([applied.flatten() for applied in self.applied.values()])
 
 
 CODES: tuple[Codes, ...] = ("int8", "fp8")
 COLLECTIVES: tuple[Collective, ...] = ("pairwise", "butterfly", "ring", "native", "parameter_server", "torus2d")
+QUICK = [(4, 1, "int8", "pairwise"), (4, 2, "int8", "butterfly"), (3, 1, "fp8", "pairwise")]
+CASES = [
+    case
+    for case in product((3, 4), (1, 2), CODES, COLLECTIVES)
+    if case[0] % case[1] == 0 and (case[2] == "int8" or case[3] in ("pairwise", "butterfly"))
+]
 
 
-def test_all_ranks_apply_the_same_and_what_travels_together_changes_no_bit():
-    for world in (3, 4):
-        by_rank = run(world, _every_collective)
-        for case, applied in by_rank[0].items():
-            assert all(torch.equal(other[case], applied) for other in by_rank), case
-            assert torch.equal(applied, by_rank[0][*case[:-1], math.inf]), f"alone or together: {case}"
+@pytest.mark.parametrize(("world", "ranks_per_node", "wire", "collective"), tiers(QUICK, CASES))
+def test_all_ranks_apply_the_same_and_what_travels_together_changes_no_bit(
+    world: int, ranks_per_node: int, wire: Codes, collective: Collective
+):
+    on_ranks(world, _alone_and_together, ranks_per_node, wire, collective)
 
 
-def _every_collective() -> dict[Any, Tensor]:
+def _alone_and_together(ranks_per_node: int, wire: Codes, collective: Collective) -> None:
     """3 steps; of two or four ranks nothing is lost of integers to the bit, since halves and quarters round nothing."""
-    applied: dict[Any, Tensor] = {}
-    world = dist.get_world_size()
-    for wire, collective, per_node, fuse in product(CODES, COLLECTIVES, (1, 2), (0.0, math.inf)):
-        if world % per_node == 0 and (wire == "int8" or collective in ("pairwise", "butterfly")):
-            settings = LazySync(wire=wire, threshold_mb=fuse, collective=collective, servers=2)
-            steps = Steps(settings, per_node).take(3)
-            inside = collective == "torus2d" or (per_node > 1 and collective in ("ring", "butterfly"))
-            if world == 4 and not inside and wire == "int8":
-                assert steps.lost == 0.0, (wire, collective, per_node, fuse)
-            applied[wire, collective, per_node, fuse] = steps.close()
-    return applied
+    alone, together = (
+        Steps(LazySync(wire=wire, threshold_mb=fuse, collective=collective, servers=2), ranks_per_node).take(3)
+        for fuse in (0.0, math.inf)
+    )
+    inside = collective == "torus2d" or (ranks_per_node > 1 and collective in ("ring", "butterfly"))
+    if dist.get_world_size() == 4 and not inside and wire == "int8":
+        assert alone.lost == together.lost == 0.0
+    assert torch.equal(alone.whole, together.whole)
+    same_on_ranks(alone.whole)
 
 
-def test_engines_that_plan_lose_nothing_when_messages_change():
-    run(4, _with_plans)
+PLANNING = {
+    "lazy": LazySync(wire="int8"), "hybrid": HybridSync(wire="int8"), "dear": DearSync(wire="int8"),
+    "auto": AutoSync(wire="int8"), "lazy, bf16 at first": LazySync(wire="int8", bf16_steps=3),
+    "dear, bf16 at first": DearSync(wire="int8", bf16_steps=9),
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("name", tiers(["hybrid", "dear, bf16 at first"], PLANNING))
+@with_ranks(4)
 @unmeasured()
-def _with_plans() -> None:
-    for settings in (
-        LazySync(wire="int8"), HybridSync(wire="int8"), DearSync(wire="int8"), AutoSync(wire="int8"),
-        LazySync(wire="int8", bf16_steps=3), DearSync(wire="int8", bf16_steps=9),
-    ):  # fmt: skip
-        steps = Steps(settings).take(10)
-        assert steps.lost == 0.0, settings
-        assert steps.engine.state_dict()["left"].any()
-        steps.close()
+def test_an_engine_that_plans_loses_nothing_when_messages_change(name: str) -> None:
+    steps = Steps(PLANNING[name]).take(10)
+    assert steps.lost == 0.0
+    assert steps.engine.state_dict()["left"].any()
 
 
-def test_a_run_goes_on_from_its_state_bit_for_bit():
-    run(2, _again_from_its_state)
+GOING_ON = {
+    "lazy": LazySync(wire="int8"), "hybrid": HybridSync(wire="fp8"),
+    "lazy, bf16 at first": LazySync(wire="int8", bf16_steps=5),
+}  # fmt: skip
 
 
+@pytest.mark.parametrize("name", tiers(["lazy"], GOING_ON))
+@with_ranks(2)
 @unmeasured()
-def _again_from_its_state() -> None:
-    for settings in (LazySync(wire="int8"), HybridSync(wire="fp8"), LazySync(wire="int8", bf16_steps=5)):
-        first = Steps(settings).take(3)
-        state = {
-            key: value.clone() if isinstance(value, Tensor) else value
-            for key, value in first.engine.state_dict().items()
-        }
-        again = Steps(settings)
-        again.engine.load_state_dict(state)
-        again._random.set_state(first._random.get_state())
-        for total, sofar in zip(again.applied.values(), first.applied.values(), strict=True):
-            total.copy_(sofar)
-        for steps in (first, again):
-            steps.take(9)
-        assert torch.equal(first.close(), again.close()), settings
+def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
+    settings = GOING_ON[name]
+    first = Steps(settings).take(3)
+    again = Steps(settings)
+    again.engine.load_state_dict(first.state())
+    again.random.set_state(first.random.get_state())
+    again.applied = {
+        param: first.applied[same].clone() for param, same in zip(again.applied, first.applied, strict=True)
+    }
+    for steps in (first, again):
+        steps.take(9)
+    assert torch.equal(first.whole, again.whole)
 
 
-def test_the_first_steps_travel_in_16_bits_where_so_wished():
-    run(2, _first_in_16_bits)
-
-
-def _first_in_16_bits() -> None:
+@with_ranks(2)
+def test_the_first_steps_travel_in_16_bits_where_so_wished() -> None:
     steps = Steps(LazySync(wire="int8", bf16_steps=2)).take(1)
     assert steps.lost == 0.0
     assert steps.engine.state_dict()["left"] is None, "nothing has had a code yet"
     steps.take(2)
     assert steps.engine.state_dict()["left"].any()
-    steps.close()
 
 
-def test_a_rank_alone_sends_nothing_and_rounds_nothing():
-    run(1, _alone)
-
-
-def _alone() -> None:
+@with_ranks(1)
+def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
     steps = Steps(LazySync(wire="int8")).take(2)
-    assert all(
-        torch.equal(applied, given) for applied, given in zip(steps.applied.values(), steps.given.values(), strict=True)
-    )
+    assert all(torch.equal(steps.applied[param], given) for param, given in steps.given.items())
     assert steps.engine.state_dict() == {}
-    steps.close()
 
 
 def test_a_rank_alone_keeps_what_several_have_left():
     """For the time when there are several again, as in an elastic job."""
-    state = run(2, _left_by_two)[0]
-    run(1, _alone_between, state)
+    state, _ = on_ranks(2, _left_by_two)
+    on_ranks(1, _alone_between, state)
 
 
 @unmeasured()
 def _left_by_two() -> dict[str, Any]:
-    steps = Steps(LazySync(wire="int8", bf16_steps=1)).take(3)
-    state = {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in steps.engine.state_dict().items()
-    }
-    steps.close()
-    return state
+    return Steps(LazySync(wire="int8", bf16_steps=1)).take(3).state()
 
 
 @unmeasured()
@@ -254,8 +231,7 @@ def _alone_between(state: dict[str, Any]) -> None:
     steps = Steps(LazySync(wire="int8", bf16_steps=1))
     steps.engine.load_state_dict(state)
     steps.take(2)
-    after = steps.engine.state_dict()
-    steps.close()
+    after = steps.state()
     assert after["step"] == state["step"] + 2
     for name, (start, flag) in state["places"].items():
         begin, end = after["places"][name]

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.sync import GradientPool, LazySync, SparseSync, build_engine
-from imagenet_fast.sync.sparse import Sparse
+from imagenet_fast.sync import GradientPool, LazySync, SparseSync
+from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.ranks import run
+from tests.sync.given import (
+    Given,
+    engine_of,
+    mean_over_ranks,
+    on_ranks,
+    pooled,
+    same_on_ranks,
+    tiers,
+    weights_of,
+    with_ranks,
+)
 from tests.sync.loops import Layers, loss_of, trained
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
@@ -35,46 +46,24 @@ def network() -> nn.Module:
     return model.to(memory_format=torch.channels_last)
 
 
-class Given(nn.Module):
-    """A parameter whose gradient is what ``forward`` is given."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
-        return (self.weight * gradient).sum()
-
-
-def pooled(model: nn.Module, chosen: SparseSync | LazySync) -> tuple[GradientPool, Sparse]:
-    pool = GradientPool(model)
-    engine = build_engine(chosen, pool)
-    pool.attach(engine)
-    return pool, engine  # type: ignore[return-value]
-
-
-def test_nothing_is_lost_and_all_ranks_send_the_same_chunks():
-    run(3, _conserves)
-
-
-def _conserves() -> None:
+@with_ranks(3)
+def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     size = 20 * CHUNK + 37
-    model = Given(size)
-    pool, engine = pooled(model, settings(sparsity=0.8))
+    model = Given([(size,)])
+    pool, (weight,) = pooled(model, settings(sparsity=0.8)), model.weights
+    engine = engine_of(pool)
     generator = torch.Generator().manual_seed(rank)
     produced, applied = torch.zeros(size), torch.zeros(size)
     for _ in range(30):
         gradient = world * torch.randint(-8, 9, (size,), generator=generator).float()
         produced += gradient
         pool.zero_grad()
-        model(gradient).backward()
+        model([gradient]).backward()
         pool.end_backward()
-        elements = engine.sent_slices()
-        assert elements is not None
-        for part in elements[model.weight]:
-            assert model.weight.grad is not None
-            applied[part] += model.weight.grad[part]
+        for part in engine.sent_slices()[weight]:
+            assert weight.grad is not None
+            applied[part] += weight.grad[part]
         sent = [None] * world
         dist.all_gather_object(sent, engine.sent)
         assert all(parts == sent[0] for parts in sent)
@@ -83,11 +72,6 @@ def _conserves() -> None:
     dist.all_reduce(produced)
     dist.all_reduce(residual)
     assert torch.equal(applied * world + residual, produced)
-
-
-def test_deferred_chunks_equal_awaited_ones_bitwise():
-    """With layers that some forwards leave out, whose update is still put off when the next gradients come."""
-    run(2, _put_off)
 
 
 class Sometimes(nn.Module):
@@ -106,36 +90,40 @@ class Sometimes(nn.Module):
         return last(second(x).relu() if self.forwards % 3 else x)  # type: ignore[no-any-return]
 
 
-def _put_off() -> None:
-    ramped: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}
-    for build in (network, Sometimes):
-        for changes in ({"sparsity": 0.75}, ramped, {**ramped, "momentum_correction": True}):
-            weights = []
-            for timing in ("lazy", "hybrid"):
-                model, corrected = build(), "momentum_correction" in changes
-                pool, _ = pooled(model, settings(timing=timing, **changes))
-                _train(model, pool, build_optimizer(SGD, model, corrected), range(20))
-                pool.settle()
-                weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-            assert torch.equal(*weights), (build, changes)
+RAMPED: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}
+CHANGES = {"at once": {"sparsity": 0.75}, "ramped": RAMPED, "corrected": RAMPED | {"momentum_correction": True}}
 
 
-def test_no_chunk_starves():
-    run(2, _waits)
+@pytest.mark.parametrize(
+    ("build", "how"), tiers([(network, "ramped"), (Sometimes, "corrected")], product((network, Sometimes), CHANGES))
+)
+@with_ranks(2)
+def test_deferred_chunks_equal_awaited_ones_bitwise(build: Any, how: str) -> None:
+    """With layers that some forwards leave out, whose update is still put off when the next gradients come."""
+    changes = CHANGES[how]
+    weights = []
+    for timing in ("lazy", "hybrid"):
+        model = build()
+        pool = pooled(model, settings(timing=timing, **changes))
+        _train(model, pool, build_optimizer(SGD, model, "momentum_correction" in changes), range(20))
+        pool.settle()
+        weights.append(weights_of(model))
+    assert torch.equal(*weights)
 
 
-def _waits() -> None:
+@with_ranks(2)
+def test_no_chunk_starves() -> None:
     chunks = 23
-    model = Given(chunks * CHUNK - 1)  # an element more says whether a rank has used it
-    pool, engine = pooled(model, settings(sparsity=0.85))
+    model = Given([(chunks * CHUNK - 1,)])  # an element more says whether a rank has used it
+    pool = pooled(model, settings(sparsity=0.85))
     gradient = torch.ones(chunks, CHUNK)
     gradient[:5] = 1e6  # would win every time
     last_sent = [0] * chunks
     for step in range(1, 60):
         pool.zero_grad()
-        model(gradient.flatten()[:-1]).backward()
+        model([gradient.flatten()[:-1]]).backward()
         pool.end_backward()
-        for part in engine.sent:
+        for part in engine_of(pool).sent:
             for chunk in range(part.start // CHUNK, part.stop // CHUNK):
                 last_sent[chunk] = step
         turn = math.ceil(chunks / math.ceil(0.15 * chunks))
@@ -143,11 +131,8 @@ def _waits() -> None:
 
 
 @pytest.mark.parametrize("collective", ["pairwise", "ring"])
-def test_sparsity_zero_is_dense_training_to_the_bit(collective: str):
-    run(2, _dense_twice, collective)
-
-
-def _dense_twice(collective: str) -> None:
+@with_ranks(2)
+def test_sparsity_zero_is_dense_training_to_the_bit(collective: str) -> None:
     dense, sparse = (
         trained(chosen, network, labelled_loss, optimizer_of=partial(build_optimizer, SGD), steps=10)
         for chosen in (
@@ -163,54 +148,42 @@ def labelled_loss(model: nn.Module, step: int) -> torch.Tensor:
     return F.cross_entropy(model(images), images[:, 0].flatten(1)[:, :10].argmax(1))
 
 
-def _train(model: nn.Module, pool: GradientPool, optimizer: Optimizer, steps: range) -> list[float]:
-    losses = []
+def _train(
+    model: nn.Module, pool: GradientPool, optimizer: Optimizer, steps: range, sent: list[int] | None = None
+) -> list[float]:
+    losses, sent = [], [] if sent is None else sent
     for step in steps:
         pool.zero_grad()
         loss = labelled_loss(model, step)
         loss.backward()
-        pool.step(optimizer)
+        sent.append(pool.step(optimizer).sent_bytes)
         losses.append(loss.item())
     return losses
 
 
-def test_a_state_dict_continues_to_the_bit():
-    run(2, _continues)
-
-
-def _continues() -> None:
-    _continues_so(timing="lazy", momentum_correction=True)
-    _continues_so(timing="hybrid")
-
-
-def _continues_so(**changes: object) -> None:
-    chosen, corrected = (
-        settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, **changes),
-        "momentum_correction" in changes,
-    )
-    model = network()
-    pool, engine = pooled(model, chosen)
-    optimizer = build_optimizer(SGD, model, corrected)
+@pytest.mark.parametrize("timing", ["lazy", "hybrid"])
+@with_ranks(2)
+def test_a_state_dict_continues_to_the_bit(timing: str) -> None:
+    corrected = timing == "lazy"
+    chosen = settings(sparsity=0.75, dense_epochs=2, ramp_epochs=2, timing=timing, momentum_correction=corrected)
+    model, other = network(), network()
+    pool, optimizer = pooled(model, chosen), build_optimizer(SGD, model, corrected)
     _train(model, pool, optimizer, range(7))
-    other = copy.deepcopy(network())
     other.load_state_dict(model.state_dict())
-    other_pool, other_engine = pooled(other, chosen)
-    other_engine.load_state_dict(engine.state_dict())
-    other_optimizer = build_optimizer(SGD, other, corrected)
+    again, other_optimizer = pooled(other, chosen), build_optimizer(SGD, other, corrected)
+    engine_of(again).load_state_dict(engine_of(pool).state_dict())
     for mine, theirs in zip(other_optimizer.params, optimizer.params, strict=True):
         other_optimizer.velocity[mine].copy_(optimizer.velocity[theirs])
-    assert _train(model, pool, optimizer, range(7, 12)) == _train(other, other_pool, other_optimizer, range(7, 12))
+    assert _train(model, pool, optimizer, range(7, 12)) == _train(other, again, other_optimizer, range(7, 12))
 
 
-def test_corrected_momentum_is_that_of_deep_gradient_compression():
-    run(2, _corrects)
-
-
-def _corrects() -> None:
+@with_ranks(2)
+def test_corrected_momentum_is_that_of_deep_gradient_compression() -> None:
     """Beside its formulas, to the bit: gradients are integers, the momentum is a half. Everything is sent at first."""
     size, world, rank = 12 * CHUNK - 1, 2, dist.get_rank()
-    model = Given(size)
-    pool, engine = pooled(model, settings(sparsity=0.75, dense_epochs=3, momentum_correction=True, momentum=0.5))
+    model = Given([(size,)])
+    chosen = settings(sparsity=0.75, dense_epochs=3, momentum_correction=True, momentum=0.5)
+    pool, (weight,) = pooled(model, chosen), model.weights
     velocity, residual = torch.zeros(world, size), torch.zeros(world, size)
     for step in range(16):
         generator = torch.Generator().manual_seed(step)
@@ -219,125 +192,82 @@ def _corrects() -> None:
         residual += velocity
         pool.zero_grad()
         with pool.no_sync():
-            model(0.25 * gradients[rank]).backward()
-        model(0.75 * gradients[rank]).backward()
+            model([0.25 * gradients[rank]]).backward()
+        model([0.75 * gradients[rank]]).backward()
         pool.end_backward()
-        for part in engine.sent:
-            assert model.weight.grad is not None
+        for part in engine_of(pool).sent:
+            assert weight.grad is not None
             part = slice(part.start, min(part.stop, size))
-            assert torch.equal(model.weight.grad[part], residual.mean(0)[part]), step
+            assert torch.equal(weight.grad[part], residual.mean(0)[part]), step
             residual[:, part] = 0.0
             if step >= 3:
                 velocity[:, part] = 0.0
-        assert torch.equal(engine.state_dict()["velocity"][:size], velocity[rank]), step
+        assert torch.equal(engine_of(pool).state_dict()["velocity"][:size], velocity[rank]), step
 
 
-def test_where_everything_is_sent_corrected_momentum_is_momentum():
-    run(2, _momentum)
-
-
-def _momentum() -> None:
+@with_ranks(2)
+def test_where_everything_is_sent_corrected_momentum_is_momentum() -> None:
     """Decay included; the pool learns the order of layers that are registered in another."""
     weights = []
     for chosen in (LazySync(wire="fp32"), settings(sparsity=0.0, momentum_correction=True)):
         model = Layers((3, 0, 4, 1, 2))
-        pool, _ = pooled(model, chosen)
+        pool = pooled(model, chosen)
         optimizer = build_optimizer(SGD.model_copy(update={"lr": 0.01}), model, chosen.velocity_momentum is not None)
         for step in range(12):
             pool.zero_grad()
             loss_of(model, step).backward()
             pool.step(optimizer)
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        weights.append(weights_of(model))
     torch.testing.assert_close(*weights)
 
 
+@pytest.mark.ci
 def test_it_learns_and_sends_less_once_it_is_sparse():
-    for losses, dense_bytes, sparse_bytes in run(2, _learns):
+    for losses, sent in on_ranks(2, _learns):
         assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-        assert sparse_bytes < 0.3 * dense_bytes
+        assert sent[0] > sent[12] > sent[-1], "it ramps"
+        assert sent[-1] < 0.3 * sent[0]
 
 
-def _learns() -> tuple[list[float], int, int]:
+def _learns() -> tuple[list[float], list[int]]:
     model = network()
-    pool, _ = pooled(model, settings(sparsity=0.75, dense_epochs=10, ramp_epochs=5))
-    counts = []
-    finish = pool.end_backward
-
-    def counting() -> object:
-        stats = finish()
-        counts.append(stats.sent_bytes)
-        return stats
-
-    pool.end_backward = counting  # type: ignore[assignment]
-    losses = _train(model, pool, build_optimizer(SGD, model), range(250))
-    assert counts[0] > counts[12] > counts[-1], "it ramps"
-    return losses, counts[0], counts[-1]
-
-
-def test_a_second_update_of_a_step_sees_what_the_first_has_updated():
-    """A moving average, which is no optimizer."""
-    run(2, _second_update)
-
-
-def _second_update() -> None:
-    for timing in ("lazy", "hybrid"):
-        model = network()
-        pool, _ = pooled(model, settings(sparsity=0.75, dense_epochs=0, ramp_epochs=0, timing=timing))
-        optimizer = build_optimizer(SGD, model)
-        averaged: list[set[nn.Parameter]] = []
-        for step in range(3):
-            pool.zero_grad()
-            model(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))).square().mean().backward()
-            pool.step(optimizer)
-            averaged.append(set())
-            pool.update(lambda params, elements, seen=averaged[-1]: seen.update(params))
-            pool.settle()
-        assert averaged == [set(model.parameters())] * 3
-        pool.close()
-
-
-def test_scaler_and_torch_optimizers_are_refused_under_sparse():
-    run(1, _refused_optimizers)
-
-
-def _refused_optimizers() -> None:
-    model = network()
-    pool, _ = pooled(model, settings(sparsity=0.75))
-    pool.zero_grad()
-    model(torch.randn(4, 3, 8, 8)).square().mean().backward()
-    with pytest.raises(ValueError, match="optimizers of torch would apply the rest as well"):
-        pool.step(torch.optim.AdamW(model.parameters()))
-    with pytest.raises(ValueError, match="a GradScaler would apply the rest as well"):
-        pool.step(build_optimizer(SGD, model), torch.amp.GradScaler("cpu"))
+    pool, sent = pooled(model, settings(sparsity=0.75, dense_epochs=10, ramp_epochs=5)), []
+    return _train(model, pool, build_optimizer(SGD, model), range(250), sent), sent
 
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
-def test_momentum_correction_takes_in_what_a_later_backward_of_the_step_adds(timing: str):
+@with_ranks(2)
+def test_a_second_update_of_a_step_sees_what_the_first_has_updated(timing: str) -> None:
+    """A moving average, which is no optimizer."""
+    model = network()
+    pool, optimizer = pooled(model, settings(sparsity=0.75, timing=timing)), build_optimizer(SGD, model)
+    averaged: list[set[nn.Parameter]] = []
+    for step in range(3):
+        _train(model, pool, optimizer, range(step, step + 1))
+        averaged.append(set())
+        pool.update(lambda params, elements, seen=averaged[-1]: seen.update(params))
+        pool.settle()
+    assert averaged == [set(model.parameters())] * 3
+
+
+@pytest.mark.parametrize("timing", ["lazy", "hybrid"])
+@pytest.mark.parametrize("way", ["nested", "apart"])
+@with_ranks(2)
+def test_momentum_correction_takes_in_what_a_later_backward_of_the_step_adds(way: str, timing: str) -> None:
     """A reentrant checkpoint's backward ends inside another one; two losses may reach different layers."""
-    corrected = settings(sparsity=0.0, timing=timing, momentum_correction=True, momentum=0.9)
-    plain, nested, apart = (_three_layers(corrected, way) for way in ("plain", "nested", "apart"))
-    assert plain.keys() == nested.keys()
-    for name, expected in plain.items():
-        torch.testing.assert_close(nested[name], expected, msg=name)
-    assert apart == {}, "checked inside, against two losses at once"
+    chosen = settings(sparsity=0.0, timing=timing, momentum_correction=True, momentum=0.9)
+    torch.testing.assert_close(_in_parts(chosen, way), _in_parts(chosen, "plain" if way == "nested" else "at once"))
 
 
-def _three_layers(chosen: SparseSync, way: str) -> dict[str, torch.Tensor]:
-    if way == "apart":
-        for name, expected in _steps_of(chosen, "at once").items():
-            torch.testing.assert_close(_steps_of(chosen, way)[name], expected, msg=name)
-        return {}
-    return _steps_of(chosen, way)
-
-
-def _steps_of(chosen: SparseSync, way: str) -> dict[str, torch.Tensor]:
+def _in_parts(chosen: SparseSync, way: str) -> Tensor:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    pool, _ = pooled(model, chosen)
+    pool = pooled(model, chosen)
     optimizer = build_optimizer(Sgd(kind="sgd", lr=0.02, weight_decay=0.0), model, True)
     for step in range(6):
         pool.zero_grad()
-        images = torch.randn(6, 8, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        images = torch.randn(6, 8, generator=generator).requires_grad_()
         if way in ("at once", "apart"):
             losses = [model[:2](images).square().sum(), model[2:](images).square().sum()]
             for loss in [losses[0] + losses[1]] if way == "at once" else losses:
@@ -349,5 +279,56 @@ def _steps_of(chosen: SparseSync, way: str) -> dict[str, torch.Tensor]:
             value.square().sum().backward()
         pool.step(optimizer)
     pool.settle()
-    pool.close()
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return weights_of(model)
+
+
+@with_ranks(2)
+def test_gradients_are_the_means_of_what_was_sent() -> None:
+    model = network()
+    pool = pooled(model, settings(sparsity=0.5))
+    pool.zero_grad()
+    labelled_loss(model, 0).backward()
+    before = torch.cat([pool.buffer[slot.start : slot.flag] for slot in pool.slots])
+    pool.finish()
+    gradients = [slot.param.grad.as_strided((slot.param.numel(),), (1,)) for slot in pool.slots]  # as they lie there
+    shown, sent = torch.cat(gradients), engine_of(pool).sent_slices()
+    for slot, gradient in zip(pool.slots, gradients, strict=True):
+        for part in sent.get(slot.param, ()):
+            gradient[part] = 0
+        assert not gradient.any(), "what was not sent is zero"
+    pool.step(build_optimizer(SGD, model))
+    same_on_ranks(shown)
+    there = shown != 0
+    assert 0.2 < there.float().mean() < 0.8
+    torch.testing.assert_close(shown[there], mean_over_ranks(before)[there])
+
+
+@pytest.mark.parametrize("kind", [OurSgd, torch.optim.AdamW])
+@with_ranks(2)
+def test_ranks_clip_alike_what_was_sent(kind: Any) -> None:
+    """By a step of the pool, or by the optimizer's own. Each rank has a residual of its own, which must not be in
+    ``p.grad``."""
+    model = network()
+    pool, optimizer = pooled(model, settings(sparsity=0.5)), kind(model.parameters(), lr=0.1)
+    for step in range(6):
+        pool.zero_grad()
+        labelled_loss(model, step).backward()
+        pool.finish()
+        pool.finish()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert norm > 0
+        same_on_ranks(norm)
+        pool.step(optimizer) if kind is OurSgd else optimizer.step()
+    same_on_ranks(weights_of(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@with_ranks(2)
+def test_it_takes_every_dtype(dtype: torch.dtype) -> None:
+    model = Layers().to(dtype)
+    pool, optimizer = pooled(model, settings(sparsity=0.5)), OurSgd(model.parameters(), lr=0.1)
+    for step in range(4):
+        pool.zero_grad()
+        model(torch.full((2, 8), 0.1 * step, dtype=dtype)).square().mean().backward()
+        pool.step(optimizer)
+    assert weights_of(model).isfinite().all()

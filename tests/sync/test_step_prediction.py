@@ -30,7 +30,7 @@ from imagenet_fast.sync import (
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
-from tests.ranks import run
+from tests.sync.given import tiers, with_ranks
 
 OURS: tuple[Sync, ...] = (
     AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), HybridSync(policy="by-size"), DearSync(),
@@ -174,7 +174,7 @@ def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():
     assert waited == pytest.approx({"hybrid": 6 * 0.05, "dear": 7 * 0.05}, rel=1e-3)
 
 
-@pytest.mark.parametrize("hosts", [2, 3, 4, 7])
+@pytest.mark.parametrize("hosts", tiers([3], [2, 3, 4, 7]))
 def test_no_engine_is_predicted_below_its_limit(hosts: int):
     for seed in range(4):
         chance = Random(seed + 100 * hosts)
@@ -192,10 +192,9 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
             assert step_s >= 0.999 * least, (seed, settings)
 
 
-@pytest.mark.parametrize(
-    "engine", [declare(LazySync(wire="fp32")), declare(DearSync(wire="fp32"))], ids=["lazy", "dear"]
-)
-def test_the_best_threshold_is_never_worse_than_none_or_all(engine: Engine):
+@pytest.mark.parametrize("settings", tiers([LazySync(wire="fp32")], [DearSync(wire="fp32")]), ids=lambda s: s.kind)
+def test_the_best_threshold_is_never_worse_than_none_or_all(settings: LazySync | DearSync):
+    engine = declare(settings)
     pool, timing = pooled(ALEXNET, 4)
     sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology.layout)]
     for latency_s in (0.0, 1e-3, 0.1):
@@ -236,11 +235,8 @@ def test_a_prediction_needs_no_process_group():
     assert not pool.topology._streams
 
 
-def test_pooling_gradients_prolongs_backward():
-    run(1, _moves)
-
-
-def _moves() -> None:
+@with_ranks(1)
+def test_pooling_gradients_prolongs_backward() -> None:
     profile = random_profile(3).downscaled(64)
     gradients = gradients_of(profile)
     model = replay(profile, gradients)

@@ -84,3 +84,4 @@ def _trace(folder: Path) -> None:
             forward(torch.ones(1, 3, 8, 8)).sum().backward()
             traced.end_step(sync.end_backward())
             sync.update(lambda params: None)
+        sync.close()

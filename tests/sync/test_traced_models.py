@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from imagenet_fast.sync import EngineSettings, GradientPool
+from tests.sync.given import tiers
 from tests.sync.loops import DEFERRING, HYBRID, LAZY, Layers, alike, images, loss_of, pooled, sgd, state
 
 Forward = Callable[[Tensor], Tensor]
@@ -79,7 +80,7 @@ WAYS = [exported, exported_around, jit_traced, fx_made, fx_traced, fake, of_fake
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", DEFERRING, ids=["hybrid", "dear"])
+@pytest.mark.parametrize("settings", tiers([HYBRID], DEFERRING), ids=lambda settings: settings.kind)
 def test_traced_between_steps_changes_no_weight(way: Callable[[nn.Module], Forward], settings: EngineSettings):
     expected, _, _ = after_steps(LAZY)
     model, pool, optimizer = after_steps(settings)

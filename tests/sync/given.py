@@ -1,0 +1,195 @@
+"""Layers whose gradients are what they are given, pools, and what a step of a pool updates parameters with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncStats, build_engine
+from imagenet_fast.sync.topology import Topology
+from tests.ranks import run
+
+Shapes = Sequence[tuple[int, ...]]
+Gradients = Sequence[Tensor | None]
+
+
+class Layer(nn.Module):
+    """Its parameters' gradients are, whatever their values, what ``forward`` is given; None where one is not used."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        super().__init__()
+        for number, shape in enumerate(shapes):
+            memory = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+            self.register_parameter(f"param{number}", nn.Parameter(torch.zeros(shape).to(memory_format=memory)))
+
+    def forward(self, gradients: Gradients) -> Tensor:
+        used = [(p * g).sum() for p, g in zip(self.parameters(), gradients, strict=True) if g is not None]
+        return torch.stack(used).sum()
+
+
+class Given(nn.Module):
+    """Layers, called in another order than they are registered in, and a parameter that is frozen."""
+
+    def __init__(self, *layers: Shapes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Layer, layers))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, gradients: Gradients) -> Tensor:
+        given = iter(gradients)
+        parts = [(layer, [next(given) for _ in layer.parameters()]) for layer in self.layers]
+        return torch.stack([layer(part) for layer, part in reversed(parts) if part != [None] * len(part)]).sum()
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """All but the frozen one, as gradients are given."""
+        return list(self.layers.parameters())
+
+
+def normals(shapes: Shapes, step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Gradients of a step and a rank."""
+    generator = _generator(step, rank)
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+def integers(shapes: Shapes, step: int, rank: int, ranks: int) -> list[Tensor]:
+    """Gradients whose means over as many ``ranks``, or a part of them, are integers that 16 bits hold."""
+    generator = _generator(step, rank)
+    return [ranks * torch.randint(-8, 8, shape, generator=generator).float() for shape in shapes]
+
+
+def _generator(step: int, rank: int) -> torch.Generator:
+    return torch.Generator(torch.get_default_device()).manual_seed(1000 * step + rank)
+
+
+def means(by_rank: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Over the ranks, in float64."""
+    return [torch.stack(parts).double().mean(0) for parts in zip(*by_rank, strict=True)]
+
+
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """What all ranks have of it, averaged."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def same_on_ranks(*values: Tensor) -> None:
+    """Check that all ranks have the same bits, and no infinities."""
+    for own in values:
+        first = own.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(own, first)
+        assert own.isfinite().all()
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    """A copy of all its parameters, one after the other."""
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+_pools: list[GradientPool] | None = None
+"""Made by the function that `on_ranks` is running."""
+
+
+def pooled(
+    model: nn.Module, settings: EngineSettings | Engine, *, topology: Topology | None = None,
+    group: dist.ProcessGroup | None = None, steps_per_epoch: int = 1,
+) -> GradientPool:  # fmt: skip
+    """A pool of all parameters, with its engine."""
+    pool = GradientPool(model, group, topology=topology)
+    if _pools is not None:
+        _pools.append(pool)
+    pool.attach(build_engine(settings, pool, steps_per_epoch))
+    return pool
+
+
+def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+    """``run``, after which the pools that ``pooled`` has made are closed."""
+    return run(world, _closing, function, arguments, backend=backend)
+
+
+def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    global _pools
+    _pools = []
+    try:
+        result = function(*arguments)
+        for pool in _pools:
+            pool.close()
+        return result
+    finally:
+        _pools = None
+
+
+def tiers(first: Sequence[Any], every: Iterable[Any]) -> list[Any]:
+    """Every case, of which the first tier has some, and `ci` the others. A case is a value or a tuple of them."""
+    others = [case if isinstance(case, tuple) else (case,) for case in every if case not in first]
+    return [*first, *(pytest.param(*case, marks=pytest.mark.ci) for case in others)]
+
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def with_ranks(world: int) -> Callable[[Test], Test]:
+    """A test that all ranks run, with its parameters."""
+
+    def decorate(test: Test) -> Test:
+        @wraps(test)
+        def everywhere(**parameters: Any) -> None:
+            if dist.is_initialized():
+                test(**parameters)
+            else:
+                on_ranks(world, partial(everywhere, **parameters))
+
+        return everywhere  # type: ignore[return-value]
+
+    return decorate
+
+
+@contextmanager
+def process_groups(*ranks: Sequence[int], **options: Any) -> Iterator[list[dist.ProcessGroup]]:
+    """Groups of torch for these ranks, as users make them; every rank must make all of them."""
+    groups = [dist.new_group(list(of_one), **options) for of_one in ranks]
+    yield groups
+    dist.barrier()  # nobody closes a connection that another still reads from
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def ended(sync: GradientSync) -> tuple[dict[nn.Parameter, Tensor], SyncStats]:
+    """The end of a step: the gradients that parameters were updated with."""
+    applied: dict[nn.Parameter, Tensor] = {}
+
+    def keep(params: list[nn.Parameter]) -> None:
+        for param in params:
+            assert param not in applied, "updated twice"
+            assert param.grad is not None
+            assert param.grad.stride() == param.stride()
+            applied[param] = param.grad.clone()
+
+    stats = sync.end_backward()
+    sync.update(keep)
+    sync.settle()
+    return applied, stats
+
+
+def applied(sync: GradientSync, forward: Callable[..., Tensor], *given: Gradients) -> dict[nn.Parameter, Tensor]:
+    """What a step updates parameters with; given the gradients of several micro-steps, their sums."""
+    sync.zero_grad()
+    for gradients in given[:-1]:
+        with sync.no_sync():
+            forward(gradients).backward()
+    forward(given[-1]).backward()
+    return ended(sync)[0]
+
+
+def engine_of(pool: GradientPool) -> Any:
+    assert pool.reducer.engine is not None
+    return pool.reducer.engine
