@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import re
+import sys
+import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +35,7 @@ from imagenet_fast.sync import (
     SparseSync,
     build_engine,
 )
-from imagenet_fast.training.optimizers import SGD
+from imagenet_fast.training import optimizers
 from tests.sync.fuzz_models import Batch, Net, batch_of
 from tests.sync.fuzz_programs import (
     AutogradGrad,
@@ -46,8 +51,10 @@ from tests.sync.fuzz_programs import (
     Optimizer,
     Peek,
     Program,
+    Refused,
     ScaledStep,
     Step,
+    Warned,
     ZeroGrad,
 )
 from tests.sync.loops import lending
@@ -62,10 +69,13 @@ EXACT: dict[str, EngineSettings] = {
     "lazy auto": LazySync(wire="fp32"),
     "hybrid": HybridSync(wire="fp32", fuse_mb=0),
     "hybrid auto": HybridSync(wire="fp32"),
+    "hybrid by size": HybridSync(wire="fp32", policy="by-size", fuse_mb=HALF_KIB),
     "dear": DearSync(wire="fp32", bucket_mb=0),
     "dear fused": DearSync(wire="fp32", bucket_mb=HALF_KIB),
     "auto": AutoSync(wire="fp32"),
+    "sparse whole": SparseSync(wire="fp32", sparsity=0, chunk=16, ramp_epochs=0),
 }
+"""They average in fp32."""
 INEXACT: dict[str, EngineSettings] = {
     "lazy bf16": LazySync(wire="bf16", threshold_mb=HALF_KIB),
     "hybrid bf16": HybridSync(wire="bf16", fuse_mb=0),
@@ -75,6 +85,7 @@ INEXACT: dict[str, EngineSettings] = {
     "powersgd": PowerSgdSync(wire="fp32", rank=1, bucket_mb=HALF_KIB),
     "powersgd dear": PowerSgdSync(wire="bf16", rank=1, timing="dear", bucket_mb=HALF_KIB),
 }
+"""They round, and most of them add what they have rounded off to a later gradient."""
 SPARSE: dict[str, EngineSettings] = {
     "sparse": SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0),
     "sparse hybrid": SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0, timing="hybrid"),
@@ -82,50 +93,69 @@ SPARSE: dict[str, EngineSettings] = {
         wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0, momentum_correction=True, momentum=0.5
     ),
 }
+"""They keep a part of the gradients back."""
 ENGINES = EXACT | INEXACT | SPARSE
 
 
-class Synchroniser(Protocol):
-    """What a loop calls: a pool, or what a user without one would write."""
+def as_carried_out(program: Program, engine: str) -> Program:
+    """The program as it is under an engine."""
+    settings = ENGINES[engine]
+    return program.leaving_gradients(settings.momentum_correction) if isinstance(settings, SparseSync) else program
 
-    params: list[nn.Parameter]
-    """Those that were trainable in the beginning."""
+
+def can_carry_out(program: Program, engine: str) -> bool:
+    """Whether an optimizer of ours, if the engine needs one, can do the same."""
+    needs_ours = program.optimizers and isinstance(ENGINES[engine], SparseSync)
+    return not (needs_ours and program.model.has("cuts", "doubled", "shared memory"))
+
+
+class Synchroniser:
+    """What a loop calls: here nothing happens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        """Those that were trainable in the beginning."""
 
     def zero_grad(self) -> None: ...
-    def no_sync(self) -> AbstractContextManager[None]: ...
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def finish(self) -> None: ...
     def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None: ...
-    def skips(self) -> bool: ...
-    def look_under_way(self, writes: bool) -> str: ...
+    def skips(self) -> bool:
+        """Whether all ranks skip the step, as one has failed, which those who wrote a program know."""
+        return True
+
+    def look_under_way(self, writes: bool) -> str:
+        """What is wrong with how gradients under way answer."""
+        return ""
+
     def settle(self) -> None: ...
     def swap(self, which: int) -> None: ...
-    def renew(self) -> None: ...
+    def renew(self) -> None:
+        self.zero_grad()
+
     def save(self) -> object: ...
     def load(self, saved: Any) -> None: ...
     def close(self) -> None: ...
 
 
-class ByHand:
+class ByHand(Synchroniser):
     """Gradients averaged by one all-reduce; one that no rank has is None everywhere."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self._finished = False
+    _finished = False
 
     def zero_grad(self) -> None:
         self._finished = False
         for param in self.params:
             param.grad = None
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def finish(self) -> None:
         if self._finished:
             return
         self._finished = True
         ours = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        used = torch.tensor([float(p.grad is not None) for p in self.params])
+        used = torch.tensor([float(p.grad is not None) for p in self.params], dtype=torch.float32)
         flat = torch.cat([used, *(grad.flatten() for grad in ours)])
         dist.all_reduce(flat)
         counts, *sums = flat.split([len(ours), *(grad.numel() for grad in ours)])
@@ -144,79 +174,56 @@ class ByHand:
             scaler.step(optimizer)
             scaler.update()
 
-    def skips(self) -> bool:
-        return True  # as those who wrote the program know
 
-    def look_under_way(self, writes: bool) -> str:
-        return ""
+class Pooled(Synchroniser):
+    """A pool with an engine, or several that share the model."""
 
-    def settle(self) -> None:
-        return
-
-    def swap(self, which: int) -> None:
-        return
-
-    def renew(self) -> None:
-        self.zero_grad()
-
-    def save(self) -> object:
-        return None
-
-    def load(self, saved: Any) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-class Pooled:
-    """A pool with an engine."""
-
-    def __init__(self, model: nn.Module, engine: str, guarded: bool) -> None:
-        self.params = [p for p in model.parameters() if p.requires_grad]
-        self._model, self._engine, self._guarded = model, engine, guarded
-        self._family = next(family for family in (EXACT, INEXACT, SPARSE) if engine in family)
+    def __init__(self, model: nn.Module, engine: str, program: Program) -> None:
+        super().__init__(model)
+        self._model, self._engine, self._guarded = model, engine, program.guarded
+        # One that is closed in the middle of a step may leave something on its streams for ever.
+        self._lent = program.pools == 1 and not any(line.op == Do("renew") for line in program.lines)
+        family = next(family for family in (EXACT, INEXACT, SPARSE) if engine in family)
+        self._others = [name for name in family if _keeps_back(name) in ("", _keeps_back(engine))]
+        """The engines that can take its place."""
+        named, pools = [(n, p) for n, p in model.named_parameters() if p.requires_grad], program.pools
+        self._parts = [named[part * len(named) // pools : (part + 1) * len(named) // pools] for part in range(pools)]
         self._open()
-        # torch's optimizers do not know that a part of a gradient has come.
-        corrected = "corrected" in engine
-        self._partly = SGD(self.params, 0.05, weight_decay=0.01, corrected=corrected) if self.sparse else None
-        self._stepped = False
-
-    @property
-    def sparse(self) -> bool:
-        """Whether a part of the gradients stays behind, so that they are not the user's to change."""
-        return self._family is SPARSE
 
     def _open(self) -> None:
-        self._pool = GradientPool(self._model, topology=lending())
-        if self._guarded:
-            self._pool.guard(1e30)
-        self._pool.attach(build_engine(ENGINES[self._engine], self._pool))
+        if len(self._parts) == 1:
+            self._pools = [GradientPool(self._model, topology=lending() if self._lent else None)]
+        else:
+            self._pools = [GradientPool(part, model=self._model) for part in self._parts]
+        for number, pool in enumerate(self._pools):
+            if self._guarded:
+                pool.guard(1e30)
+            which = self._others.index(self._engine) + 3 * number
+            pool.attach(build_engine(ENGINES[self._others[which % len(self._others)]], pool))
 
     def zero_grad(self) -> None:
-        self._stepped = False
-        self._pool.zero_grad()
+        for pool in self._pools:
+            pool.zero_grad()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._pool.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as all_pools:
+            for pool in self._pools:
+                all_pools.enter_context(pool.no_sync())
+            yield
 
     def finish(self) -> None:
-        self._pool.finish()
+        for pool in self._pools:
+            stats = pool.finish()
+            assert pool.finish() is stats, "finished again, it is another step"
 
     def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        if self._partly is not None:  # in place of all of the loop's optimizers
-            self._pool.finish()
-            if not self._stepped:
-                self._pool.step(self._partly)
-            self._stepped = True
-        elif scaler is None:
-            self._pool.step(optimizer)
-        else:
-            self._pool.step(optimizer, scaler)
+        for pool in self._pools:
+            pool.step(optimizer, *([scaler] if scaler else []))
 
     def skips(self) -> bool:
-        self._pool.finish()
-        return bool(self._pool.found_inf)
+        self.finish()
+        return any(bool(pool.found_inf) for pool in self._pools)
 
     def look_under_way(self, writes: bool) -> str:
         for param in self.params:
@@ -236,28 +243,37 @@ class Pooled:
         return ""
 
     def settle(self) -> None:
-        self._pool.settle()
+        for pool in self._pools:
+            pool.settle()
 
     def swap(self, which: int) -> None:
-        if not self.sparse:
-            self._engine = list(self._family)[which % len(self._family)]
-            self._pool.attach(build_engine(ENGINES[self._engine], self._pool))
+        self._engine = self._others[which % len(self._others)]
+        for pool in self._pools:
+            pool.attach(build_engine(ENGINES[self._engine], pool))
 
     def renew(self) -> None:
-        self._pool.close()
+        self.close()
         self._open()
-        self._pool.zero_grad()
+        self.zero_grad()
 
     def save(self) -> object:
-        return self._engine, copy.deepcopy(self._pool.state_dict())
+        return self._engine, [copy.deepcopy(pool.state_dict()) for pool in self._pools]
 
     def load(self, saved: Any) -> None:
-        engine, state = saved
+        engine, states = saved
         if engine == self._engine != "auto":  # which may have elected another since
-            self._pool.load_state_dict(copy.deepcopy(state))
+            for pool, state in zip(self._pools, states, strict=True):
+                pool.load_state_dict(copy.deepcopy(state))
 
     def close(self) -> None:
-        self._pool.close()
+        for pool in self._pools:
+            pool.close()
+
+
+def _keeps_back(engine: str) -> str:
+    """How an engine keeps back a part of the gradients, if it does."""
+    settings = ENGINES[engine]
+    return f"corrected: {settings.momentum_correction}" if isinstance(settings, SparseSync) else ""
 
 
 @dataclass(frozen=True)
@@ -278,39 +294,51 @@ class Broken(Exception):
 
 
 class Loop:
-    """A program at work on this rank."""
+    """A program at work on this rank: by hand, or under an engine."""
 
-    def __init__(self, program: Program, synchroniser: Callable[[nn.Module], Synchroniser]) -> None:
-        self.program, self.model = program, Net(program.model)
+    def __init__(self, program: Program, engine: str | None = None) -> None:
+        self.program, self.engine, self.model = program, engine, Net(program.model)
         self.rank = dist.get_rank()
-        self.sync = synchroniser(self.model)
+        self.sync = self._synchroniser(self.model)
         self.optimizers = _optimizers(program, list(self.model.parameters()))
         self.schedulers = [s for o in self.optimizers if (s := _scheduler(program.schedule, o)) is not None]
-        scaled = program.scaled and not self._keeps_its_gradients()
-        self.scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=2) if scaled else None
+        self.scaler = torch.amp.GradScaler("cpu", 2.0**10, growth_interval=2) if program.scaled else None
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if program.averaged else None
         self.saved: list[Any] | None = None
         self.records: list[Record] = []
         self.violations: list[str] = []
+        self.ended = False
+        """Whether it was refused to go on."""
         self._line = 0
-        self._begun = False
         self._replaced = False
         self._zeroed_by_pool = False
 
-    def run(self) -> None:
+    def _synchroniser(self, model: nn.Module) -> Synchroniser:
+        if self.engine is None:
+            return ByHand(model)
+        return Pooled(model, self.engine, self.program)
+
+    def run(self) -> Loop:
         """All of it. Raises :class:`Broken`."""
-        for number, line in enumerate(self.program.lines):
-            self._line = number
-            try:
-                self._do(line.op)
-            except Exception as error:
-                raise Broken(f"line {number}: {line.op}\n{traceback.format_exc()}") from error
-        self._line = len(self.program.lines)
         try:
-            self.sync.settle()
+            for number, line in enumerate(self.program.lines):
+                self._line = number
+                self._try(line.op, str(line.op))
+                if self.ended:
+                    return self
+            self._line = len(self.program.lines)
+            self._try(Look("settle"), "the end")
             self._record("the weights in the end", self._weights(), shared=True)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        self.sync.close()
+        return self
+
+    def _try(self, op: Op, what: str) -> None:
+        try:
+            self._do(op)
         except Exception as error:
-            raise Broken(f"the end\n{traceback.format_exc()}") from error
+            raise Broken(f"line {self._line}: {what}\n{traceback.format_exc()}") from error
 
     def _record(self, what: str, tensors: Iterable[Tensor], shared: bool = False) -> None:
         number = sum(record.line == self._line for record in self.records)
@@ -324,7 +352,8 @@ class Loop:
             case ZeroGrad():
                 self._replaced, self._zeroed_by_pool = False, op.by_pool
                 if op.also:
-                    self.optimizers[0].zero_grad(set_to_none=False)
+                    for optimizer in self.optimizers:
+                        optimizer.zero_grad(set_to_none=False)
                 if op.by_pool:
                     self.sync.zero_grad()
                 else:
@@ -335,6 +364,8 @@ class Loop:
             case Backward():
                 with nullcontext() if op.sync else self.sync.no_sync():
                     loss = self._loss(op)
+                    for other in op.between:
+                        self._do(other)
                     if loss.requires_grad:
                         loss.backward()
             case AutogradGrad():
@@ -350,20 +381,21 @@ class Loop:
             case Locally(change):
                 with self.sync.no_sync():
                     self._change(change)
+            case Cancel(_, "zero"):
+                self.model.zero_grad(set_to_none=False)
             case Cancel(which):
-                if not self._keeps_its_gradients():
-                    for param in self.sync.params[which::3]:
-                        param.grad = None
+                for param in self.sync.params[which::3]:
+                    param.grad = None
             case Peek(writes) if self._zeroed_by_pool:  # else gradients are this rank's own
                 if violation := self.sync.look_under_way(writes):
-                    self.violations.append(f"line {self._line}: {violation}")
+                    self._violate(violation)
             case Finished(change):
                 self._finish()
-                self._replaced = change is not None and not self._keeps_its_gradients()
-                if change is not None and not self._keeps_its_gradients():
+                self._replaced = change is not None
+                if change is not None:
                     self._change(change)
             case Step(number, by_pool):
-                if by_pool or self._keeps_its_gradients():
+                if by_pool:
                     self.sync.step(self.optimizers[number])
                 else:
                     self._finish()
@@ -375,30 +407,76 @@ class Loop:
                     self._look(op)
             case Do(what, which):
                 self._do_simply(what, which)
+            case Refused():
+                self._be_refused(op)
+            case Warned(other, words):
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    self._do(other)
+                if self.engine and not any(re.search(words, str(warning.message)) for warning in warned):
+                    self._violate(f"no warning of {words!r}, but {[str(warning.message) for warning in warned]}")
 
-    def _keeps_its_gradients(self) -> bool:
-        return isinstance(self.sync, Pooled) and self.sync.sparse
+    def _violate(self, how: str) -> None:
+        self.violations.append(f"line {self._line}: {how}")
+
+    def _be_refused(self, op: Refused) -> None:
+        settings = ENGINES[self.engine] if self.engine else None
+        if op.by_deferring and (settings is None or not settings.defers):
+            self._do(op.op)
+        elif settings is not None:
+            try:
+                self._do(op.op)
+            except (RuntimeError, ValueError) as refusal:
+                self.ended = op.by_deferring
+                if not re.search(op.words, str(refusal)):
+                    self._violate(f"refused, but not in words like {op.words!r}: {refusal}")
+            else:
+                if not settings.chooses or not op.by_deferring:
+                    self._violate("not refused")
 
     def _batch(self, number: int) -> Batch:
         return batch_of(self.program.seed, number, self.rank)
 
-    def _forward(self, op: Backward, fails: Any = None) -> tuple[Tensor, Batch]:
+    def _loss(self, op: Backward, fails: Any = None) -> Tensor:
         batch = self._batch(op.data)
         if op.penalty:
             batch.features.requires_grad_()
+        decays = [self._decay(op)] if op.decay in ("before", "unasked") else []
         with torch.autocast("cpu", torch.bfloat16, enabled=self.program.autocast):
-            out = self.model(batch, op.skipped[self.rank], fails)
-        return out, batch
-
-    def _loss(self, op: Backward, fails: Any = None) -> Tensor:
-        out, batch = self._forward(op, fails)
-        loss = F.cross_entropy(out.float(), batch.tokens)
+            loss = self._objective(op, batch, fails)
         if op.penalty:
             (slope,) = torch.autograd.grad(loss, batch.features, create_graph=True)
             loss = loss + slope.square().sum()
+        decays += [self._decay(op)] if op.decay == "after" else []
+        loss = sum(decays, loss)
         if self.scaler is None:
             return loss
         return self.scaler.scale(loss * torch.inf if op.overflows == self.rank else loss)
+
+    def _objective(self, op: Backward, batch: Batch, fails: Any) -> Tensor:
+        skipped = op.skipped[self.rank] if op.skipped else frozenset[int]()
+        first = torch.zeros(())
+        match op.how:
+            case "call":
+                out = self.model(batch, skipped, fails)
+            case "forward":
+                out = self.model.forward(batch, skipped)
+            case "features":
+                return self.model.features(batch, skipped).square().sum()
+            case "block first":
+                first = self.model.get_submodule("block0")(batch.features).square().sum()
+                out = self.model(batch, skipped)
+            case "jvp":
+                tangent = torch.ones_like(batch.features)
+                of = lambda features: self.model(Batch(features, batch.tokens), skipped)  # noqa: E731
+                out = sum(torch.func.jvp(of, (batch.features,), (tangent,)))
+        return F.cross_entropy(out.float(), batch.tokens) + first
+
+    def _decay(self, op: Backward) -> Tensor:
+        """Of all weights, without asking the model for its parameters where it is not asked."""
+        unasked = [p for m in self.model.modules() for p in m._parameters.values() if p is not None]
+        weights = unasked if op.decay == "unasked" else self.model.parameters()
+        return 0.01 * torch.stack([p.square().sum() for p in weights]).sum()
 
     def _fail(self, op: Fail) -> None:
         failed = False
@@ -409,7 +487,7 @@ class Loop:
         except MemoryError:
             failed = True
         if op.guarded and not failed and op.places[self.rank] is None and not self.sync.skips():
-            self.violations.append(f"line {self._line}: another rank has failed, but found_inf is 0")
+            self._violate("another rank has failed, but found_inf is 0")
 
     def _change(self, change: Change) -> None:
         params = self.sync.params if change.which < 0 else self.sync.params[change.which :: 3]
@@ -463,8 +541,10 @@ class Loop:
             case "pickle":
                 # what is parametrised cannot be pickled
                 parametrised = self.program.model.has("weight norm", "spectral norm")
-                twin = copy.deepcopy(model) if parametrised else pickle.loads(pickle.dumps(model))
+                twin = copy.deepcopy(model) if parametrised else _pickled(model)
                 self._record("a pickled model", twin.parameters(), shared=True)
+            case "save":
+                self._record("a saved model", _saved(model).parameters(), shared=True)
             case "vector":
                 self._record("a vector", [torch.nn.utils.parameters_to_vector(model.parameters())], shared=True)
             case "optimizer state":
@@ -473,9 +553,11 @@ class Loop:
             case "optimizer deepcopy":
                 for optimizer in self.optimizers:
                     twin = copy.deepcopy(optimizer)
-                    params = [p for group in twin.param_groups for p in group["params"]]
-                    self._record("deepcopy(optimizer)'s parameters", params, shared=True)
+                    self._record("deepcopy(optimizer)'s parameters", _params_of(twin), shared=True)
                     self._record("deepcopy(optimizer)'s state", _state_of(twin.state_dict()))
+            case "optimizer pickle":
+                for optimizer in self.optimizers:
+                    self._record("a pickled optimizer's parameters", _params_of(_pickled(optimizer)), shared=True)
             case "eval forward":
                 with self._evaluating():
                     self._record("the output in eval()", [model(self._batch(op.data))])
@@ -483,11 +565,35 @@ class Loop:
                 with torch.no_grad():
                     self._record("the output in train()", [model(self._batch(op.data))])
             case "part":
-                batch = self._batch(op.data)
                 with self._evaluating():
-                    for number, block in enumerate(self.program.model.blocks):
-                        inputs = (batch.features, batch.tokens) if block.kind == "embedding" else (batch.features,)
-                        self._record(f"block {number} alone", [model.get_submodule(f"block{number}")(*inputs)])
+                    self._record("blocks alone", self._parts(op))
+            case "part in train":
+                self._record("blocks alone, recorded", self._parts(op))
+            case "part in eval":
+                with torch.no_grad():
+                    self._record("blocks alone, each in eval()", self._parts(op, in_eval=True))
+            case "states of parts":
+                for number in range(len(self.program.model.blocks)):
+                    block = model.get_submodule(f"block{number}")
+                    state, named = block.state_dict(), dict(block.named_parameters())
+                    copies = [copied(block) for copied in COPIES]
+                    self._record(f"block {number}", [*state.values(), *named.values()])
+                    self._record(f"copies of block {number}", [p for other in copies for p in other.parameters()])
+            case "inference forward":
+                with torch.inference_mode():
+                    self._record("the output in inference mode", [model(self._batch(op.data))])
+            case "autocast forward":
+                with torch.autocast("cpu", torch.bfloat16):
+                    self._record("the output under autocast", [model(self._batch(op.data))])
+            case "to":
+                self._record("model.double()", model.double().parameters(), shared=True)
+                model.float()
+            case "threads":
+                self._evaluate_at_once(op)
+            case "twin":
+                for copied in COPIES:
+                    self._train_twin(copied(copied(model)), ByHand, op)
+                self._train_twin(copied(model), self._synchroniser, op)
             case "functional_call":
                 params = dict(model.named_parameters())
                 with torch.no_grad():
@@ -498,6 +604,43 @@ class Loop:
                 model.train()
             case "settle":
                 self.sync.settle()
+
+    def _parts(self, op: Look, in_eval: bool = False) -> list[Tensor]:
+        """What every block alone makes of the data."""
+        batch, outputs = self._batch(op.data), []
+        for number, block in enumerate(self.program.model.blocks):
+            part = self.model.get_submodule(f"block{number}").train(self.model.training and not in_eval)
+            outputs.append(part(*((batch.features, batch.tokens) if block.kind == "embedding" else (batch.features,))))
+            part.train(self.model.training)
+        return outputs
+
+    def _evaluate_at_once(self, op: Look) -> None:
+        batch, outputs = self._batch(op.data), list[Tensor]()
+        evaluate = torch.no_grad()(lambda: outputs.append(self.model(batch)))
+        threads = [threading.Thread(target=evaluate) for _ in range(4)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            sys.setswitchinterval(interval)
+        assert len(outputs) == len(threads), "an evaluation ended in an exception"
+
+    def _train_twin(self, twin: Net, synchroniser: Callable[[nn.Module], Synchroniser], op: Look) -> None:
+        """A step of a copy that has nothing of the pool's."""
+        assert _names(twin) == _names(Net(self.program.model))
+        sync, optimizers = synchroniser(twin), _optimizers(self.program, list(twin.parameters()))
+        sync.zero_grad()
+        batch = self._batch(op.data)
+        F.cross_entropy(twin(batch), batch.tokens).backward()
+        for optimizer in optimizers:
+            sync.step(optimizer)
+        sync.settle()
+        self._record("a copy after a step", twin.parameters())
+        sync.close()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -531,10 +674,33 @@ class Loop:
             case "unfreeze":
                 for param in self.sync.params:
                     param.requires_grad_(True)
+            case "leave":
+                self.sync.close()
+                self.sync.close()
+                fresh = Net(self.program.model)
+                assert (_names(model), _hooks(model)) == (_names(fresh), _hooks(fresh)), "the model is left to others"
+                self.sync = ByHand(model)
+            case "load part":
+                part = model.get_submodule(f"block{which}")
+                part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()})
             case "shrink":
-                with torch.no_grad():
-                    for param in model.parameters():
-                        param.mul_(0.99)
+                _shrink(model.parameters())
+            case "shrink by apply":
+                model.apply(lambda module: _shrink(module.parameters(recurse=False)))
+            case "shrink by groups":
+                for optimizer in self.optimizers:
+                    _shrink(_params_of(optimizer))
+            case "shrink by modules" | "shrink by children":
+                for module in model.modules() if what == "shrink by modules" else model.children():
+                    _shrink(param for param in module._parameters.values() if param is not None)
+            case "double":
+                model.double()
+            case "float":
+                model.float()
+            case "contiguous":
+                model.to(memory_format=torch.contiguous_format)
+            case "float64":
+                torch.set_default_dtype(torch.float64)
             case "vector":
                 vector = torch.nn.utils.parameters_to_vector(model.parameters())
                 torch.nn.utils.vector_to_parameters(0.99 * vector.detach(), model.parameters())
@@ -565,6 +731,16 @@ class _Own(optim.SGD):
     """torch does not know that it updates parameters one by one."""
 
 
+class _Wrapper(optim.Optimizer):
+    """Of the shape of Accelerate's: an optimizer without the attributes that ``Optimizer.__init__`` makes."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.optimizer, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
 def _optimizers(program: Program, params: Sequence[nn.Parameter]) -> list[optim.Optimizer]:
     count = len(program.optimizers)
     return [_optimizer(optimizer, params[number::count]) for number, optimizer in enumerate(program.optimizers)]
@@ -588,6 +764,12 @@ def _optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> optim.Op
             return optim.RMSprop(groups, **settings)
         case "own":
             return _Own(groups, **settings)
+        case "wrapped":
+            return _Wrapper(optim.AdamW(groups, **settings))
+        case "our sgd":
+            return optimizers.SGD(groups, **settings)
+        case "our lars":
+            return optimizers.LARS(groups, trust_coefficient=0.01, eps=1e-9, **settings)
         case "hooked":
             hooked = optim.SGD(groups, **settings)
             hooked.register_step_post_hook(lambda *_: None)
@@ -632,3 +814,35 @@ def _state_of(state: dict[str, Any]) -> list[Tensor]:
 def _fill(params: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     for param, value in zip(params, values, strict=True):
         param.copy_(value)
+
+
+def _pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = (copy.deepcopy, _pickled, _saved)
+
+
+def _params_of(optimizer: optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@torch.no_grad()
+def _shrink(params: Iterable[Tensor]) -> None:
+    for param in params:
+        param.mul_(0.99)
+
+
+def _names(model: nn.Module) -> list[list[str]]:
+    return [sorted(vars(module)) for module in model.modules()]
+
+
+def _hooks(model: nn.Module) -> list[tuple[int, int]]:
+    return [(len(module._forward_pre_hooks), len(module._state_dict_pre_hooks)) for module in model.modules()]

@@ -5,14 +5,16 @@ A model is described by plain data, so that a failing one can be printed and mad
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from tests.sync.loops import Fails
@@ -26,6 +28,10 @@ Kind = Literal[
     "empty", "frozen", "unused", "reader", "reader in eval", "reader in train", "lora", "weight norm", "spectral norm",
     "attention", "gru", "transposed",
 ]  # fmt: skip
+Rare = Literal[
+    "pruned", "hooked weight norm", "hooked spectral norm", "reads early", "target", "shared memory", "cuts", "doubled"
+]
+"""Of named programs alone, as not every operation can be done to them."""
 Place = tuple[Literal["forward", "backward"], int]
 """In front of which block a forward fails, or behind which one a backward does."""
 
@@ -34,7 +40,7 @@ Place = tuple[Literal["forward", "backward"], int]
 class Block:
     """One part of a model."""
 
-    kind: Kind
+    kind: Kind | Rare
     twice: bool = False
     checkpointed: bool = False
     biased: bool = True
@@ -49,9 +55,14 @@ class Model:
     registered: tuple[int, ...]
     """The order in which the blocks are registered."""
     tied_head: bool
+    called: tuple[int, ...] = ()
+    """The order in which the blocks are called, where it is not their own."""
+    offset: bool = False
+    """Whether the model has a parameter of its own, which it reads before it calls the first block."""
 
     def __str__(self) -> str:
         lines = [f"model: seed {self.seed}, registered as {list(self.registered)}"]
+        lines += [f"  called as {list(self.called)}"] * bool(self.called) + ["  an offset"] * self.offset
         for number, block in enumerate(self.blocks):
             flags = [name for name in ("twice", "checkpointed") if getattr(block, name)]
             lines.append(
@@ -59,14 +70,23 @@ class Model:
             )
         return "\n".join([*lines, f"  head: {'tied to the embedding' if self.tied_head else 'linear'}"])
 
-    def has(self, *kinds: Kind) -> bool:
+    def has(self, *kinds: Kind | Rare) -> bool:
         """Whether a block is one of these."""
         return any(block.kind in kinds for block in self.blocks)
 
     @property
     def remembers(self) -> bool:
         """Whether a forward changes what later steps compute, if only in the last digit."""
-        return self.has("lora", "spectral norm")
+        return self.has("lora", "spectral norm", "hooked spectral norm", "target")
+
+
+def model(*kinds: Kind | Rare | Block, registered: Sequence[int] = (), tied: bool = False, **more: Any) -> Model:
+    """Of blocks of these kinds, in which nothing is random but the weights."""
+    blocks = tuple(kind if isinstance(kind, Block) else Block(kind) for kind in kinds)
+    return Model(0, blocks, tuple(registered or range(len(blocks))), tied, **more)
+
+
+LAYERS = model("linear", *[Block("linear", biased=False)] * 4)
 
 
 def random_model(draw: random.Random) -> Model:
@@ -93,7 +113,7 @@ class Batch:
 
 def batch_of(seed: int, number: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(7919 * seed + 101 * number + rank)
-    features = torch.randn(4, WIDTH, generator=generator)
+    features = torch.randn(4, WIDTH, generator=generator, dtype=torch.float32)
     return Batch(features, torch.randint(0, KINDS, (4,), generator=generator))
 
 
@@ -108,23 +128,30 @@ class Net(nn.Module):
             made.append(_part(block, made))
         for number in model.registered:
             self.add_module(f"block{number}", made[number])
-        self._plan = model.blocks
-        self._tied = (
-            model.blocks.index(next(b for b in model.blocks if b.kind == "embedding")) if model.tied_head else -1
-        )
+        self._plan = [(n, model.blocks[n]) for n in model.called or range(len(model.blocks))]
+        self._tied = [block.kind for block in model.blocks].index("embedding") if model.tied_head else -1
         if not model.tied_head:
             self.head = nn.Linear(WIDTH, KINDS)
+        if model.offset:
+            self.offset = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, batch: Batch, skipped: frozenset[int] = frozenset(), fails: Place | None = None) -> Tensor:
+        x = self.features(batch, skipped, fails)
+        return F.linear(x, self.get_submodule(f"block{self._tied}").weight) if self._tied >= 0 else self.head(x)
+
+    def features(self, batch: Batch, skipped: frozenset[int] = frozenset(), fails: Place | None = None) -> Tensor:
+        """What comes out of the blocks."""
         x = batch.features
-        for number, block in enumerate(self._plan):
+        if hasattr(self, "offset"):
+            x = x + self.offset  # a sum keeps nothing for backward that autograd could check
+        for number, block in self._plan:
             if fails == ("forward", number):
                 raise MemoryError("as if there were no memory left")
             if number not in skipped and block.kind != "unused":
                 x = self._through(block, self.get_submodule(f"block{number}"), x, batch)
             if fails == ("backward", number):
                 x = Fails.apply(x)
-        return F.linear(x, self.get_submodule(f"block{self._tied}").weight) if self._tied >= 0 else self.head(x)
+        return x
 
     def _through(self, block: Block, part: nn.Module, x: Tensor, batch: Batch) -> Tensor:
         for _ in range(2 if block.twice else 1):
@@ -181,6 +208,20 @@ def _part(block: Block, before: list[nn.Module]) -> nn.Module:
             return nn.GRUCell(WIDTH, WIDTH)
         case "transposed":
             return _Transposed()
+        case "pruned":
+            return prune.l1_unstructured(linear, "weight", 0.3)
+        case "hooked weight norm":
+            return weight_norm(linear)
+        case "hooked spectral norm":
+            return spectral_norm(linear)
+        case "reads early":
+            return _ReadsEarly()
+        case "target":
+            return _Target(linear)
+        case "shared memory":
+            return _SharedMemory()
+        case "cuts" | "doubled":
+            return _Cuts(doubled=block.kind == "doubled")
 
 
 class _Conv(nn.Module):
@@ -286,3 +327,66 @@ class _Transposed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
+
+
+class _ReadsEarly(nn.Module):
+    """Reads weights before it calls the layers that own them: for data, for activations, and unrecorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = (F.linear(x, self.body.weight) + self.body(x)).tanh()
+        with torch.no_grad():
+            guess = F.linear(h, self.head.weight)
+        out: Tensor = self.head(h) + guess + F.linear(h, self.head.weight)
+        return out
+
+
+class _Target(nn.Module):
+    """Every third forward copies its weights to a target."""
+
+    def __init__(self, online: nn.Linear) -> None:
+        super().__init__()
+        self.online, self.target = online, copy.deepcopy(online).requires_grad_(False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls % 3 == 0:
+            with torch.no_grad():
+                for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    target.copy_(online)
+        out: Tensor = self.online(x) - self.target(x).sin()
+        return out
+
+
+class _SharedMemory(nn.Module):
+    """The weights of two layers are one tensor in memory, but two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc, self.between, self.dec = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dec.weight.data = self.enc.weight.data
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dec(self.between(self.enc(x)).tanh())
+        return out
+
+
+class _Cuts(nn.Module):
+    """Its parameters are parts of larger tensors; or (doubled) there is one whose elements share memory."""
+
+    def __init__(self, doubled: bool) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.randn(WIDTH, 12) / 3)
+        self.register_buffer("series", torch.randn(2 * WIDTH))
+        self.square = nn.Parameter(self.whole[:, 2 : 2 + WIDTH].t())
+        self.every_other = nn.Parameter(self.series[::2])
+        if doubled:
+            self.doubled = nn.Parameter(torch.randn(1, 1).expand(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.square, self.every_other)
+        return out * self.doubled if hasattr(self, "doubled") else out

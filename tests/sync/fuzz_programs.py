@@ -1,6 +1,7 @@
-"""Random training loops: what users do between ``zero_grad`` and ``step``, and what goes wrong there.
+"""Training loops as plain data: what users do between ``zero_grad`` and ``step``, and what goes wrong there.
 
-A program is plain data. All ranks run the same one, on data of their own; which layers they use differs.
+All ranks run the same program, on data of their own; which layers they use differs. Programs are written by hand
+(:func:`program`, in ``tests/sync/programs``) or drawn (:func:`program_of`).
 """
 
 from __future__ import annotations
@@ -8,20 +9,21 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
-from tests.sync.fuzz_models import Model, Place, random_model
+from tests.sync.fuzz_models import LAYERS, Model, Place, random_model
 
 Skipped = tuple[frozenset[int], ...]
-"""By rank: the blocks that its forward does not use."""
+"""By rank: the blocks that its forward does not use; (): none on any."""
 
 
 @dataclass(frozen=True)
 class ZeroGrad:
-    by_pool: bool
+    by_pool: bool = True
     """Else by every optimizer."""
     also: bool = False
-    """Whether an optimizer fills gradients with zeros first."""
+    """Whether optimizers fill gradients with zeros first."""
 
     def __str__(self) -> str:
         also = "optimizer.zero_grad(set_to_none=False); " if self.also else ""
@@ -30,17 +32,26 @@ class ZeroGrad:
 
 @dataclass(frozen=True)
 class Backward:
-    data: int
-    skipped: Skipped
+    data: int = 0
+    skipped: Skipped = ()
     sync: bool = True
     penalty: bool = False
     """Whether the loss has the gradient of the input in it."""
     overflows: int | None = None
     """The rank whose loss is infinite."""
+    how: Literal["call", "forward", "features", "block first", "jvp"] = "call"
+    """By which way the model is entered; ``features``: by that method alone, which leaves out the head."""
+    decay: Literal["", "before", "after", "unasked"] = ""
+    """Whether the loss has all weights in it: read before the forward or after it, or without asking the model."""
+    between: tuple[Op, ...] = ()
+    """What happens between forward and backward."""
 
     def __str__(self) -> str:
-        text = f"loss({self.data}{_skips(self.skipped)}{', penalty' if self.penalty else ''}).backward()"
+        how = "" if self.how == "call" else f", by {self.how}"
+        decay = f", decay {self.decay}" if self.decay else ""
+        text = f"loss({self.data}{_skips(self.skipped)}{', penalty' if self.penalty else ''}{how}{decay}).backward()"
         text += "" if self.overflows is None else f"  # infinite on rank {self.overflows}"
+        text += f"  # between: {'; '.join(map(str, self.between))}" if self.between else ""
         return text if self.sync else f"with pool.no_sync(): {text}"
 
 
@@ -48,8 +59,8 @@ class Backward:
 class AutogradGrad:
     """Gradients from ``torch.autograd.grad``, which the user assigns."""
 
-    data: int
-    skipped: Skipped
+    data: int = 0
+    skipped: Skipped = ()
 
     def __str__(self) -> str:
         return (
@@ -61,12 +72,12 @@ class AutogradGrad:
 class Fail:
     """A forward or backward that an exception ends, on some ranks; the step is nobody's."""
 
-    data: int
-    skipped: Skipped
     places: tuple[Place | None, ...]
     """By rank."""
     guarded: bool = False
     """Whether ranks that did not fail go on to ``finish``, and learn it from ``found_inf``."""
+    data: int = 0
+    skipped: Skipped = ()
 
     def __str__(self) -> str:
         places = [f"rank {n} in {p[0]} at {p[1]}" for n, p in enumerate(self.places) if p]
@@ -78,18 +89,20 @@ class Fail:
 class Change:
     """What a user does to gradients. ``which`` picks parameters by remainder of their number; -1: all."""
 
-    how: Literal["halve", "half", "none", "clamp", "noise", "clip norm", "clip value", "log", "none to half"]
+    how: str
     which: int = -1
 
     def __str__(self) -> str:
         which = "all" if self.which < 0 else f"parameters {self.which}, {self.which + 3}, ..."
-        line = {
-            "halve": "p.grad.mul_(0.5)", "half": "p.grad = p.grad / 2", "none": "p.grad = None",
-            "clamp": "p.grad = p.grad.clamp(-0.01, 0.01)", "noise": "p.grad.add_(0.01)",
-            "clip norm": "clip_grad_norm_(params, 0.1)", "clip value": "clip_grad_value_(params, 0.01)",
-            "log": "log p.grad.norm()", "none to half": "p.grad = None, p.grad / 2 of the next, in turn",
-        }[self.how]  # fmt: skip
-        return f"{line}  # {which}"
+        return f"{CHANGES[self.how]}  # {which}"
+
+
+CHANGES = {
+    "halve": "p.grad.mul_(0.5)", "half": "p.grad = p.grad / 2", "none": "p.grad = None",
+    "clamp": "p.grad = p.grad.clamp(-0.01, 0.01)", "noise": "p.grad.add_(0.01)",
+    "clip norm": "clip_grad_norm_(params, 0.1)", "clip value": "clip_grad_value_(params, 0.01)",
+    "log": "log p.grad", "none to half": "p.grad = None, p.grad / 2 of the next, in turn",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,8 +120,11 @@ class Cancel:
     """Between the last backward and ``finish``."""
 
     which: int
+    to: Literal["none", "zero"] = "none"
 
     def __str__(self) -> str:
+        if self.to == "zero":
+            return "model.zero_grad(set_to_none=False)  # before finish()"
         return f"p.grad = None  # parameters {self.which}, {self.which + 3}, ..., before finish()"
 
 
@@ -136,7 +152,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Step:
-    optimizer: int
+    optimizer: int = 0
     by_pool: bool = True
 
     def __str__(self) -> str:
@@ -159,26 +175,46 @@ class ScaledStep:
 
 @dataclass(frozen=True)
 class Look:
-    """Reads weights, without changing them."""
+    """Reads weights, without changing them: see :data:`LOOKS` and :data:`RARE_LOOKS`."""
 
-    how: Literal[
-        "state_dict", "parameters", "named_parameters", "deepcopy", "pickle", "vector", "optimizer state",
-        "optimizer deepcopy", "eval forward", "train forward", "part", "functional_call", "toggle", "settle",
-    ]  # fmt: skip
-    data: int
+    how: str
     alone: bool = False
     """Whether rank 0 does it, and no other."""
+    data: int = 0
 
     def __str__(self) -> str:
-        text = {
-            "eval forward": "model.eval(); no_grad: model(x); model.train()",
-            "train forward": "no_grad: model(x)",
-            "part": "model.eval(); no_grad: every block alone; model.train()",
-            "toggle": "model.eval(); model.train()",
-            "settle": "pool.settle()",
-            "vector": "parameters_to_vector(model.parameters())",
-        }.get(self.how, f"look at {self.how}")
-        return text + ("  # rank 0 alone" if self.alone else "")
+        return (LOOKS | RARE_LOOKS)[self.how] + ("  # rank 0 alone" if self.alone else "")
+
+
+LOOKS = {
+    "state_dict": "model.state_dict()",
+    "parameters": "model.parameters()",
+    "named_parameters": "model.named_parameters()",
+    "deepcopy": "copy.deepcopy(model)",
+    "pickle": "pickle.loads(pickle.dumps(model))",
+    "vector": "parameters_to_vector(model.parameters())",
+    "optimizer state": "optimizer.state_dict()",
+    "optimizer deepcopy": "copy.deepcopy(optimizer)",
+    "eval forward": "model.eval(); no_grad: model(x); model.train()",
+    "train forward": "no_grad: model(x)",
+    "part": "model.eval(); no_grad: every block alone; model.train()",
+    "functional_call": "functional_call(model, dict(model.named_parameters()), x)",
+    "toggle": "model.eval(); model.train()",
+    "settle": "pool.settle()",
+}
+RARE_LOOKS = {
+    "inference forward": "inference_mode: model(x)",
+    "autocast forward": "autocast: model(x)",
+    "part in train": "every block alone, recorded",
+    "part in eval": "of every block: block.eval(); no_grad: block(x); block.train()",
+    "states of parts": "state_dict(), named_parameters() and a copy of every block alone",
+    "save": "torch.save(model), torch.load()",
+    "optimizer pickle": "pickle.loads(pickle.dumps(optimizer))",
+    "to": "model.double(), looked at; model.float()",
+    "threads": "four threads at once: no_grad: model(x)",
+    "twin": "copies of the model take a step by themselves, and another in a pool of their own",
+}
+"""Of named programs alone: not every model can bear them, or they take long."""
 
 
 @dataclass(frozen=True)
@@ -198,17 +234,53 @@ DOES = {
     "restore": "load what was saved",
     "swap": "pool.attach(build_engine(another engine, {which}))",
     "renew": "pool.close(); pool = GradientPool(model); pool.attach(...)",
+    "leave": "pool.close(); pool.close(); gradients are averaged by hand from here on",
     "freeze": "p.requires_grad_(False)  # pooled parameters {which}, {which} + 3, ...",
     "unfreeze": "p.requires_grad_(True)  # pooled parameters that were frozen",
+    "load part": "block{which}.load_state_dict(ones)",
     "shrink": "no_grad: for p in model.parameters(): p.mul_(0.99)",
+    "shrink by apply": "no_grad: model.apply(for p of each module itself: p.mul_(0.99))",
+    "shrink by groups": "no_grad: for p in the parameters of optimizer.param_groups: p.mul_(0.99)",
+    "shrink by modules": "no_grad: for p in the parameters of each of model.modules() itself: p.mul_(0.99)",
+    "shrink by children": "no_grad: for p in the parameters of each of model.children() itself: p.mul_(0.99)",
     "vector": "vector_to_parameters(0.99 * parameters_to_vector(params), params)",
+    "double": "model.double()",
+    "float": "model.float()",
+    "contiguous": "model.to(memory_format=torch.contiguous_format)",
+    "float64": "torch.set_default_dtype(torch.float64)",
     "average": "ema.update_parameters(model)",
     "average and look": "ema.update_parameters(model); ema.eval(); no_grad: ema(x)",
     "swap average": "weights of ema into the model; model.eval(); no_grad: model(x); model.train(); weights back",
 }
 
+
+@dataclass(frozen=True)
+class Refused:
+    """What a pool refuses with a sentence that has this pattern in it; by hand it is left out."""
+
+    op: Op
+    words: str
+    by_deferring: bool = False
+    """Whether engines that defer updates refuse it, and end there, and others carry it out."""
+
+    def __str__(self) -> str:
+        return f"{self.op}  # refused{' by engines that defer' * self.by_deferring}: {self.words}"
+
+
+@dataclass(frozen=True)
+class Warned:
+    """What a pool warns of."""
+
+    op: Op
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.op}  # warns: {self.words}"
+
+
 Op = (
     ZeroGrad | Backward | AutogradGrad | Fail | Locally | Cancel | Peek | Finished | Step | ScaledStep | Look | Do
+    | Refused | Warned
 )  # fmt: skip
 
 
@@ -225,7 +297,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Optimizer:
-    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked"]
+    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "wrapped", "our sgd", "our lars"]
     settings: tuple[tuple[str, Any], ...]
     groups: int = 1
 
@@ -233,10 +305,16 @@ class Optimizer:
         return f"{self.kind}({', '.join(f'{k}={v}' for k, v in self.settings)}), {self.groups} groups"
 
 
+SGD = Optimizer("sgd", (("lr", 0.05), ("momentum", 0.9), ("weight_decay", 0.05)))
+OUR_SGD = replace(SGD, kind="our sgd")
+"""Which knows what to do where only a part of a gradient has come."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A model, what trains it, and how."""
 
+    name: str
     seed: int
     ranks: int
     model: Model
@@ -247,13 +325,29 @@ class Program:
     guarded: bool = False
     autocast: bool = False
     averaged: bool = False
+    pools: int = 1
+    """Pools that share the model."""
+    nearly: bool = False
+    """Whether weights are nearly those by hand, as sums are rounded in another order."""
 
     def __str__(self) -> str:
         flags = [name for name in ("scaled", "guarded", "autocast", "averaged") if getattr(self, name)]
-        head = [f"program of seed {self.seed} on {self.ranks} ranks {' '.join(flags)}".rstrip(), str(self.model)]
+        flags += [f"in {self.pools} pools"] * (self.pools > 1)
+        head = [f"{self.name}, on {self.ranks} ranks {' '.join(flags)}".rstrip(), str(self.model)]
         head += [f"optimizers[{n}]: {optimizer}" for n, optimizer in enumerate(self.optimizers)]
         head += [f"schedule: {self.schedule or 'none'}"]
         return "\n".join([*head, *(f"{n:3}  {line.op}" for n, line in enumerate(self.lines))])
+
+    @property
+    def named(self) -> bool:
+        """Whether somebody has written it."""
+        return not self.name.startswith("seed")
+
+    @property
+    def abandons(self) -> bool:
+        """Whether a pool is closed in a step of which some ranks have sent something: that never ends."""
+        ops = [line.op for line in self.lines]
+        return any(isinstance(op, Fail) and after == Do("renew") for op, after in pairwise(ops))
 
     def without(self, left_out: Callable[[Line], bool]) -> Program:
         return replace(self, lines=tuple(line for line in self.lines if not left_out(line)))
@@ -269,6 +363,63 @@ class Program:
         """Without all that leaves no trace, where there is such, and the rest knows nothing of it."""
         core = self.without(lambda line: line.traceless)
         return None if self.model.remembers or core == self else core
+
+    def leaving_gradients(self, corrected: bool) -> Program:
+        """As engines need it that keep back a part of gradients: one optimizer, of ours, and nobody changes gradients.
+
+        ``corrected``: gradients have their momentum in them.
+        """
+        stepped: set[int] = set()
+        lines = []
+        for line in self.lines:
+            match line.op:
+                case Locally() | Cancel() | Do("swap"):
+                    continue
+                case Finished(change) if change is not None and change.how != "log":
+                    line = replace(line, op=Finished())
+                case Step() | ScaledStep() if line.unit in stepped:
+                    continue
+                case Step() | ScaledStep():
+                    stepped.add(line.unit)
+                    line = replace(line, op=Step())
+            lines.append(line)
+        settings = (*OUR_SGD.settings, ("corrected", corrected))
+        optimizers = (replace(OUR_SGD, settings=settings),) if self.optimizers else ()
+        return replace(self, lines=tuple(lines), optimizers=optimizers, scaled=False)
+
+
+def program(
+    name: str,
+    *ops: Op | Line,
+    model: Model = LAYERS,
+    optimizers: Sequence[Optimizer] = (SGD,),
+    schedule: Literal["", "step", "exponential", "one cycle"] = "",
+    ranks: int = 2,
+    **more: Any,
+) -> Program:
+    """Of operations, those that :func:`unseen` has marked leaving no trace. A step begins with each ``ZeroGrad``."""
+    lines, unit = [], 0
+    for number, op in enumerate(ops):
+        line = op if isinstance(op, Line) else Line(op, 0, traceless=isinstance(op, Look | Peek))
+        unit += isinstance(line.op, ZeroGrad)
+        lines.append(replace(line, op=_numbered(line.op, number + 1), unit=unit))
+    return Program(name, 0, ranks, model, tuple(optimizers), schedule, tuple(lines), **more)
+
+
+SETTLE = Line(Look("settle"), 0)
+"""Without which other things would go wrong."""
+
+
+def unseen(*ops: Op) -> list[Line]:
+    """Operations after which weights are as without them, under any engine."""
+    return [Line(op, 0, traceless=True) for op in ops]
+
+
+def _numbered(op: Op, number: int) -> Op:
+    """With data of its own."""
+    if isinstance(op, Refused | Warned):
+        return replace(op, op=_numbered(op.op, number))
+    return replace(op, data=number) if getattr(op, "data", None) == 0 else op
 
 
 def program_of(seed: int, ranks: int) -> Program:
@@ -321,8 +472,8 @@ class _Writer:
         self.unit += 1
         self.step()
         return Program(
-            self.seed, self.ranks, self.model, self.optimizers, self.schedule, tuple(self.lines), self.scaled,
-            self.guarded, self.autocast, self.averaged,
+            f"seed {self.seed}", self.seed, self.ranks, self.model, self.optimizers, self.schedule, tuple(self.lines),
+            self.scaled, self.guarded, self.autocast, self.averaged,
         )  # fmt: skip
 
     def optimizer(self) -> Optimizer:
@@ -377,16 +528,12 @@ class _Writer:
     def look(self, chance: float) -> None:
         if not self.maybe(chance):
             return
-        hows: list[Any] = [
-            "state_dict", "parameters", "named_parameters", "deepcopy", "pickle", "vector", "optimizer state",
-            "optimizer deepcopy", "eval forward", "eval forward", "train forward", "part", "functional_call",
-            "toggle", "settle",
-        ]  # fmt: skip
+        hows = [*LOOKS, "eval forward"]
         if self.model.has("conv", "transposed"):
             hows.remove("vector")  # which torch makes of rows alone
         how = self.draw.choice(hows)
         alone = how not in ("settle", "optimizer state") and self.maybe(0.2) and not self.model.remembers
-        self.add(Look(how, self.next_data(), alone), traceless=True)
+        self.add(Look(how, alone, self.next_data()), traceless=True)
 
     def between(self) -> None:
         """Of two steps."""
@@ -445,20 +592,7 @@ class _Writer:
             if self.scaled:  # what is not unscaled yet
                 self.add(Finished(Change("log")))
                 continue
-            how = self.draw.choice(
-                (
-                    "halve",
-                    "half",
-                    "none",
-                    "clamp",
-                    "noise",
-                    "clip norm",
-                    "clip norm",
-                    "clip value",
-                    "log",
-                    "none to half",
-                )
-            )
+            how = self.draw.choice([*CHANGES, "clip norm"])
             which = -1 if how in ("clip norm", "clip value", "log") else self.draw.choice((-1, 0, 1, 2))
             self.add(Finished(Change(how, max(which, 0) if how == "none" else which)))
 
@@ -507,7 +641,7 @@ class _Writer:
         places = [self.place() if self.maybe(0.7) else None for _ in range(self.ranks)]
         if not any(places):
             places[self.draw.randrange(self.ranks)] = self.place()
-        op = Fail(self.next_data(), self.skipped(), tuple(places), guarded)
+        op = Fail(tuple(places), guarded, self.next_data(), self.skipped())
         self.add(op, essential=True, traceless=not guarded)
         self.look(0.2)
 

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sync.fuzz import Case, cases_of, describe, run_all, shrink
-from tests.sync.fuzz_loops import ENGINES
-
-FEW = (
-    "allreduce", "ring", "lazy", "hybrid", "dear", "auto", "hybrid bf16", "lazy int8", "dear fp8", "powersgd",
-    "sparse hybrid",
-)  # fmt: skip
-"""One of each kind and wire: what the suite has time for."""
+from tests.ranks import run
+from tests.sync.fuzz import Case, are_finite, describe, failure_of, shrink
+from tests.sync.fuzz_loops import ENGINES, EXACT, INEXACT, SPARSE
+from tests.sync.fuzz_programs import program_of
 
 
-def test_fuzzed_loops_train_as_by_hand():
-    _check(cases_of(range(10), 2, FEW), 2)
+@pytest.mark.parametrize("family", [EXACT, INEXACT, SPARSE], ids=["exact", "inexact", "sparse"])
+@pytest.mark.parametrize("seed", range(3))
+def test_fuzzed_loop(seed: int, family: dict[str, object]):
+    for engine in list(family)[seed::3]:
+        check(seed, 2, engine)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("ranks", "seeds"), [(2, range(10, 110)), (3, range(30))])
-def test_many_fuzzed_loops_train_as_by_hand(ranks: int, seeds: range):
-    """Each by some engines in turn, so that every engine sees dozens of programs."""
+@pytest.mark.parametrize("seed", range(60))
+def test_many_fuzzed_loops(seed: int):
+    """Each under some engines in turn, so that every engine sees a dozen programs."""
+    for engine in in_turn(seed, 4):
+        check(seed, 2 + seed % 2, engine)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(100, 300))
+def test_hundreds_of_fuzzed_loops(seed: int, ranks: int):
+    for engine in in_turn(seed, 4):
+        check(seed, ranks, engine)
+
+
+def in_turn(seed: int, count: int) -> list[str]:
     engines = list(ENGINES)
-    cases = []
-    for seed in seeds:
-        cases += cases_of([seed], ranks, [engines[(4 * seed + turn) % len(engines)] for turn in range(4)])
-    _check(cases, ranks)
+    return [engines[(count * seed + turn) % len(engines)] for turn in range(count)]
 
 
-def _check(cases: list[Case], ranks: int) -> None:
-    for case, failure in run_all(cases, ranks):
-        if failure is not None:
-            pytest.fail(describe(*shrink(case, failure, ranks, seconds=20)), pytrace=False)
+def check(seed: int, ranks: int, engine: str) -> None:
+    case = Case(program_of(seed, ranks), engine)
+    if (failure := failure_of(case)) is not None:
+        pytest.fail(describe(*shrink(case, failure, seconds=20)), pytrace=False)
+
+
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 70), marks=pytest.mark.ci)], ids=["few", "many"])
+def test_most_fuzzed_loops_come_to_finite_weights_by_hand(seeds: range):
+    """Else there is nothing to compare with."""
+    finite = run(2, are_finite, [program_of(seed, 2) for seed in seeds])[0]
+    assert sum(finite) >= 0.7 * len(finite)
