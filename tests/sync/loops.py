@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
 from imagenet_fast.sync import (
-    AllReduceSync,
     DdpSync,
     DearSync,
     EngineSettings,
@@ -33,7 +32,6 @@ LAZY = LazySync(wire="fp32", threshold_mb=0)
 DENSE = SparseSync(wire="fp32", sparsity=0.0, chunk=16, ramp_epochs=0)
 """Sparse while it sends everything."""
 DEFERRING: tuple[EngineSettings, ...] = (HYBRID, DEAR)
-EXACT: tuple[EngineSettings, ...] = (*DEFERRING, LAZY, DENSE, AllReduceSync(wire="fp32"))
 
 Bend = Callable[[Any, Any, Any, int], object]
 """What happens around a step: it is given the pool, the model, the optimizer and the step's number."""
@@ -216,15 +214,3 @@ def state(model: nn.Module) -> dict[str, Tensor]:
 def alike(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
     """To the bit."""
     return some.keys() == others.keys() and all(torch.equal(some[name], others[name]) for name in some)
-
-
-def take_steps_together(
-    pools: Sequence[GradientPool], model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
-) -> None:
-    """Of a model whose parameters lie in several pools."""
-    for step in range(steps):
-        for pool in pools:
-            pool.zero_grad()
-        loss_of(model, step).backward()
-        for pool in pools:
-            pool.step(optimizer)

@@ -1,0 +1,16 @@
+"""Named loops of users: each comes, under every engine, to the weights of the loop by hand, or is refused in words."""
+
+from __future__ import annotations
+
+from tests.sync.fuzz_programs import Program
+from tests.sync.programs import closing, failures, gradients, models, reads, steps, writes
+
+PROGRAMS: list[Program] = [
+    *steps.PROGRAMS,
+    *failures.PROGRAMS,
+    *reads.PROGRAMS,
+    *writes.PROGRAMS,
+    *gradients.PROGRAMS,
+    *models.PROGRAMS,
+    *closing.PROGRAMS,
+]

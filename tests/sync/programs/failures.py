@@ -1,0 +1,42 @@
+"""Exceptions in forward and backward, on one rank or on all, after which training goes on."""
+
+from __future__ import annotations
+
+from tests.sync.fuzz_models import Place
+from tests.sync.fuzz_programs import Fail, Line, Look, ZeroGrad, program, unseen
+from tests.sync.programs.common import ODDLY, STEP
+
+
+def failing(*places: Place | None) -> list[Line]:
+    """A step, of which nothing is left."""
+    return unseen(ZeroGrad(), Fail(places))
+
+
+PROGRAMS = [
+    program(
+        "an exception in forward", *STEP * 2, *unseen(Fail((("forward", 2), ("forward", 2)))), *STEP * 5,
+        *unseen(Fail((("forward", 4), ("forward", 0)))), *STEP,
+    ),
+    program(
+        "an exception in every backward", *STEP * 3, *failing(("backward", 3), ("backward", 1)), *STEP * 4,
+        *failing(("backward", 0), ("backward", 4)), *STEP,
+    ),
+    program(
+        "an exception in the first backward, with a guard", *failing(("backward", 3), ("backward", 1)), *STEP * 6,
+        model=ODDLY, guarded=True,
+    ),
+    program(
+        "exceptions at other places on each rank", *failing(("forward", 2), ("backward", 1)), *STEP * 3,
+        *failing(("forward", 2), ("backward", 1)), *STEP * 4, *failing(("backward", 2), None), *STEP * 2,
+    ),
+    program(
+        "an exception on one rank, with a guard", ZeroGrad(), Fail((("backward", 2), None), guarded=True), *STEP * 3,
+        ZeroGrad(), Fail((None, ("backward", 2)), guarded=True), *STEP * 4, ZeroGrad(), Fail((("forward", 0), None),
+        guarded=True), *STEP * 2, model=ODDLY, guarded=True,
+    ),
+    program(
+        "looks after exceptions", *STEP * 6, *failing(("backward", 3), ("backward", 1)), Look("state_dict"), *STEP,
+        *failing(("forward", 3), ("backward", 1)), Look("eval forward"), *STEP, *failing(("backward", 2), ("backward",
+        2)), Look("deepcopy"), *STEP,
+    ),
+]  # fmt: skip

@@ -1,0 +1,81 @@
+"""Whoever reads, copies or saves a model between steps finds weights that are up to date, and changes none."""
+
+from __future__ import annotations
+
+from tests.sync.fuzz_models import LAYERS, model
+from tests.sync.fuzz_programs import SETTLE, Backward, Do, Finished, Look, Program, Refused, Step, ZeroGrad, program
+from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping
+
+ENCODER = model("linear", "linear", offset=True)
+FEATURES = (ZeroGrad(), Backward(how="features"), Step())
+ODD_ENTRY = r"^block0 is called outside the module that called it .* offset may .*; call pool\.settle\(\) before$"
+
+
+def looking(name: str, *looks: str, **more: object) -> Program:
+    """Steps with these looks after each, once all together and once in turn."""
+    each = [op for look in looks for op in (*STEP, Look(look))]
+    return program(name, *STEP, *each, *STEP * 4, *each, *map(Look, looks), **{"model": WITH_ALL, **more})
+
+
+def entered_otherwise(how: str) -> list[Program]:
+    """A model that the first steps call, and others enter in another way."""
+    odd = Backward(how=how)
+    return [
+        program(
+            f"a model that is entered by {how} at last", *STEP * 7, ZeroGrad(), Refused(odd, ODD_ENTRY, True), Step(),
+            model=ENCODER,
+        ),
+        program(
+            f"a model that is entered by {how} at last, settled before", *STEP * 7,
+            *(SETTLE, ZeroGrad(), odd, Step()) * 2, model=ENCODER,
+        ),
+    ]  # fmt: skip
+
+
+PROGRAMS = [
+    looking("evaluations", "eval forward", "train forward", "inference forward"),
+    looking(
+        "updates under autocast and in inference mode", "autocast forward", "inference forward", "optimizer state",
+        optimizers=(ADAMW,), model=LAYERS,
+    ),
+    looking("blocks called alone", "part", "part in train", "part in eval"),
+    looking("parameters and states", "state_dict", "parameters", "named_parameters", "functional_call"),
+    looking("states and copies of parts", "states of parts"),
+    looking("copies of the model", "deepcopy", "pickle", "save"),
+    looking("copies of the optimizer", "optimizer state", "optimizer deepcopy", "optimizer pickle"),
+    program("a model in another dtype for a while", *(*STEP, ZeroGrad(by_pool=False), Look("to")) * 8, model=WITH_ALL),
+    program("a model in another dtype for a while, with gradients", *(*STEP, Look("to")) * 8),
+    looking("threads that evaluate at once", "threads", model=model(*["linear"] * 12)),
+    looking("copies that train by themselves", "twin", model=LAYERS),
+    looking("copies of a model in two pools", "deepcopy", "pickle", "state_dict", model=LAYERS, pools=2),
+    program(
+        "averaged weights", *(*STEP, Do("average and look")) * 4, *(*STEP, Do("swap average"), Do("average")) * 4,
+        averaged=True,
+    ),
+    program(
+        "rank 0 looks alone", *STEP * 6, Look("deepcopy", alone=True), *STEP, Look("eval forward", alone=True),
+        ZeroGrad(), Look("state_dict", alone=True), Backward(), Look("parameters", alone=True), Finished(), Step(),
+    ),
+    program("weights read before their layers are called", *STEP * 9, model=model("linear", "reads early", "linear")),
+    program(
+        "a block called from the third step on, which reads a later layer's weight",
+        *(ZeroGrad(), Backward(skipped=skipping((1,), (1,))), Step()) * 2, *STEP * 7,
+        model=model("linear", "tied transposed", "linear", called=(1, 2, 0)),
+    ),
+    program("a term of all weights after the forward", *(ZeroGrad(), Backward(decay="after"), Step()) * 8),
+    program("a term of all weights before the forward", *(ZeroGrad(), Backward(decay="before"), Step()) * 8),
+    program(
+        "a term of weights of which the model was not asked", *STEP * 7, ZeroGrad(),
+        Refused(Backward(decay="unasked"), "modified by an inplace operation", True), Step(),
+    ),
+    program("a model entered by a method", *FEATURES * 8, model=ENCODER),
+    program("a model entered by a method, and evaluated at first", Look("eval forward"), *FEATURES * 8, model=ENCODER),
+    program("a model entered by forward", *(ZeroGrad(), Backward(how="forward"), Step()) * 8, model=ENCODER),
+    program(
+        "a model entered by a block and by a call", *(ZeroGrad(), Backward(how="block first"), Step()) * 8,
+        model=ENCODER,
+    ),
+    *entered_otherwise("features"),
+    *entered_otherwise("forward"),
+    program("torch.func.jvp", *(ZeroGrad(), Backward(how="jvp"), Step()) * 8),
+]  # fmt: skip

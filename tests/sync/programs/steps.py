@@ -1,0 +1,107 @@
+"""Steps that do not go as the pool expects, and steps that are dropped."""
+
+from __future__ import annotations
+
+from tests.sync.fuzz_models import model
+from tests.sync.fuzz_programs import (
+    OUR_SGD,
+    SGD,
+    Backward,
+    Do,
+    Finished,
+    Look,
+    Optimizer,
+    Refused,
+    ScaledStep,
+    Step,
+    Warned,
+    ZeroGrad,
+    program,
+    unseen,
+)
+from tests.sync.programs.common import ADAMW, STEP, skipping
+
+EVALUATE = Look("inference forward")
+SCALED = (
+    ZeroGrad(), Backward(), ScaledStep(), ZeroGrad(), Backward(), ScaledStep(),
+    ZeroGrad(), Backward(overflows=0), ScaledStep(), ZeroGrad(), Backward(), ScaledStep(),
+)  # fmt: skip
+OWN = (ZeroGrad(), Backward(), ScaledStep(by_pool=False), ZeroGrad(), Backward(overflows=1), ScaledStep(by_pool=False))
+EVAL = Look("part in eval")
+WITHOUT_1 = skipping((1,), (1,))
+
+PROGRAMS = [
+    program("steps, and nothing else", *STEP * 10),
+    program(
+        "a second backward in a step", *STEP * 2, ZeroGrad(), Backward(),
+        Refused(Backward(), r"a second backward .*no_sync\(\)"), *STEP * 2,
+    ),
+    program("zero_grad by the optimizer", *(ZeroGrad(by_pool=False), Backward(), Step()) * 8),
+    program("zero_grad by the optimizer as well", *(ZeroGrad(by_pool=False), *STEP, ZeroGrad(by_pool=False)) * 6),
+    program("zero_grad by the optimizer as well, to zeros", *(ZeroGrad(also=True), Backward(), Step()) * 6),
+    program(
+        "an evaluation after everything",
+        *(EVALUATE, ZeroGrad(), EVALUATE, Backward(between=(EVALUATE,)), EVALUATE, Finished(), EVALUATE, Step()) * 7,
+    ),
+    program(
+        "blocks alone after everything",
+        *(Look("part in train"), ZeroGrad(), Backward(between=(Look("part"),)), Look("part"), Finished()) * 3,
+        *(*STEP, ZeroGrad(), Backward(), Look("part"), Finished(), Look("part in train"), Step(), EVAL) * 4,
+    ),
+    program("two optimizers", *(ZeroGrad(), Backward(), Step(0), Step(1)) * 7, optimizers=(SGD, ADAMW)),
+    program(
+        "an evaluation between two optimizers", *(ZeroGrad(), Backward(), Step(0), EVALUATE, Step(1)) * 7,
+        optimizers=(SGD, SGD),
+    ),
+    program(
+        "one of two optimizers in turn", *(ZeroGrad(), Backward(), Step(0), ZeroGrad(), Backward(), Step(1)) * 4,
+        optimizers=(SGD, ADAMW),
+    ),
+    program("finish twice", *(ZeroGrad(), Backward(), Finished(), Finished(), Step()) * 7),
+    program("accumulation", *(ZeroGrad(), Backward(sync=False), Backward(sync=False), Backward(), Step()) * 7),
+    program("a rate that rises and falls", *(*STEP, Do("schedule")) * 8, schedule="one cycle"),
+    program(
+        "a finished step that nobody takes", *STEP * 6, ZeroGrad(), Backward(), Finished(), *STEP * 2, ZeroGrad(),
+        Backward(), Finished(), *STEP,
+    ),
+    program(
+        "a step that nobody finishes, with a warning", *STEP * 6, *unseen(ZeroGrad(), Backward()),
+        Warned(ZeroGrad(), r"drops gradients.*end each step with pool\.step\(optimizer\) or pool\.finish\(\)"),
+        Backward(), Step(), *STEP,
+    ),
+    program(
+        "steps that nobody finishes",
+        *(*STEP * 3, *unseen(ZeroGrad(), Backward(), ZeroGrad(), Backward(sync=False))) * 2, *STEP * 2,
+    ),
+    program("a backward after the step", *(*STEP, *unseen(Backward())) * 7),
+    program("a loss scale", *SCALED * 2, scaled=True),
+    program("a loss scale, and the scaler's own step", *OWN * 4, scaled=True),
+    program(
+        "a loss scale, and clipping", *(
+            ZeroGrad(), Backward(), ScaledStep(clips=True), ZeroGrad(), Backward(overflows=0), ScaledStep(clips=True),
+            ZeroGrad(), Backward(), ScaledStep(by_pool=False, clips=True),
+        ) * 3, scaled=True,
+    ),
+    program(
+        "a loss scale, and a layer that nobody uses", *OWN * 3, model=model("linear", "unused", "linear"),
+        optimizers=(ADAMW,), scaled=True,
+    ),
+    program("updates at once", *(*STEP, Look("settle")) * 8),
+    program(
+        "updates at once on three ranks", *(*STEP, Do("schedule"), Look("settle")) * 8, ranks=3,
+        schedule="exponential", model=model("conv", "batch norm", "linear", "linear"),
+        optimizers=(Optimizer("our lars", OUR_SGD.settings),),
+    ),
+    program(
+        "another engine now and then", *STEP * 2, Do("swap", 1), *STEP * 3, Do("swap", 4), *STEP * 3, Do("swap", 5),
+        Do("swap", 9), *STEP * 2, optimizers=(OUR_SGD,),
+    ),
+    program("two pools of a model", *STEP * 8, pools=2),
+    program(
+        "a layer first used in a later micro-step", *STEP * 2, *(
+            ZeroGrad(), Backward(skipped=WITHOUT_1), Step(), ZeroGrad(), Backward(sync=False, skipped=WITHOUT_1),
+            Backward(sync=False, skipped=skipping((1,), ())), Backward(skipped=WITHOUT_1), Step(),
+        ) * 4,
+    ),
+    program("another default dtype", *STEP, *unseen(Do("float64")), *STEP * 7),
+]  # fmt: skip
