@@ -627,6 +627,7 @@ class Loop:
                 thread.join()
         finally:
             sys.setswitchinterval(interval)
+        # Outputs are not compared: a thread may read a weight that another is about to update.
         assert len(outputs) == len(threads), "an evaluation ended in an exception"
 
     def _train_twin(self, twin: Net, synchroniser: Callable[[nn.Module], Synchroniser], op: Look) -> None:
