@@ -19,9 +19,9 @@ COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """As a terminal has it: nothing of the test's own ranks or threads."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
-    return clean | more
+    """As a terminal has it, nothing of the test's own ranks; with one thread a process, as a test's neighbours have."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return clean | {"OMP_NUM_THREADS": "1"} | more
 
 
 def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

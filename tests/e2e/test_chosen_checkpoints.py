@@ -27,7 +27,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three steps an epoch, two epochs, on two ranks: evaluated after steps 3 and 6, saved after every second, too."""
     out = tmp_path_factory.mktemp("runs") / "run"
     settings = [word for setting in SHORT for word in ("--set", setting)]
-    done = imagenet_fast("train", "--recipe", "smoke", *settings, "--out", str(out), OMP_NUM_THREADS="1")
+    done = imagenet_fast("train", "--recipe", "smoke", *settings, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -88,7 +88,7 @@ def test_the_best_is_that_with_the_highest_top_1(trained: Path):
 
 def test_an_evaluation_of_a_checkpoint_says_what_training_said_of_it(trained: Path, tmp_path: Path):
     words = ("eval", "--weights", f"{trained}@step-3", "--nproc", "1", "--json", str(tmp_path / "v.json"))
-    done = imagenet_fast(*words, OMP_NUM_THREADS="1")
+    done = imagenet_fast(*words)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     verdict, said = json.loads((tmp_path / "v.json").read_text()), events_of(trained, "eval")[0]
     assert (verdict["top1"], verdict["top5"], verdict["recipe"]) == (said["top1"], said["top5"], "smoke")
@@ -114,7 +114,7 @@ def test_a_run_starts_from_a_checkpoint_and_records_which(trained: Path, tmp_pat
         for w in ("--set", s)
     ]
     words = ("train", "--recipe", "smoke", *settings, "--nproc", "1", "--init-from", f"{trained}@step-2")
-    done = imagenet_fast(*words, "--out", str(tmp_path / "next"), OMP_NUM_THREADS="1")
+    done = imagenet_fast(*words, "--out", str(tmp_path / "next"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert read_job(tmp_path / "next" / "job.json", Job).init_from == Path(f"{trained}@step-2")
     final = load_file(tmp_path / "next" / FINAL_WEIGHTS)

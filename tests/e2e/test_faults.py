@@ -21,7 +21,7 @@ ENDLESS = ("--set", "epochs=100000", "--set", "log_every=1", "--set", "timeout.s
 def start(*arguments: str, run: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, "train", *ENDLESS, "--nproc", "2", "--out", str(run), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_nonfinite_run_ends_and_resumes_from_before(tmp_path: Path):
         (1, 100, 7, seen, ""),  # at the end of the second epoch, where there are no final weights to be had
     ):
         patience = ("--set", f"nonfinite_steps={most}")
-        ended = imagenet_fast("train", *explodes, *patience, "--resume", "auto", OMP_NUM_THREADS="1")
+        ended = imagenet_fast("train", *explodes, *patience, "--resume", "auto")
         message = outcome_of(run)["message"]
         assert re.fullmatch(
             rf"the loss has not been finite for {steps} steps, from step 10 on: on rank 0 {where}; lower optim.lr "

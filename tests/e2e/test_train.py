@@ -65,7 +65,7 @@ def launched(
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     run = tmp_path_factory.mktemp("runs") / "smoke"
-    done = imagenet_fast(*SMOKE, *IN_SMALL, "--out", str(run), "--seed", "5", "--trace", OMP_NUM_THREADS="1")
+    done = imagenet_fast(*SMOKE, *IN_SMALL, "--out", str(run), "--seed", "5", "--trace")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return run, done.stdout
@@ -107,7 +107,7 @@ def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: tuple[Path, str], 
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module", "--")
     done = subprocess.run(
         [*torchrun, "imagenet_fast", *SMOKE, *IN_SMALL, *options],
-        capture_output=True, text=True, check=False, timeout=240, env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True, text=True, check=False, timeout=240, env=environment(),
     )  # fmt: skip
     assert done.returncode == 1, "torchrun flattens every exit code to 1"
     assert "exitcode  : 3" in done.stderr

@@ -44,7 +44,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("runs")
     torch.save(resnet18(num_classes=4).state_dict(), folder / "r.pth")
     options = ("--recipe", "smoke", *ONE_EPOCH, "--init-from", str(folder / "r.pth"), "--fresh-head")
-    done = imagenet_fast("train", *options, "--out", str(folder / "smoke"), OMP_NUM_THREADS="1")
+    done = imagenet_fast("train", *options, "--out", str(folder / "smoke"))
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return folder / "smoke", done.stdout
 
@@ -67,7 +67,7 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(trained: Path,
     before = sorted(path for path in trained.rglob("*"))
     done = imagenet_fast(
         "eval", "--weights", str(trained), "--nproc", "3", "--json", str(tmp_path / "v.json"),
-        OMP_NUM_THREADS="1", COLUMNS="80",
+        COLUMNS="80",
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     verdict = json.loads((tmp_path / "v.json").read_text())
@@ -195,7 +195,7 @@ def _start(file: Path, folder: Path) -> list[str]:
 
 def test_weights_that_do_not_fit_are_refused(trained: Path, tmp_path: Path):
     options = ("--recipe", "smoke", "--set", "data.classes=4", "--init-from", str(trained))
-    refused = imagenet_fast("train", *options, "--out", str(tmp_path / "run"), OMP_NUM_THREADS="1")
+    refused = imagenet_fast("train", *options, "--out", str(tmp_path / "run"))
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith(
         f"error: {trained / FINAL_WEIGHTS} tells 10 classes apart, and the data has 4; give"

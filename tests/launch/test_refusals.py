@@ -31,7 +31,7 @@ if os.environ.get("RANK") == "0":
 def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_TO_SPEAK)
     wrong = ("--set", "data.train_images=8", "--nproc", "2", "--out", str(tmp_path / "run"))
-    ended = imagenet_fast("train", "--recipe", "smoke", *wrong, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    ended = imagenet_fast("train", "--recipe", "smoke", *wrong, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert re.fullmatch(r"error: .*fewer than one global batch.*\n", ended.stderr)
     assert not (tmp_path / "run").exists()
@@ -46,7 +46,6 @@ def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
         "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
         "--set", "global_batch=4", "--set", "micro_batch=4", "--set", "epochs=2", "--set", "ranks=1",
         "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
-        OMP_NUM_THREADS="1",
     )  # fmt: skip
     assert ended.returncode == 2, ended.stdout + ended.stderr
     assert ended.stderr.count(os.fspath(bad)) == 1, ended.stderr
@@ -57,11 +56,11 @@ def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
 def test_a_run_whose_own_files_are_in_the_way_says_so_once(tmp_path: Path):
     run = tmp_path / "run"
     smoke = ("train", "--recipe", "smoke", "--nproc", "1", "--out", str(run), "--set", "checkpoint.every_steps=2")
-    assert imagenet_fast(*smoke, "--set", "epochs=1", OMP_NUM_THREADS="1").returncode in (0, 3)
+    assert imagenet_fast(*smoke, "--set", "epochs=1").returncode in (0, 3)
     for name in ("environment.json", "events.jsonl"):
         (run / name).rename(tmp_path / name)
         (run / name).mkdir()
-        ended = imagenet_fast(*smoke, "--set", "epochs=2", "--resume", "auto", OMP_NUM_THREADS="1")
+        ended = imagenet_fast(*smoke, "--set", "epochs=2", "--resume", "auto")
         assert ended.returncode == 2, ended.stdout + ended.stderr
         assert re.fullmatch(rf"error: {re.escape(str(run / name))} cannot be (read|written) .*\n", ended.stderr)
         assert "failed" not in ended.stdout
