@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import app
+from imagenet_fast.cli.main import app, main
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
+Launched = Callable[..., tuple[int, str, str]]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -37,6 +39,27 @@ def in_process(*arguments: str) -> str:
     assert done.exit_code == 0, done.output
     assert done.output == done.stdout
     return done.stdout
+
+
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_signals: None
+) -> Iterator[Launched]:
+    """Runs the command line with its launcher in this process, which has imported torch already; the exit code, and
+    what launcher and ranks have printed and complained of."""
+
+    def launched(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capfd.readouterr()
+
+    before = dict(os.environ)
+    os.environ |= environment(TORCH_CPP_LOG_LEVEL="FATAL")
+    yield launched
+    os.environ.clear()
+    os.environ |= before
 
 
 def outcome_of(run: Path) -> dict[str, Any]:
