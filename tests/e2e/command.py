@@ -17,6 +17,19 @@ from typer.testing import CliRunner
 from imagenet_fast.cli.main import app, main
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
+
+
+def setting(*changes: str) -> tuple[str, ...]:
+    """The options that make these changes of a recipe."""
+    return tuple(word for change in changes for word in ("--set", change))
+
+
+SMOKE = (
+    "train", "--recipe", "smoke", "--seed", "5", "--fresh-head",
+    *setting("precision.kind=fp32", "global_batch=8", "micro_batch=2", "data.train_images=48", "data.val_images=15"),
+    *setting("checkpoint.every_steps=4", "checkpoint.keep=9"),
+)  # fmt: skip
+"""A quarter of the images of `smoke` as it is shipped, in twelve steps."""
 Launched = Callable[..., tuple[int, str, str]]
 
 
