@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -291,3 +292,10 @@ def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: py
     monkeypatch.setattr("imagenet_fast.launch.rendezvous.is_here", lambda host: next(answers))
     with free_port() as port:
         assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 is in use by another program; give every node"):
+            meet(parse_endpoint(f"127.0.0.1:{port}"), count=1, join_timeout_s=1)
