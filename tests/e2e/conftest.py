@@ -16,8 +16,8 @@ from tests.e2e.command import launched as launched
 
 @pytest.fixture(scope="session")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`smoke` on two ranks, from torchvision's weights for four classes, six steps an epoch, with checkpoints of steps
-    4, 6, 8 and 12; one for all of pytest's workers. What it printed is beside it."""
+    """`smoke` on two ranks, from torchvision's weights for four classes, eight steps an epoch, with checkpoints of
+    steps 6, 8, 12 and 16; one for all of pytest's workers. What it printed is beside it."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "smoke"
     folder.mkdir(exist_ok=True)

@@ -71,7 +71,7 @@ def test_it_launches_its_own_ranks_and_says_how_it_went(smoke_run: Path):
     assert f"tensorboard --logdir {smoke_run}" in printed
     outcome = outcome_of(smoke_run)
     assert outcome["status"] == "finished"
-    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 8, 2, 12)
+    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 8, 2, 16)
     assert outcome["sent_bytes_per_step"] == pytest.approx(2 * 11_181_642, rel=1e-3)  # bf16, two ranks
     assert 0 < outcome["train_s"] < outcome["run_s"]
 

@@ -53,7 +53,7 @@ def equal(tensors: dict[str, Tensor], others: dict[str, Tensor], but: tuple[str,
 
 
 @ci
-@pytest.mark.parametrize("which", ["newest", "latest", "final", "step-12", "step-00000012", "12"])
+@pytest.mark.parametrize("which", ["newest", "latest", "final", "step-16", "step-00000016", "16"])
 def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path, which: str):
     if which != "final":
         assert chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
@@ -66,15 +66,15 @@ def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weight
 def test_a_checkpoint_describes_its_weights_as_the_final_ones_are(smoke_run: Path):
     final = given_weights(smoke_run).about
     assert final.pop("recipe") == "smoke"
-    assert json.loads(json.dumps(given_weights(Path(f"{smoke_run}@step-4")).about)) == final
+    assert json.loads(json.dumps(given_weights(Path(f"{smoke_run}@step-6")).about)) == final
 
 
 @ci
 def test_checkpoint_statistics_are_the_mean_of_the_ranks(smoke_run: Path):
-    checkpoint = open_checkpoint(smoke_run / "checkpoints" / "step-00000004")
+    checkpoint = open_checkpoint(smoke_run / "checkpoints" / "step-00000006")
     first, second = (part["buffers"]["bn1.running_mean"] for _, part in checkpoint.parts())
     assert not torch.equal(first, second)
-    found = given_weights(Path(f"{smoke_run}@step-4")).tensors
+    found = given_weights(Path(f"{smoke_run}@step-6")).tensors
     torch.testing.assert_close(found["bn1.running_mean"], (first + second) / 2)
     assert torch.equal(found["conv1.weight"], checkpoint.shared()["model"]["conv1.weight"])
 
@@ -120,7 +120,7 @@ def test_what_there_is_not_is_refused_with_what_there_is(smoke_run: Path, tmp_pa
     for wrong in ("step-5", "beste", "5", ""):
         said = refused(f"{smoke_run}@{wrong}")
         assert f"{smoke_run} has no checkpoint '{wrong}'" in said
-        assert "; there are best, newest, final, step-4, step-6, step-8, step-12" in said
+        assert "; there are best, newest, final, step-6, step-8, step-12, step-16" in said
     assert f"there is no file {tmp_path}/none@best" in refused(f"{tmp_path}/none@best")
 
     run = tmp_path / "run"
@@ -129,12 +129,12 @@ def test_what_there_is_not_is_refused_with_what_there_is(smoke_run: Path, tmp_pa
     said = refused(run)
     assert f"{run} holds a run without checkpoints/final.safetensors" in said
     assert f"give one of its checkpoints, as {run}@newest" in said
-    damaged = run / "checkpoints" / "step-00000012" / "shared.safetensors"
+    damaged = run / "checkpoints" / "step-00000016" / "shared.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert f"{damaged.parent} is damaged" in refused(f"{run}@step-12")
-    for step in (6, 12):
+    assert f"{damaged.parent} is damaged" in refused(f"{run}@step-16")
+    for step in (8, 16):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08}")
-    assert "none of its checkpoints was evaluated; there are newest, step-4" in refused(f"{run}@best")
+    assert "none of its checkpoints was evaluated; there are newest, step-6" in refused(f"{run}@best")
     for folder in steps(run):
         shutil.rmtree(folder)
     assert f"{run} has no checkpoint 'best'; it holds none" in refused(f"{run}@best")
@@ -159,14 +159,14 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
 
 @ci
 def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(smoke_run: Path):
-    as_trained = ("precision.kind=fp32", "data.val_images=15")
+    as_trained = ("precision.kind=fp32", "data.val_images=15", "seed=5")
     ways = [(smoke_run, None, ()), (smoke_run / FINAL_WEIGHTS, "smoke", as_trained)]
-    ((by_run, by_file, by_step),) = run(1, _judged, [*ways, (Path(f"{smoke_run}@step-6"), None, ())])
+    ((by_run, by_file, by_step),) = run(1, _judged, [*ways, (Path(f"{smoke_run}@step-8"), None, ())])
     said, earlier = outcome_of(smoke_run), events_of(smoke_run, "eval")[0]
     assert (by_run.top1, by_run.top5, by_run.images) == (said["top1"], said["top5"], 15)
     assert (by_run.top1, by_run.top5, by_run.images) == (by_file.top1, by_file.top5, by_file.images)
     assert (by_step.top1, by_step.top5, by_step.recipe) == (earlier["top1"], earlier["top5"], "smoke")
-    assert by_step.weights == str(smoke_run / "checkpoints" / "step-00000006")
+    assert by_step.weights == str(smoke_run / "checkpoints" / "step-00000008")
 
 
 @ci
@@ -230,7 +230,7 @@ def _doubt(file: Path, fresh_head: bool, names: list[str]) -> str:
 
 @ci
 def test_a_run_starts_from_a_checkpoint_and_records_which(smoke_run: Path, tmp_path: Path):
-    start = Path(f"{smoke_run}@step-4")
+    start = Path(f"{smoke_run}@step-6")
     run(2, _go_on_from, start, tmp_path)
     assert read_job(tmp_path / "same" / "job.json", Job).init_from == start
     begun, same, trained = (given_weights(place).tensors for place in (start, tmp_path / "same", tmp_path / "trained"))
@@ -249,7 +249,7 @@ def _go_on_from(start: Path, folder: Path) -> None:
 
     trained("same", optim__lr=1e-30)
     trained("trained")
-    with pytest.raises(UserError, match=r"/shared.safetensors tells 10 classes apart, and the data has 4; give"):
+    with pytest.raises(UserError, match=r"step-00000006 tells 10 classes apart, and the data has 4; give"):
         trained("four", data__classes=4)
 
 
@@ -294,7 +294,7 @@ def test_a_recipe_of_a_run_is_read_back_as_it_was(smoke_run: Path):
 def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
     by: str, smoke_run: Path, tmp_path: Path, refusal: Callable[..., str]
 ):
-    ways = {"run": smoke_run, "checkpoint": Path(f"{smoke_run}@step-4"), "folder of a checkpoint": steps(smoke_run)[0]}
+    ways = {"run": smoke_run, "checkpoint": Path(f"{smoke_run}@step-6"), "folder of a checkpoint": steps(smoke_run)[0]}
     weights, out, again = ways[by], tmp_path / "w.safetensors", tmp_path / "again.safetensors"
     expected = given_weights(weights).tensors
     assert f"written to {out}" in in_process("export", "--weights", str(weights), "--out", str(out))
