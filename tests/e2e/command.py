@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import tests
 from imagenet_fast.cli.main import app, main
+from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.training.trainer import Trainer
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
@@ -73,6 +77,14 @@ def launched(
     yield launched
     os.environ.clear()
     os.environ |= before
+
+
+def train_here(job: Job, ask_first: Callable[[], Callable[[], bool]] | None = None) -> RunResult:
+    """As one of the ranks that are here already, which go on to something else."""
+    trainer = Trainer(job, tests.world(), ask_first=ask_first)
+    outcome = trainer.run()
+    trainer.state.sync.close()
+    return outcome
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

@@ -22,9 +22,8 @@ from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tables
-from tests.e2e.command import events_of, outcome_of
+from tests.e2e.command import events_of, outcome_of, train_here
 from tests.parallel import small
 from tests.ranks import run
 
@@ -63,7 +62,7 @@ def runs(image_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _train_all(images: Path, folder: Path) -> None:
     def train(name: str, recipe: Recipe, resume: bool = False) -> None:
         job = Job("mild", recipe, split_batch(recipe, 2), images, folder / name, resume=resume)
-        outcome = Trainer(job, tests.world()).run()
+        outcome = train_here(job)
         assert outcome.status == "finished"
         assert outcome.top1_mirror is not None
         assert outcome.top1_shift is not None
@@ -140,7 +139,7 @@ def _train_then_measure_less(folder: Path) -> None:
             ),
         )  # fmt: skip
         job = Job("test", recipe, split_batch(recipe, 1), None, folder, resume=epochs == 2)
-        Trainer(job, tests.world()).run()
+        train_here(job)
 
 
 @ci

@@ -35,10 +35,9 @@ from imagenet_fast.training.init_weights import (
 )
 from imagenet_fast.training.job_setup import plan_evaluation
 from imagenet_fast.training.train_step import build_step
-from imagenet_fast.training.trainer import Trainer
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
-from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of
+from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
 from tests.ranks import run
 
 ci = pytest.mark.ci
@@ -245,7 +244,7 @@ def _go_on_from(start: Path, folder: Path) -> None:
     def trained(name: str, **changes: Any) -> None:
         recipe = parse_recipe("test", tables(epochs=1, data__train_images=16, **changes))
         job = Job("test", recipe, split_batch(recipe, 2), None, folder / name, init_from=start)
-        assert Trainer(job, tests.world()).run().status == "finished"
+        assert train_here(job).status == "finished"
 
     trained("same", optim__lr=1e-30)
     trained("trained")

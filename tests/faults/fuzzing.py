@@ -13,11 +13,13 @@ from typing import Any
 
 import psutil
 
+from tests.conftest import make_images
 from tests.e2e.command import events_of
 from tests.faults.jobs import Running, digest, kept_row, start_logged, train
 from tests.faults.programs import (
-    ENGINES,
     JOB,
+    OF_IMAGES,
+    SETTINGS,
     Command,
     Form,
     Hurt,
@@ -39,14 +41,18 @@ _CRASHES = ("Traceback (most recent", "terminate called", "Fatal Python error", 
 _FINISHED = (0, 3)
 
 
-def play_round(out: Path, seed: str) -> dict[str, Any]:
+def play_round(out: Path, seed: str, kills: bool = False) -> dict[str, Any]:
     """Play the program of ``seed`` in ``out``; its row: the program, what happened, and what was wrong with it.
 
     The run and what it printed stay where something was wrong.
     """
-    program = draw_program(seed)
+    return play(out, draw_program(seed, kills))
+
+
+def play(out: Path, program: Program) -> dict[str, Any]:
     begun = time.monotonic()
-    round_ = Round(out / seed.replace("/", "-"), ENGINES[program.engine], _alone(out, program.engine))
+    job = _job(out, program.setting)
+    round_ = Round(out / re.sub("[/ ]", "-", program.seed), job, _alone(out, program.setting, job))
     try:
         round_.play(program)
     finally:
@@ -60,14 +66,23 @@ def play_round(out: Path, seed: str) -> dict[str, Any]:
     return row
 
 
-def _alone(out: Path, engine: str) -> str:
+def _job(out: Path, setting: str) -> tuple[str, ...]:
+    """The arguments for a setting; those of a loader train on image files."""
+    match SETTINGS[setting]:
+        case ("--recipe", loader, *more):
+            if not (out / "images").exists():
+                make_images(out / "images", train=20, val=4)
+            (out / f"{loader}.toml").write_text(OF_IMAGES.format(loader=loader))
+            more = [word.replace("=cache", f"={out.absolute() / 'cache'}") for word in more]
+            return ("--recipe", str(out / f"{loader}.toml"), "--nproc", "2", "--data", str(out / "images"), *more)
+        case more:
+            return (*JOB, *more)
+
+
+def _alone(out: Path, setting: str, job: tuple[str, ...]) -> str:
     """The digest of the run that nobody disturbs."""
-    name = f"alone-{engine.replace(', ', '-').replace(' ', '-')}"
-
-    def measure() -> dict[str, Any]:
-        return {"digest": train(out / name, *ENGINES[engine], job=JOB)}
-
-    found: str = kept_row(out / f"{name}.json", measure)["digest"]
+    name = f"alone-{re.sub('[, ]+', '-', setting)}"
+    found: str = kept_row(out / f"{name}.json", lambda: {"digest": train(out / name, job=job)})["digest"]
     shutil.rmtree(out / name, ignore_errors=True)
     return found
 
@@ -120,7 +135,7 @@ class Round:
     """A run directory to which a program happens."""
 
     out: Path
-    engine: tuple[str, ...]
+    job: tuple[str, ...]
     alone: str
     """The digest of the final weights of a run that nobody disturbs."""
     happened: list[str] = field(default_factory=list)
@@ -180,7 +195,7 @@ class Round:
     def _begin(self, name: str, form: Form) -> Launch:
         log = self.out.parent / f"{self.out.name}.{name}.log"
         log.unlink(missing_ok=True)
-        job = (*JOB, *self.engine, "--out", str(self.out))
+        job = (*self.job, "--out", str(self.out))
         arguments: dict[Form, tuple[str, ...]] = {
             "auto": (*job, "--resume", "auto"),
             "run": ("--resume", str(self.out), "--nproc", "2"),

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import tests
 from imagenet_fast import errors
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
@@ -19,9 +18,8 @@ from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.trainer import Trainer
 from tests.conftest import make_images, tables
-from tests.e2e.command import Launched, events_of
+from tests.e2e.command import Launched, events_of, train_here
 from tests.ranks import run
 
 
@@ -95,11 +93,11 @@ def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path)
 
 
 def _trained_twice(folder: Path, name: str) -> str:
-    Trainer(job(folder), tests.world()).run()
+    train_here(job(folder))
     (folder / name).unlink()
     (folder / name).mkdir()
     with pytest.raises(UserError) as refused:
-        Trainer(job(folder, epochs=2), tests.world()).run()
+        train_here(job(folder, epochs=2))
     return str(refused.value)
 
 
