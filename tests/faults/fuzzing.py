@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,10 @@ class Round:
         log = self.out.parent / f"{self.out.name}.{name}.log"
         log.unlink(missing_ok=True)
         job = (*self.job, "--out", str(self.out))
+        *_, ranks = (value for option, value in pairwise(job) if option == "--nproc")
         arguments: dict[Form, tuple[str, ...]] = {
             "auto": (*job, "--resume", "auto"),
-            "run": ("--resume", str(self.out), "--nproc", "2"),
+            "run": ("--resume", str(self.out), "--nproc", ranks),
             "fresh": job,
         }
         before = self._before()

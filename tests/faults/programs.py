@@ -24,6 +24,7 @@ JOB = (
     "--set", "optim.lr=0.01",
 )  # fmt: skip
 """Five steps an epoch, an evaluation after each; about nine seconds on two cores, of which training takes three."""
+THREE_RANKS = ("--nproc", "3", "--set", "ranks=3", "--set", "global_batch=6", "--set", "data.train_images=30")
 SETTINGS: dict[str, tuple[str, ...]] = {
     "lazy": ("--sync", "lazy"),
     "hybrid": ("--sync", "hybrid"),
@@ -40,6 +41,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "hybrid int8": ("--sync", "hybrid", "--set", "sync.wire=int8"),
     "dear int8": ("--sync", "dear", "--set", "sync.wire=int8"),
     "ring fp8": ("--sync", "ring", "--set", "sync.wire=fp8"),
+    "hybrid, three ranks": (*THREE_RANKS, "--sync", "hybrid", "--set", "sync.fuse_mb=1"),
+    "lazy int8, three ranks": (*THREE_RANKS, "--sync", "lazy", "--set", "sync.wire=int8"),
+    "sparse, three ranks": (*THREE_RANKS, "--sync", "sparse", "--set", "sync.dense_epochs=0.2"),
     "folder": ("--recipe", "folder"),
     "dali": ("--recipe", "dali"),
     "folder, cached": ("--recipe", "folder", "--set", "data.cache=cache"),
