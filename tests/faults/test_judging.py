@@ -13,6 +13,8 @@ from tests.faults.fuzzing import Before, Launch, Round
 from tests.faults.jobs import Running, digest
 from tests.faults.programs import FILES, Hurt, draw_program, hurt
 
+pytestmark = pytest.mark.ci
+
 NOTHING = Before(0, Path("checkpoints"), True, False, set(), set())
 WENT_ON = "epoch 1/2  step 4/10  loss 1\n"
 

@@ -145,6 +145,7 @@ def test_to_a_loop_of_ones_own_one_task_a_node_is_a_rank():
     assert [environment[key] for key in asked] == ["2", "4", "0", "1", "n1"]
 
 
+@pytest.mark.ci
 def test_tasks_of_srun_are_the_ranks_of_a_loop_of_ones_own():
     program = (
         "from imagenet_fast.distributed.init import current_world\n"
