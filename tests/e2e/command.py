@@ -80,11 +80,8 @@ def launched(
 
 
 def train_here(job: Job, ask_first: Callable[[], Callable[[], bool]] | None = None) -> RunResult:
-    """As one of the ranks that are here already, which go on to something else."""
-    trainer = Trainer(job, tests.world(), ask_first=ask_first)
-    outcome = trainer.run()
-    trainer.state.sync.close()
-    return outcome
+    """As one of the ranks that are here already; of several, they are fresh ones: groups stay open."""
+    return Trainer(job, tests.world(), ask_first=ask_first).run()
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def train(recipe: Recipe, folder: Path, resume: bool = False) -> str:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_resumed_run_of_every_engine_learns_what_ddp_does_and_is_exported(kind: str, engine: str, tmp_path: Path):
     """Dropout and stochastic depth included: their random numbers are a function of the step."""
-    run(2, _train_all, kind, engine, tmp_path)
+    run(2, _train_all, kind, engine, tmp_path, fresh=True)
     ddp, whole, resumed = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("ddp", "whole", "resumed"))
     for name, weight in whole.items():
         torch.testing.assert_close(weight, ddp[name], rtol=1e-3, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}")
@@ -70,7 +70,7 @@ def _judged(evaluation: Evaluation) -> tuple[float, str]:
 
 @pytest.mark.weekly
 def test_a_pipeline_cuts_what_it_knows_and_refuses_the_rest_in_a_sentence(tmp_path: Path):
-    refused, _ = run(2, _piped, tmp_path)
+    refused, _ = run(2, _piped, tmp_path, fresh=True)
     assert refused.startswith("in which order VisionTransformer calls its layers is not known")
     assert "\n" not in refused
 

@@ -55,7 +55,7 @@ def mild(engine: str, epochs: int = 2, **changes: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def runs(image_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mild")
-    run(2, _train_all, image_dir, folder)
+    run(2, _train_all, image_dir, folder, fresh=True)
     return folder
 
 
@@ -142,8 +142,8 @@ def test_weights_are_exported_under_torchvisions_names(runs: Path, tmp_path: Pat
 @ci
 def test_pipelines_blur_and_decay_as_one_rank_does():
     changes = {"loss": "bce", "optim": OPTIM, "sync": {"kind": "hybrid", "wire": "fp32"}}
-    (one,) = run(1, _piped, Parallel(), changes)
-    two, _ = run(2, _piped, Parallel(pipeline=2, micro_batches=2), changes)
+    (one,) = run(1, _piped, Parallel(), changes, fresh=True)
+    two, _ = run(2, _piped, Parallel(pipeline=2, micro_batches=2), changes, fresh=True)
     assert two.losses == pytest.approx(one.losses, rel=1e-4)
     assert_alike(one.weights, two.weights)
 

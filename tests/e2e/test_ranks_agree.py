@@ -26,7 +26,7 @@ def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Pa
     """
     images = make_images(tmp_path / "images", train=64, val=IMAGES)
     (alone,), (both, _), (four, *_) = (
-        run(ranks, _train, engine, images, tmp_path / str(ranks))
+        run(ranks, _train, engine, images, tmp_path / str(ranks), fresh=True)
         for ranks, engine in ((1, "lazy"), (2, "lazy"), (4, "hybrid"))
     )
     losses, correct = alone

@@ -230,7 +230,7 @@ def _doubt(file: Path, fresh_head: bool, names: list[str]) -> str:
 @ci
 def test_a_run_starts_from_a_checkpoint_and_records_which(smoke_run: Path, tmp_path: Path):
     start = Path(f"{smoke_run}@step-6")
-    run(2, _go_on_from, start, tmp_path)
+    run(2, _go_on_from, start, tmp_path, fresh=True)
     assert read_job(tmp_path / "same" / "job.json", Job).init_from == start
     begun, same, trained = (given_weights(place).tensors for place in (start, tmp_path / "same", tmp_path / "trained"))
     assert torch.equal(same["conv1.weight"], begun["conv1.weight"])

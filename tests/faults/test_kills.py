@@ -34,7 +34,7 @@ MOMENTS: dict[str, str | int] = {
     "in a step before the first checkpoint": 2,
     "in a step after it": 5,
     "as a checkpoint begins": "os.mkdir .*step-00000006",
-    "as rank 1 writes its part": "open .*step-00000006/rank-00001",
+    "as rank 1 writes its part": "open .*step-00000006/.rank-00001",
     "before the checkpoint is complete": "os.rename .*step-00000006/manifest.json",
     "as an old checkpoint is removed": "(os.remove|shutil.rmtree) .*step-00000003",
     "as the final weights are written": "os.rename .*final.safetensors",
@@ -51,7 +51,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def alone(engine: str) -> str:
         if engine not in found:
             folder = tmp_path_factory.mktemp("alone")
-            run(2, _train, folder, engine)
+            run(2, _train, folder, engine, fresh=True)
             found[engine] = digest(folder)
         return found[engine]
 
@@ -64,7 +64,7 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
 ):
     with pytest.raises(AssertionError, match="ended with exit code -9"):
         run(2, _train, tmp_path, engine, MOMENTS[moment], fresh=True)
-    run(2, _train, tmp_path, engine)
+    run(2, _train, tmp_path, engine, fresh=True)
     outcome = read_outcome(tmp_path)
     assert outcome is not None
     assert (outcome.status, outcome.steps) == ("finished", 10)
