@@ -24,7 +24,6 @@ from tests.faults.programs import (
     Command,
     Form,
     Hurt,
-    Kill,
     Program,
     Second,
     Send,
@@ -174,8 +173,6 @@ class Round:
             self._watch(launch, 0.02)
         self._watch(launch, command.delay_s)
         match command.disturbance:
-            case Kill(who):
-                self._send(launch, who, signal.SIGKILL)
             case Send(number, who, again_after_s):
                 self._send(launch, who, number)
                 if again_after_s is not None:

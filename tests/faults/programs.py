@@ -76,18 +76,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Kill:
-    who: Who
-
-    def __str__(self) -> str:
-        return f"SIGKILL to {self.who}"
-
-
-@dataclass(frozen=True)
 class Send:
     number: signal.Signals
     who: Who
-    again_after_s: float | None
+    again_after_s: float | None = None
 
     def __str__(self) -> str:
         again = f", again {self.again_after_s:.1f} s later" if self.again_after_s is not None else ""
@@ -118,7 +110,7 @@ class Hurt:
         return f"{self.how} {self.file}{where}"
 
 
-Disturbance = Kill | Send | Second | Hurt
+Disturbance = Send | Second | Hurt
 
 
 @dataclass(frozen=True)
@@ -163,7 +155,9 @@ def draw_program(seed: str, kills: bool = False) -> Program:
     draw = random.Random(seed)
     if kills:
         step = draw.randrange(3, STEPS, 3) if draw.random() < 0.5 else draw.randint(1, STEPS - 2)
-        killed = Command("auto", step, draw.uniform(0, 1.0), Kill(draw.choice(get_args(Who))), False, ())
+        killed = Command(
+            "auto", step, draw.uniform(0, 1.0), Send(signal.SIGKILL, draw.choice(get_args(Who))), False, ()
+        )
         return Program(f"kills {seed}", list(SETTINGS)[int(seed.split("/")[1]) % len(SETTINGS)], (killed,), again=False)
     setting = draw.choice(list(SETTINGS))
     count = draw.choices((1, 2, 3), (5, 4, 1))[0]
@@ -184,7 +178,7 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
     disturbance: Disturbance | None = None
     match draw.choices(("kill", "signal", "second", "damage", "nothing"), (4, 6, 3, 3, 1))[0]:
         case "kill":
-            disturbance = Kill(draw.choice(get_args(Who)))
+            disturbance = Send(signal.SIGKILL, draw.choice(get_args(Who)))
         case "signal":
             again = draw.uniform(0.2, 4) if draw.random() < 0.25 else None
             disturbance = Send(draw.choice(SIGNALS), draw.choice(get_args(Who)), again)
@@ -193,7 +187,7 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
         case "damage":
             disturbance = _draw_hurt(draw)
     damages = draw.choices((0, 1, 2), (4, 4, 2))[0]
-    hurry = isinstance(disturbance, Kill) and draw.random() < 0.5
+    hurry = str(disturbance).startswith("SIGKILL") and draw.random() < 0.5
     return Command(form, step, delay_s, disturbance, hurry, tuple(_draw_hurt(draw) for _ in range(damages)))
 
 

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import re
-import signal
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 import pytest
 
 from tests.faults.fuzzing import play, play_round
-from tests.faults.programs import Command, Disturbance, Kill, Program, Send, Who
+from tests.faults.programs import Command, Disturbance, Program, Send
 
 pytestmark = pytest.mark.weekly
-
-
-def told(number: signal.Signals, who: Who = "launcher") -> Send:
-    return Send(number, who, None)
 
 
 NAMED: dict[str, tuple[str, list[tuple[int, float, Disturbance]], list[int]]] = {
     "whoever is told to stop, all save": (
         "lazy",
-        [(2, 0, told(signal.SIGINT)), (4, 0, told(signal.SIGTERM)), (7, 0, told(signal.SIGUSR1, "rank 1"))],
+        [(2, 0, Send(SIGINT, "launcher")), (4, 0, Send(SIGTERM, "launcher")), (7, 0, Send(SIGUSR1, "rank 1"))],
         [4, 4, 4],
     ),
-    "Ctrl-C in a terminal is heard by all": ("dear", [(5, 0, told(signal.SIGINT, "all"))], [4]),
-    "INT at the start": ("lazy", [(0, 2.0, told(signal.SIGINT)), (0, 5.0, told(signal.SIGINT))], [4, 4]),
-    "TERM at the start": ("lazy", [(0, 3.0, told(signal.SIGTERM)), (0, 6.0, told(signal.SIGTERM))], [4, 4]),
-    "USR1 at the start": ("lazy", [(0, 4.0, told(signal.SIGUSR1)), (0, 7.0, told(signal.SIGUSR1))], [4, 4]),
-    "a rank, then all are killed": ("hybrid, three ranks", [(5, 0.1, Kill("rank 1")), (8, 0.2, Kill("all"))], [1, -9]),
-    "the launcher is killed": ("lazy int8, three ranks", [(4, 0.2, Kill("launcher"))], [-9]),
-    "all, then a rank are killed": ("sparse, three ranks", [(3, 0.1, Kill("all")), (7, 0.1, Kill("rank 0"))], [-9, 1]),
+    "Ctrl-C in a terminal is heard by all": ("dear", [(5, 0, Send(SIGINT, "all"))], [4]),
+    "INT at the start": ("lazy", [(0, 2.0, Send(SIGINT, "launcher")), (0, 5.0, Send(SIGINT, "launcher"))], [4, 4]),
+    "TERM at the start": ("lazy", [(0, 3.0, Send(SIGTERM, "launcher")), (0, 6.0, Send(SIGTERM, "launcher"))], [4, 4]),
+    "USR1 at the start": ("lazy", [(0, 4.0, Send(SIGUSR1, "launcher")), (0, 7.0, Send(SIGUSR1, "launcher"))], [4, 4]),
+    "a rank, then all are killed": (
+        "hybrid, three ranks",
+        [(5, 0.1, Send(SIGKILL, "rank 1")), (8, 0.2, Send(SIGKILL, "all"))],
+        [1, -9],
+    ),
+    "the launcher is killed": ("lazy int8, three ranks", [(4, 0.2, Send(SIGKILL, "launcher"))], [-9]),
+    "all, then a rank are killed": (
+        "sparse, three ranks",
+        [(3, 0.1, Send(SIGKILL, "all")), (7, 0.1, Send(SIGKILL, "rank 0"))],
+        [-9, 1],
+    ),
 }
 """What is trained; after which step and how many seconds later what happens to each launch, and how that then ends.
 
