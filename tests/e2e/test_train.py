@@ -33,6 +33,12 @@ from tests.e2e.command import (
 ONE_EPOCH = setting("epochs=1", "schedule.warmup_epochs=0")
 
 
+def test_what_a_test_starts_has_one_thread_unless_it_asks_for_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert environment()["OMP_NUM_THREADS"] == "1"
+    assert environment(OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
+
+
 @pytest.mark.usefixtures("subprocesses")
 def test_a_run_of_two_ranks_is_stopped_and_one_goes_on_with_it(tmp_path: Path, launched: Launched):
     run = tmp_path / "run"

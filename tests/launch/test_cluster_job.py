@@ -25,7 +25,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
 from imagenet_fast.launch.kubernetes import to_yaml
 from imagenet_fast.recipe.load import find_recipe
-from tests.e2e.command import wait_for
+from tests.e2e.command import environment, wait_for
 from tests.pages import PAGES, shown_commands
 
 NAMES = (
@@ -72,7 +72,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "SEEN": str(seen), "SLURM_JOB_ID": "1234", "TMPDIR": str(tmp_path)}
+    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path))
 
 
 @cache
@@ -124,12 +124,12 @@ def indexed_job(manifest: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def pod_words(manifest: dict[str, Any], **environment: str) -> list[str]:
+def pod_words(manifest: dict[str, Any], **variables: str) -> list[str]:
     """The words of the first pod, as the kubelet hands them on: ``$$`` is a dollar, ``$(NAME)`` a variable it knows."""
     (container,) = pod(manifest)["containers"]
     known = re.compile(r"\$\$|\$\(([^)]*)\)")
     words = [
-        known.sub(lambda found: "$" if found[0] == "$$" else environment.get(found[1], found[0]), word)
+        known.sub(lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), word)
         for word in container["command"]
     ]
     before = ["env", "-u", "RANK", "-u", "WORLD_SIZE"] if manifest["kind"] == "PyTorchJob" else []
