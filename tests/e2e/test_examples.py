@@ -20,7 +20,7 @@ def by_torchrun(*arguments: str) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *arguments],
         capture_output=True, text=True, timeout=240, cwd=ROOT,
-        env=environment(PYTHONPATH=str(ROOT)),
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
