@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import psutil
 
 from tests.conftest import make_images
 from tests.e2e.command import events_of
-from tests.faults.jobs import Running, digest, kept_row, start_logged, train
+from tests.faults.jobs import Running, digest, start_logged, train
 from tests.faults.programs import (
     JOB,
     OF_IMAGES,
@@ -79,11 +80,12 @@ def _job(out: Path, setting: str) -> tuple[str, ...]:
             return (*JOB, *more)
 
 
+@cache
 def _alone(out: Path, setting: str, job: tuple[str, ...]) -> str:
     """The digest of the run that nobody disturbs."""
-    name = f"alone-{re.sub('[, ]+', '-', setting)}"
-    found: str = kept_row(out / f"{name}.json", lambda: {"digest": train(out / name, job=job)})["digest"]
-    shutil.rmtree(out / name, ignore_errors=True)
+    folder = out / f"alone-{re.sub('[, ]+', '-', setting)}"
+    found = train(folder, job=job)
+    shutil.rmtree(folder)
     return found
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -86,19 +84,3 @@ def train(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> str:
 
 def digest(out: Path) -> str:
     return sha256((out / "checkpoints" / "final.safetensors").read_bytes()).hexdigest()[:16]
-
-
-def folder_of_commit(out: Path) -> Path:
-    """Make the directory in ``out`` for what is measured at this commit."""
-    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=Path(__file__).parent, text=True)
-    folder = out / commit.strip()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def kept_row(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read the row of results in ``path``, or measure it now and write it there."""
-    if not path.exists():
-        path.write_text(json.dumps(measure(), indent=1))
-    row: dict[str, Any] = json.loads(path.read_text())
-    return row
