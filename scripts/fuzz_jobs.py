@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.faults.fuzzing import play_round
+from tests.faults.fuzzing import play
+from tests.faults.programs import draw_program
 
 
 def main() -> int:
@@ -35,7 +36,7 @@ def main() -> int:
     wrong = 0
     for number in range(chosen.first, chosen.first + chosen.count):
         seed = f"{chosen.seed}/{number}"
-        row = play_round(out, seed, chosen.kills)
+        row = play(out, draw_program(seed, chosen.kills))
         wrong += bool(row["faults"])
         print(f"{seed:<8}{row['seconds']:>6.1f} s  {'WRONG' if row['faults'] else 'ok'}", flush=True)
         if row["faults"]:

@@ -29,7 +29,6 @@ from tests.faults.programs import (
     Second,
     Send,
     Who,
-    draw_program,
     hurt,
     unlock,
 )
@@ -42,15 +41,11 @@ _CRASHES = ("Traceback (most recent", "terminate called", "Fatal Python error", 
 _FINISHED = (0, 3)
 
 
-def play_round(out: Path, seed: str, kills: bool = False) -> dict[str, Any]:
-    """Play the program of ``seed`` in ``out``; its row: the program, what happened, and what was wrong with it.
+def play(out: Path, program: Program) -> dict[str, Any]:
+    """Play the program in ``out``; its row: the program, what happened, and what was wrong with it.
 
     The run and what it printed stay where something was wrong.
     """
-    return play(out, draw_program(seed, kills))
-
-
-def play(out: Path, program: Program) -> dict[str, Any]:
     begun = time.monotonic()
     job = _job(out, program.setting)
     round_ = Round(out / re.sub("[/ ]", "-", program.seed), job, _alone(out, program.setting, job))
