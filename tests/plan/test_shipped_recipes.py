@@ -96,7 +96,8 @@ def test_a_step_at_full_size_changes_all_weights_and_sends_what_is_counted(plann
     assert len(shards) == (3 if recipe.parallel.tensor > 1 else 0), "both weights and the first layer's bias"
     values = sum(p.numel() for p in after if p not in shards and p.requires_grad)
     share = 2 * (recipe.ranks - 1) / recipe.ranks * (4 if recipe.sync.wire == "fp32" else 2)
-    image = 2 * (recipe.parallel.tensor - 1) * (9216 + 4096) * 2  # what comes to the layers and leaves them, and back
+    per_value = 2 if world.bf16 else 4
+    image = 2 * (recipe.parallel.tensor - 1) * (9216 + 4096) * per_value  # to the layers, from them, and back
     sent = share * values + 2 * accumulation * image
     assert take_step.state.sent_bytes == pytest.approx(sent, rel=4e-3)  # tensors are padded to a multiple of the ranks
     take_step.state.sync.close()
