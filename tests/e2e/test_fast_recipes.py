@@ -152,4 +152,4 @@ def _piped(parallel: Parallel, changes: dict[str, Any]) -> Any:
     whole = small.small_model("resnet18")
     add_blurpool(whole, "conv_maxpool")
     with patch.object(small, "small_model", lambda kind: whole):
-        return small.train("resnet18", 2, 4, lr=0.02, parallel=parallel, **changes)
+        return small.train("resnet18", 2, 0.02, parallel, global_batch=4, **changes)
