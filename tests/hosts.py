@@ -16,6 +16,7 @@ from typing import Any
 
 from imagenet_fast.bench.netns import Host, enter, parse_rate, shaped_network
 from imagenet_fast.cli.main import entry
+from tests.e2e.command import environment
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,7 +89,7 @@ def _answer(hosts: Hosts, node: int, function: Callable[..., Any], arguments: tu
 def _command(said: Sequence[Path], arguments: Sequence[str]) -> None:
     for descriptor, file in enumerate(said, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update(environment())
     sys.argv = ["imagenet-fast", *arguments]
     entry()
 

@@ -7,21 +7,40 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import app
+import tests
+from imagenet_fast.cli.main import app, main
+from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.training.trainer import Trainer
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
 
+def setting(*changes: str) -> tuple[str, ...]:
+    """The options that make these changes of a recipe."""
+    return tuple(word for change in changes for word in ("--set", change))
+
+
+SMOKE = (
+    "train", "--recipe", "smoke", "--seed", "5", "--fresh-head",
+    *setting("precision.kind=fp32", "global_batch=8", "micro_batch=2", "data.train_images=64", "data.val_images=15"),
+    *setting("checkpoint.every_steps=6", "checkpoint.keep=9"),
+)  # fmt: skip
+"""A quarter of the images of `smoke` as it is shipped, and all of its sixteen steps."""
+Launched = Callable[..., tuple[int, str, str]]
+
+
 def environment(**more: str) -> dict[str, str]:
-    """As a terminal has it: nothing of the test's own ranks or threads."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")}
-    return clean | more
+    """As a terminal has it, nothing of the test's own ranks; with one thread a process, as a test's neighbours have."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return clean | {"OMP_NUM_THREADS": "1"} | more
 
 
 def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
@@ -37,6 +56,32 @@ def in_process(*arguments: str) -> str:
     assert done.exit_code == 0, done.output
     assert done.output == done.stdout
     return done.stdout
+
+
+@pytest.fixture
+def launched(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_signals: None
+) -> Iterator[Launched]:
+    """Runs the command line with its launcher in this process, which has imported torch already; the exit code, and
+    what launcher and ranks have printed and complained of."""
+
+    def launched(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return end.value.code, *capfd.readouterr()
+
+    before = dict(os.environ)
+    os.environ |= environment(TORCH_CPP_LOG_LEVEL="FATAL")
+    yield launched
+    os.environ.clear()
+    os.environ |= before
+
+
+def train_here(job: Job, ask_first: Callable[[], Callable[[], bool]] | None = None) -> RunResult:
+    """As one of the ranks that are here already; of several, they are fresh ones: groups stay open."""
+    return Trainer(job, tests.world(), ask_first=ask_first).run()
 
 
 def outcome_of(run: Path) -> dict[str, Any]:

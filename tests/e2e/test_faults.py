@@ -13,15 +13,15 @@ import psutil
 import pytest
 
 from imagenet_fast.checkpoint import newest
-from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, wait_for
+from tests.e2e.command import COMMAND, environment, events_of, imagenet_fast, outcome_of, setting, wait_for
 
-ENDLESS = ("--set", "epochs=100000", "--set", "log_every=1", "--set", "timeout.step_s=5")
+ENDLESS = setting("epochs=100000", "log_every=1", "timeout.step_s=5")
 
 
 def start(*arguments: str, run: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*COMMAND, "train", *ENDLESS, "--nproc", "2", "--out", str(run), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
     )  # fmt: skip
 
 
@@ -47,14 +47,16 @@ def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(image_dir: 
         killed: start("--recipe", "smoke", run=killed),
         stopped: start("--recipe", "smoke", run=stopped),
         reading: start(
-            "--recipe", "demo", "--data", str(data), "--set", "global_batch=16", "--set", "micro_batch=8",
-            "--set", "data.loader=folder", "--set", "timeout.first_step_s=20", run=reading,
+            "--recipe", "demo", "--data", str(data),
+            *setting("global_batch=16", "micro_batch=8", "data.loader=folder", "timeout.first_step_s=20"), run=reading,
         ),
     }  # fmt: skip
     try:
         for run in (killed, stopped):
             wait_for(lambda run=run: has_trained(run, 3.0))  # its last heartbeat is of a step
-        os.kill(rank(1, runs[killed]), signal.SIGKILL)
+        died = rank(1, runs[killed])
+        os.kill(died, signal.SIGKILL)
+        assert not psutil.Process(rank(1, runs[reading])).children(), "its loaders are threads"
         frozen = rank(0, runs[stopped])
         os.kill(frozen, signal.SIGSTOP)
         other = psutil.Process(rank(1, runs[stopped]))
@@ -64,6 +66,7 @@ def test_a_rank_that_is_killed_or_stopped_or_reads_for_ever_is_named(image_dir: 
     finally:
         for process in runs.values():
             process.terminate()
+    assert not psutil.pid_exists(died)
     for run, sentence in (
         (killed, r"rank 1 on \S+ (was killed by SIGKILL|stopped answering) at step \d+, in \w+"),
         (stopped, r"rank 0 on \S+ stopped answering at step \d+, in \w+; rank 1 (waited in sync|was in \w+)"),
@@ -81,11 +84,10 @@ def test_nonfinite_run_ends_and_resumes_from_before(tmp_path: Path):
     """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
     run = tmp_path / "run"
     explodes = (
-        "--recipe", "smoke", "--nproc", "2", "--out", str(run), "--set", "global_batch=8", "--set", "micro_batch=2",
-        "--set", "data.train_images=64", "--set", "data.val_images=15", "--set", "log_every=1",
-        "--set", "checkpoint.every_steps=1", "--set", "optim.lr=0.05",
-        "--set", "schedule.kind=step", "--set", "schedule.warmup_epochs=0", "--set", "schedule.milestones=[1.0]",
-        "--set", "schedule.gamma=1e30",
+        "--recipe", "smoke", "--nproc", "2", "--out", str(run),
+        *setting("global_batch=8", "micro_batch=2", "data.train_images=64", "data.val_images=15", "log_every=1"),
+        *setting("checkpoint.every_steps=1", "optim.lr=0.05", "schedule.kind=step", "schedule.warmup_epochs=0"),
+        *setting("schedule.milestones=[1.0]", "schedule.gamma=1e30"),
     )  # fmt: skip
     spoilt = r"62 of its 62 parameters are not finite, the first of them in conv1 \(Conv2d\)"
     seen = r"in step 10 \w[\w.]* \(\w+\) was the first layer whose output was not finite though its input was"
@@ -94,7 +96,7 @@ def test_nonfinite_run_ends_and_resumes_from_before(tmp_path: Path):
         (1, 100, 7, seen, ""),  # at the end of the second epoch, where there are no final weights to be had
     ):
         patience = ("--set", f"nonfinite_steps={most}")
-        ended = imagenet_fast("train", *explodes, *patience, "--resume", "auto", OMP_NUM_THREADS="1")
+        ended = imagenet_fast("train", *explodes, *patience, "--resume", "auto")
         message = outcome_of(run)["message"]
         assert re.fullmatch(
             rf"the loss has not been finite for {steps} steps, from step 10 on: on rank 0 {where}; lower optim.lr "

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import tests
-from imagenet_fast.metrics import Event
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import make_images, tables
+from tests.e2e.command import events_of, train_here
 from tests.ranks import run
-from tests.training.jobs import train_job
 
 STEPS, IMAGES = 6, 40
 
@@ -28,38 +25,20 @@ def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Pa
     (ties in max-pooling) quickly: hence smooth images.
     """
     images = make_images(tmp_path / "images", train=64, val=IMAGES)
-    with ThreadPoolExecutor() as at_once:
-        (alone,), (both, _), (four, *_) = at_once.map(
-            lambda case: run(case[0], _train, case[1], images, tmp_path / str(case[0])),
-            [(1, "lazy"), (2, "lazy"), (4, "hybrid")],
-        )
-    assert len(alone.losses) == STEPS
-    assert alone.losses[-1] < 0.9 * alone.losses[0], "it learns"
+    (alone,), (both, _), (four, *_) = (
+        run(ranks, _train, engine, images, tmp_path / str(ranks), fresh=True)
+        for ranks, engine in ((1, "lazy"), (2, "lazy"), (4, "hybrid"))
+    )
+    losses, correct = alone
+    assert len(losses) == STEPS
+    assert losses[-1] < 0.9 * losses[0], "it learns"
     for other in (both, four):
-        assert other.losses == pytest.approx(alone.losses, rel=1e-3)
-        assert other.correct == pytest.approx(alone.correct, abs=2), "images, after each epoch"
+        assert other[0] == pytest.approx(losses, rel=1e-3)
+        assert other[1] == pytest.approx(correct, abs=2), "images, after each epoch"
 
 
-class Seen:
-    """A sink that keeps what is compared."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.correct: list[float] = []
-
-    def write(self, event: Event) -> None:
-        if event.name == "train":
-            self.losses.append(event.values["loss"])
-        elif event.name == "eval":
-            self.correct.append(event.values["top1"] / 100 * IMAGES)
-
-    def close(self) -> None: ...
-
-
-def _train(engine: str, images: Path, folder: Path) -> Seen:
+def _train(engine: str, images: Path, folder: Path) -> tuple[list[float], list[float]]:
     """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    world = tests.world(rank, ranks)
     recipe = parse_recipe(
         "test",
         tables(
@@ -71,6 +50,7 @@ def _train(engine: str, images: Path, folder: Path) -> Seen:
             sync={"kind": engine, "wire": "fp32"},
         ),
     )  # fmt: skip
-    seen = Seen()
-    train_job(Job("test", recipe, split_batch(recipe, ranks), images, folder), world, sinks=[seen])
-    return seen
+    outcome = train_here(Job("test", recipe, split_batch(recipe, dist.get_world_size()), images, folder))
+    assert outcome.status == "finished"
+    losses = [event["loss"] for event in events_of(folder, "train")]
+    return losses, [event["top1"] / 100 * IMAGES for event in events_of(folder, "eval")]

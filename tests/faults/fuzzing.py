@@ -8,25 +8,27 @@ import signal
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.conftest import make_images
 from tests.e2e.command import events_of
-from tests.faults.jobs import Running, digest, kept_row, start_logged, train
+from tests.faults.jobs import Running, digest, start_logged, train
 from tests.faults.programs import (
-    ENGINES,
     JOB,
+    OF_IMAGES,
+    SETTINGS,
     Command,
     Form,
     Hurt,
-    Kill,
     Program,
     Second,
     Send,
     Who,
-    draw_program,
     hurt,
     unlock,
 )
@@ -39,14 +41,14 @@ _CRASHES = ("Traceback (most recent", "terminate called", "Fatal Python error", 
 _FINISHED = (0, 3)
 
 
-def play_round(out: Path, seed: str) -> dict[str, Any]:
-    """Play the program of ``seed`` in ``out``; its row: the program, what happened, and what was wrong with it.
+def play(out: Path, program: Program) -> dict[str, Any]:
+    """Play the program in ``out``; its row: the program, what happened, and what was wrong with it.
 
     The run and what it printed stay where something was wrong.
     """
-    program = draw_program(seed)
     begun = time.monotonic()
-    round_ = Round(out / seed.replace("/", "-"), ENGINES[program.engine], _alone(out, program.engine))
+    job = _job(out, program.setting)
+    round_ = Round(out / re.sub("[/ ]", "-", program.seed), job, _alone(out, program.setting, job))
     try:
         round_.play(program)
     finally:
@@ -60,15 +62,25 @@ def play_round(out: Path, seed: str) -> dict[str, Any]:
     return row
 
 
-def _alone(out: Path, engine: str) -> str:
+def _job(out: Path, setting: str) -> tuple[str, ...]:
+    """The arguments for a setting; those of a loader train on image files."""
+    match SETTINGS[setting]:
+        case ("--recipe", loader, *more):
+            if not (out / "images").exists():
+                make_images(out / "images", train=20, val=4)
+            (out / f"{loader}.toml").write_text(OF_IMAGES.format(loader=loader))
+            more = [word.replace("=cache", f"={out.absolute() / 'cache'}") for word in more]
+            return ("--recipe", str(out / f"{loader}.toml"), "--nproc", "2", "--data", str(out / "images"), *more)
+        case more:
+            return (*JOB, *more)
+
+
+@cache
+def _alone(out: Path, setting: str, job: tuple[str, ...]) -> str:
     """The digest of the run that nobody disturbs."""
-    name = f"alone-{engine.replace(', ', '-').replace(' ', '-')}"
-
-    def measure() -> dict[str, Any]:
-        return {"digest": train(out / name, *ENGINES[engine], job=JOB)}
-
-    found: str = kept_row(out / f"{name}.json", measure)["digest"]
-    shutil.rmtree(out / name, ignore_errors=True)
+    folder = out / f"alone-{re.sub('[, ]+', '-', setting)}"
+    found = train(folder, job=job)
+    shutil.rmtree(folder)
     return found
 
 
@@ -120,7 +132,7 @@ class Round:
     """A run directory to which a program happens."""
 
     out: Path
-    engine: tuple[str, ...]
+    job: tuple[str, ...]
     alone: str
     """The digest of the final weights of a run that nobody disturbs."""
     happened: list[str] = field(default_factory=list)
@@ -158,8 +170,6 @@ class Round:
             self._watch(launch, 0.02)
         self._watch(launch, command.delay_s)
         match command.disturbance:
-            case Kill(who):
-                self._send(launch, who, signal.SIGKILL)
             case Send(number, who, again_after_s):
                 self._send(launch, who, number)
                 if again_after_s is not None:
@@ -180,10 +190,11 @@ class Round:
     def _begin(self, name: str, form: Form) -> Launch:
         log = self.out.parent / f"{self.out.name}.{name}.log"
         log.unlink(missing_ok=True)
-        job = (*JOB, *self.engine, "--out", str(self.out))
+        job = (*self.job, "--out", str(self.out))
+        *_, ranks = (value for option, value in pairwise(job) if option == "--nproc")
         arguments: dict[Form, tuple[str, ...]] = {
             "auto": (*job, "--resume", "auto"),
-            "run": ("--resume", str(self.out), "--nproc", "2"),
+            "run": ("--resume", str(self.out), "--nproc", ranks),
             "fresh": job,
         }
         before = self._before()

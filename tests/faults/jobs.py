@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
 
 import psutil
 
 from tests.e2e.command import COMMAND, environment, events_of
 
-Victim = Literal["rank", "launcher", "all"]
 SMALL = (
     "--recipe", "smoke", "--nproc", "3", "--set", "ranks=3", "--set", "global_batch=12", "--set", "epochs=2",
     "--set", "schedule.warmup_epochs=0", "--set", "data.train_images=120", "--set", "data.val_images=12",
@@ -47,15 +42,6 @@ class Running:
         with suppress(OSError, ValueError):
             return max((event["step"] for event in events_of(self.out, "train")), default=0)
         return 0
-
-    def kill(self, victim: Victim, choice: random.Random) -> None:
-        ranks = self.ranks
-        chosen = [choice.choice(ranks)] if victim == "rank" and ranks else ranks if victim == "all" else []
-        if victim != "rank" or not chosen:
-            chosen = [*chosen, psutil.Process(self.command.pid)]
-        for process in chosen:
-            with suppress(psutil.Error):
-                process.kill()
 
     def ended(self, within_s: float) -> int:
         try:
@@ -98,37 +84,3 @@ def train(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> str:
 
 def digest(out: Path) -> str:
     return sha256((out / "checkpoints" / "final.safetensors").read_bytes()).hexdigest()[:16]
-
-
-def folder_of_commit(out: Path) -> Path:
-    """Make the directory in ``out`` for what is measured at this commit."""
-    commit = subprocess.check_output(("git", "rev-parse", "--short", "HEAD"), cwd=Path(__file__).parent, text=True)
-    folder = out / commit.strip()
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def kept_row(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Read the row of results in ``path``, or measure it now and write it there."""
-    if not path.exists():
-        path.write_text(json.dumps(measure(), indent=1))
-    row: dict[str, Any] = json.loads(path.read_text())
-    return row
-
-
-def kill_at(
-    out: Path, victim: Victim, step: int, delay_s: float, choice: random.Random, *arguments: str,
-    job: Sequence[str] = SMALL,
-) -> int:  # fmt: skip
-    """Start or continue, and kill ``delay_s`` after ``step`` has been recorded; the step by then. Nothing is left."""
-    running = start(out, *arguments, job=job)
-    deadline = time.monotonic() + 120
-    while running.step < step and running.command.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    time.sleep(delay_s)
-    ranks, reached = running.ranks, running.step
-    running.kill(victim, choice)
-    running.ended(60)
-    _, alive = psutil.wait_procs(ranks, timeout=30)
-    assert not alive, "ranks outlive their launcher"
-    return reached

@@ -24,13 +24,47 @@ JOB = (
     "--set", "optim.lr=0.01",
 )  # fmt: skip
 """Five steps an epoch, an evaluation after each; about nine seconds on two cores, of which training takes three."""
-ENGINES: dict[str, tuple[str, ...]] = {
+THREE_RANKS = ("--nproc", "3", "--set", "ranks=3", "--set", "global_batch=6", "--set", "data.train_images=30")
+SETTINGS: dict[str, tuple[str, ...]] = {
     "lazy": ("--sync", "lazy"),
     "hybrid": ("--sync", "hybrid"),
     "dear": ("--sync", "dear"),
     "lazy int8": ("--sync", "lazy", "--set", "sync.wire=int8"),
     "lazy, average": ("--sync", "lazy", "--set", "ema_decay=0.9"),
+    "allreduce": ("--sync", "allreduce"),
+    "ring": ("--sync", "ring"),
+    "ddp": ("--sync", "ddp"),
+    "auto": ("--sync", "auto", "--set", "sync.wire=fp32"),
+    "powersgd": ("--sync", "powersgd"),
+    "sparse": ("--sync", "sparse", "--set", "sync.dense_epochs=0.2", "--set", "sync.ramp_epochs=0.2"),
+    "lazy fp16": ("--sync", "lazy", "--set", "sync.wire=fp16"),
+    "hybrid int8": ("--sync", "hybrid", "--set", "sync.wire=int8"),
+    "dear int8": ("--sync", "dear", "--set", "sync.wire=int8"),
+    "ring fp8": ("--sync", "ring", "--set", "sync.wire=fp8"),
+    "hybrid, three ranks": (*THREE_RANKS, "--sync", "hybrid", "--set", "sync.fuse_mb=1"),
+    "lazy int8, three ranks": (*THREE_RANKS, "--sync", "lazy", "--set", "sync.wire=int8"),
+    "sparse, three ranks": (*THREE_RANKS, "--sync", "sparse", "--set", "sync.dense_epochs=0.2"),
+    "folder": ("--recipe", "folder"),
+    "dali": ("--recipe", "dali"),
+    "folder, cached": ("--recipe", "folder", "--set", "data.cache=cache"),
 }
+"""What is trained; a recipe that is named after its loader is of image files, which the round makes.
+
+Whichever engine ``auto`` chooses, two ranks add the same numbers.
+"""
+OF_IMAGES = """
+ranks = 2
+global_batch = 4
+epochs = 2
+log_every = 1
+checkpoint = {{ every_steps = 3 }}
+model = {{ kind = "resnet18" }}
+data = {{ dataset = "digits", loader = "{loader}", image_size = 32, resize = 36 }}
+precision = {{ kind = "fp32" }}
+optim = {{ kind = "sgd", lr = 0.05, weight_decay = 1e-4 }}
+schedule = {{ kind = "cosine" }}
+sync = {{ kind = "lazy" }}
+"""
 FILES = (
     "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "events.out*",
     "checkpoints", "checkpoints/final.safetensors", "checkpoints/step-* newest", "checkpoints/step-* newest/*.json",
@@ -42,18 +76,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Kill:
-    who: Who
-
-    def __str__(self) -> str:
-        return f"SIGKILL to {self.who}"
-
-
-@dataclass(frozen=True)
 class Send:
     number: signal.Signals
     who: Who
-    again_after_s: float | None
+    again_after_s: float | None = None
 
     def __str__(self) -> str:
         again = f", again {self.again_after_s:.1f} s later" if self.again_after_s is not None else ""
@@ -84,7 +110,7 @@ class Hurt:
         return f"{self.how} {self.file}{where}"
 
 
-Disturbance = Kill | Send | Second | Hurt
+Disturbance = Send | Second | Hurt
 
 
 @dataclass(frozen=True)
@@ -110,7 +136,7 @@ class Command:
 @dataclass(frozen=True)
 class Program:
     seed: str
-    engine: str
+    setting: str
     commands: tuple[Command, ...]
     again: bool
     """Whether the run is resumed once more when it has ended."""
@@ -118,16 +144,25 @@ class Program:
     def lines(self) -> list[str]:
         """Say it, a launch a line."""
         last = "left alone, to its end" + (", twice" if self.again else "")
-        return [f"seed {self.seed}, {self.engine}", *(f"{n}. {c}" for n, c in enumerate(self.commands, 1)), last]
+        return [f"seed {self.seed}, {self.setting}", *(f"{n}. {c}" for n, c in enumerate(self.commands, 1)), last]
 
 
-def draw_program(seed: str) -> Program:
-    """Draw one to three launches and what happens to them; the same for the same seed."""
+def draw_program(seed: str, kills: bool = False) -> Program:
+    """Draw one to three launches and what happens to them; the same for the same seed.
+
+    With ``kills``, one launch is killed, half of the time as it saves, and settings come in turn by the seed's number.
+    """
     draw = random.Random(seed)
-    engine = draw.choice(list(ENGINES))
+    if kills:
+        step = draw.randrange(3, STEPS, 3) if draw.random() < 0.5 else draw.randint(1, STEPS - 2)
+        killed = Command(
+            "auto", step, draw.uniform(0, 1.0), Send(signal.SIGKILL, draw.choice(get_args(Who))), False, ()
+        )
+        return Program(f"kills {seed}", list(SETTINGS)[int(seed.split("/")[1]) % len(SETTINGS)], (killed,), again=False)
+    setting = draw.choice(list(SETTINGS))
     count = draw.choices((1, 2, 3), (5, 4, 1))[0]
     commands = tuple(_draw_command(draw, first=number == 0) for number in range(count))
-    return Program(seed, engine, commands, draw.random() < 0.25)
+    return Program(seed, setting, commands, draw.random() < 0.25)
 
 
 def _draw_command(draw: random.Random, first: bool) -> Command:
@@ -143,7 +178,7 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
     disturbance: Disturbance | None = None
     match draw.choices(("kill", "signal", "second", "damage", "nothing"), (4, 6, 3, 3, 1))[0]:
         case "kill":
-            disturbance = Kill(draw.choice(get_args(Who)))
+            disturbance = Send(signal.SIGKILL, draw.choice(get_args(Who)))
         case "signal":
             again = draw.uniform(0.2, 4) if draw.random() < 0.25 else None
             disturbance = Send(draw.choice(SIGNALS), draw.choice(get_args(Who)), again)
@@ -152,7 +187,7 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
         case "damage":
             disturbance = _draw_hurt(draw)
     damages = draw.choices((0, 1, 2), (4, 4, 2))[0]
-    hurry = isinstance(disturbance, Kill) and draw.random() < 0.5
+    hurry = str(disturbance).startswith("SIGKILL") and draw.random() < 0.5
     return Command(form, step, delay_s, disturbance, hurry, tuple(_draw_hurt(draw) for _ in range(damages)))
 
 

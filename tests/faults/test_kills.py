@@ -1,35 +1,103 @@
-"""Ranks, launchers and whole jobs that are killed at random moments: the same command goes on to the same bits.
-
-With more than two ranks sums are rounded as messages happen to be cut, which a measurement decides unless a recipe
-does. A run goes on with what had been measured before its checkpoint, but one that was killed before the first measures
-anew: so engines are told here what to fuse.
-"""
+"""Ranks that are killed at chosen moments, under one engine after another: the same run goes on to the same bits."""
 
 from __future__ import annotations
 
-import random
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.jobs import Victim, kill_at, train
+from imagenet_fast.metrics.run_result import read_outcome
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import parse_recipe
+from tests.conftest import tables
+from tests.e2e.command import train_here
+from tests.faults.jobs import digest
+from tests.ranks import run
 
-pytestmark = pytest.mark.weekly
+pytestmark = pytest.mark.ci
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "hybrid": {"kind": "hybrid"},
+    "lazy int8": {"kind": "lazy", "wire": "int8"},
+    "sparse": {"kind": "sparse", "dense_epochs": 0.2, "ramp_epochs": 0.2},
+}
+MOMENTS: dict[str, str | int] = {
+    "in a step before the first checkpoint": 2,
+    "in a step after it": 5,
+    "as a checkpoint begins": "os.mkdir .*step-00000006",
+    "as rank 1 writes its part": "open .*step-00000006/.rank-00001",
+    "before the checkpoint is complete": "os.rename .*step-00000006/manifest.json",
+    "as an old checkpoint is removed": "(os.remove|shutil.rmtree) .*step-00000003",
+    "as the final weights are written": "os.rename .*final.safetensors",
+    "as the outcome is written": "os.rename .*outcome.json",
+}
+"""After how many steps, or at which audit event of Python's the rank that has it ends; the others lose it."""
 
 
-@pytest.mark.parametrize(
-    ("victims", "engine"),
-    [
-        (("rank", "all"), ("--sync", "hybrid", "--set", "sync.fuse_mb=1")),
-        (("launcher",), ("--sync", "lazy", "--set", "sync.wire=int8")),
-        (("all", "rank"), ("--sync", "sparse", "--set", "sync.dense_epochs=0.2", "--set", "sync.ramp_epochs=0.2")),
-    ],
-)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The digest of an engine's run that nobody disturbs."""
+    found: dict[str, str] = {}
+
+    def alone(engine: str) -> str:
+        if engine not in found:
+            folder = tmp_path_factory.mktemp("alone")
+            run(2, _train, folder, engine, fresh=True)
+            found[engine] = digest(folder)
+        return found[engine]
+
+    return alone
+
+
+@pytest.mark.parametrize(("moment", "engine"), list(zip(MOMENTS, cycle(ENGINES))))
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
-    victims: tuple[Victim, ...], engine: tuple[str, ...], tmp_path: Path
+    moment: str, engine: str, tmp_path: Path, alone: Callable[[str], str]
 ):
-    choice = random.Random(0)
-    undisturbed = train(tmp_path / "undisturbed", *engine)
-    for victim in victims:
-        kill_at(tmp_path / "killed", victim, choice.randint(1, 17), choice.uniform(0, 0.3), choice, *engine)
-    assert train(tmp_path / "killed", *engine) == undisturbed
+    with pytest.raises(AssertionError, match="ended with exit code -9"):
+        run(2, _train, tmp_path, engine, MOMENTS[moment], fresh=True)
+    run(2, _train, tmp_path, engine, fresh=True)
+    outcome = read_outcome(tmp_path)
+    assert outcome is not None
+    assert (outcome.status, outcome.steps) == ("finished", 10)
+    assert outcome.resumed == (0 if "before the first" in moment else 1)
+    assert digest(tmp_path) == alone(engine)
+
+
+def _train(folder: Path, engine: str, moment: str | int = 0) -> None:
+    recipe = parse_recipe(
+        "test",
+        tables(
+            model={"kind": "cifarnet", "widths": [8, 8, 8]}, data__train_images=80, data__val_images=6,
+            checkpoint={"every_steps": 3}, sync={"wire": "fp32"} | ENGINES[engine],
+        ),
+    )  # fmt: skip
+    steps = iter(range(moment if isinstance(moment, int) and moment else sys.maxsize))
+
+    def asked() -> bool:
+        """Called after each step, whether to stop."""
+        if next(steps, None) is None:
+            _die()
+        return False
+
+    if isinstance(moment, str):
+        sys.addaudithook(partial(_hear, moment))
+    job = Job("test", recipe, split_batch(recipe, 2), None, folder, resume=True)
+    train_here(job, lambda: asked)
+
+
+def _hear(moment: str, event: str, arguments: tuple[object, ...]) -> None:
+    if re.match(moment, f"{event} {arguments}"):
+        _die()
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

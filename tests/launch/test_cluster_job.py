@@ -25,7 +25,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
 from imagenet_fast.launch.kubernetes import to_yaml
 from imagenet_fast.recipe.load import find_recipe
-from tests.e2e.command import wait_for
+from tests.e2e.command import environment, wait_for
 from tests.pages import PAGES, shown_commands
 
 NAMES = (
@@ -50,7 +50,7 @@ SSH = ("ssh", "--hosts", "a,me@b", "--out", "/runs/a")
 FAKES = {
     # The words of each call, and of a step's how many have been.
     "srun": 'printf "%s\\0" "$@" >"$SEEN/words"; cd "$SEEN" || exit 9\n'
-    "trap 'echo >>told; sleep 0.2; exit 4' USR1\n"
+    "trap 'echo >>told; sleep 0.2; exit ${STOPPED:-4}' USR1\n"
     'echo >begun; while [ ! -e end ]; do sleep 0.02; done; read -r code <end; exit "$code"',
     "scontrol": 'echo "$@" >>"$SEEN/scontrol"; exit "${REFUSED:-0}"',
     # As ssh does: the host, and the rest to the host's shell.
@@ -72,7 +72,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "SEEN": str(seen), "SLURM_JOB_ID": "1234", "TMPDIR": str(tmp_path)}
+    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path))
 
 
 @cache
@@ -85,14 +85,6 @@ def launch(*arguments: str) -> str:
     with redirect_stdout(StringIO()) as printed:
         commands().main(["launch", *arguments], standalone_mode=False)
     return printed.getvalue()
-
-
-def refused(*arguments: str) -> str:
-    """Why a job was not printed; nothing was."""
-    with redirect_stdout(StringIO()) as printed, pytest.raises(UserError) as error:
-        commands().main(["launch", *arguments], standalone_mode=False)
-    assert not printed.getvalue()
-    return str(error.value)
 
 
 def parsed(words: Sequence[str]) -> dict[str, Any]:
@@ -132,12 +124,12 @@ def indexed_job(manifest: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def pod_words(manifest: dict[str, Any], **environment: str) -> list[str]:
+def pod_words(manifest: dict[str, Any], **variables: str) -> list[str]:
     """The words of the first pod, as the kubelet hands them on: ``$$`` is a dollar, ``$(NAME)`` a variable it knows."""
     (container,) = pod(manifest)["containers"]
     known = re.compile(r"\$\$|\$\(([^)]*)\)")
     words = [
-        known.sub(lambda found: "$" if found[0] == "$$" else environment.get(found[1], found[0]), word)
+        known.sub(lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), word)
         for word in container["command"]
     ]
     before = ["env", "-u", "RANK", "-u", "WORLD_SIZE"] if manifest["kind"] == "PyTorchJob" else []
@@ -145,55 +137,48 @@ def pod_words(manifest: dict[str, Any], **environment: str) -> list[str]:
     return words[len(before) + 1 :]
 
 
-def hostile_recipe(folder: Path, name: str) -> Path:
-    recipe = folder / name / f"{name}.toml"
+def hostile_job(folder: Path, number: int, *options: str) -> str:
+    """A job whose recipe, and the directories that it names, bear a hostile name."""
+    recipe = folder / NAMES[number] / f"{NAMES[number]}.toml"
     recipe.parent.mkdir()
     recipe.write_text(find_recipe("demo").read_text())
-    return recipe
+    return launch(*options, "--recipe", str(recipe), "--set", f"seed={number}", "--out", f"/runs/{NAMES[number]}")
 
 
-def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(tmp_path: Path, cluster: dict[str, str]):
-    seen = Path(cluster["SEEN"])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(
+    kind: str, tmp_path: Path, cluster: dict[str, str]
+):
+    seen, scripts = Path(cluster["SEEN"]), []
     (seen / "end").write_text("0\n")
-    trainer = tmp_path / "bin" / "trainer"
-    scripts = []
     for number, name in enumerate(NAMES):
-        recipe = hostile_recipe(tmp_path, name)
-        options = ["--recipe", str(recipe), "--data", f"/data/{name}", "--sync", "ring", "--set", f"seed={number}"]
-        program = tmp_path / name / "trainer"
-        program.symlink_to(trainer)
-        for kind in ("slurm", "ssh"):
-            where = ("--nodes", "2") if kind == "slurm" else ("--hosts", "a,me@b")
-            text = launch(
-                kind, *where, *options, "--out", f"/runs/{name}", "--program", f"{shlex.quote(str(program))} -v"
-            )
-            scripts.append(tmp_path / f"{kind}{number}.sh")
-            scripts[-1].write_text(text, newline="")
-            subprocess.run(["bash", "-n", scripts[-1]], check=True)
-            subprocess.run(["bash", scripts[-1]], check=True, env=cluster, cwd=tmp_path)
-            if kind == "slurm":
-                words = seen_words(seen / "words")
-                assert words[: words.index(str(program))] == [
-                    "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"
-                ]  # fmt: skip
-                words = words[words.index(str(program)) + 1 :]
-            else:
-                words = seen_words(seen / "words-a")
-                assert seen_words(seen / "words-me@b") == words
-            assert words[0] == "-v"
-            asked = parsed(words[1:])
-            assert asked["recipe"] == str(recipe)
-            assert [str(asked["data"]), str(asked["out"])] == [f"/data/{name}", f"/runs/{name}"]
-            assert (asked["sync"], asked["overrides"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
-            meeting = (None, None) if kind == "slurm" else ("2", "a:29400")
-            assert (asked["nodes"], asked["rdzv_endpoint"]) == meeting
+        program = tmp_path / "programs" / name / "trainer"
+        program.parent.mkdir(parents=True)
+        program.symlink_to(tmp_path / "bin" / "trainer")
+        where = ("--nodes", "2") if kind == "slurm" else ("--hosts", "a,me@b")
+        options = ("--data", f"/data/{name}", "--sync", "ring", "--program", f"{shlex.quote(str(program))} -v")
+        scripts.append(tmp_path / f"{number}.sh")
+        scripts[-1].write_text(hostile_job(tmp_path, number, kind, *where, *options), newline="")
+        subprocess.run(["bash", scripts[-1]], check=True, env=cluster, cwd=tmp_path)
+        if kind == "slurm":
+            words = seen_words(seen / "words")
+            step, words = words[: words.index(str(program))], words[words.index(str(program)) + 1 :]
+            assert step == ["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+        else:
+            words = seen_words(seen / "words-a")
+            assert seen_words(seen / "words-me@b") == words
+        assert words[0] == "-v"
+        asked = parsed(words[1:])
+        assert asked["recipe"] == str(tmp_path / name / f"{name}.toml")
+        assert [str(asked["data"]), str(asked["out"])] == [f"/data/{name}", f"/runs/{name}"]
+        assert (asked["sync"], asked["overrides"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
+        meeting = (None, None) if kind == "slurm" else ("2", "a:29400")
+        assert (asked["nodes"], asked["rdzv_endpoint"]) == meeting
     assert not list(tmp_path.rglob("hit"))
-    single_quotes_are_meant = "SC2016"
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    checked = subprocess.run(
-        [shellcheck, "--severity=style", f"--exclude={single_quotes_are_meant}", *scripts],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    options = ("--severity=style", "--exclude=SC2016")  # single quotes are meant
+    checked = subprocess.run([shellcheck, *options, *scripts], capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
@@ -204,47 +189,69 @@ def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(tmp_p
 )
 def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path, kind: tuple[str, ...], first: str):
     for number, name in enumerate(NAMES):
-        recipe = hostile_recipe(tmp_path, name)
-        named = ("--recipe", str(recipe), "--out", f"/runs/{name}", "--name", "imagenet-fast-job")
-        text = launch(*kind, *named, "--set", f"seed={number}")
-        config, manifest = documents(text)
+        config, manifest = documents(hostile_job(tmp_path, number, *kind, "--name", "imagenet-fast-job"))
         asked = parsed(pod_words(manifest, MASTER_ADDR="x-master-0"))
-        (file, toml), *others = config["data"].items()
-        assert not others
-        assert (asked["recipe"], toml) == (f"/recipes/{file}", recipe.read_text())
+        ((file, toml),) = config["data"].items()
+        assert (asked["recipe"], toml) == (f"/recipes/{file}", find_recipe("demo").read_text())
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
         assert (str(asked["out"]), asked["overrides"]) == (f"/runs/{name}", [f"seed={number}"])
         assert (asked["nproc"], asked["nodes"], asked["rdzv_endpoint"]) == (1, "2", first)
 
 
-def test_jobset_pods_and_service():
-    text = launch(
-        *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
-        "--port", "1234", "--time", "2-12",
-    )  # fmt: skip
+AT_64 = ("--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "port"),
+    [
+        (K8S, "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234", {"containerPort": 1234}),
+        (PYTORCHJOB, "m:1234", {"name": "pytorchjob-port", "containerPort": 1234}),
+    ],
+    ids=["jobset", "pytorchjob"],
+)
+def test_pods_have_claims_gpus_and_the_command(kind: tuple[str, ...], first: str, port: dict[str, Any]):
+    text = launch(*kind, *AT_64, "--port", "1234", "--time", "2-12")
     (manifest,) = documents(text)
     assert text.startswith("# recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step\n")
-    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert manifest["metadata"] == {"name": "resnet50-512gpu", "namespace": "vision"}
+    assert pod(manifest)["terminationGracePeriodSeconds"] == 60
+    (container,) = pod(manifest)["containers"]
+    assert container["image"] == IMAGE
+    assert container["ports"] == [port]
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shm": "/dev/shm", "runs": "/runs", "data": "/data"}
+    volumes = {volume["name"]: volume for volume in pod(manifest)["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory"}
+    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "imagenet", "readOnly": True}
+    asked = parsed(pod_words(manifest, MASTER_ADDR="m"))
+    assert (asked["recipe"], str(asked["data"])) == ("resnet50-512gpu", "/data")
+    assert str(asked["out"]) == "/runs/resnet50-512gpu"
+    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == ("64", 8, first)
+
+
+def test_a_jobset_is_an_indexed_job_whose_pods_have_names():
+    (manifest,) = documents(launch(*K8S, *AT_64, "--time", "2-12"))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     assert manifest["spec"]["network"] == {"enableDNSHostnames": True}
     job = indexed_job(manifest)
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 64, 64)
     assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (640, 216_000)
-    assert (pod(manifest)["restartPolicy"], pod(manifest)["terminationGracePeriodSeconds"]) == ("Never", 60)
-    (container,) = pod(manifest)["containers"]
-    assert container["ports"] == [{"containerPort": 1234}]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    asked = parsed(pod_words(manifest))
-    assert (asked["recipe"], str(asked["data"]), str(asked["out"])) == (
-        "resnet50-512gpu",
-        "/data",
-        "/runs/resnet50-512gpu",
-    )
-    first = "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234"
-    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == ("64", 8, first)
-    (old,) = documents(launch(*PYTORCHJOB, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet"))
-    assert pod(manifest)["volumes"] == pod(old)["volumes"]
-    assert container["volumeMounts"] == pod(old)["containers"][0]["volumeMounts"]
+
+
+def test_a_pytorchjob_has_one_master_and_workers():
+    (manifest,) = documents(launch(*PYTORCHJOB, *AT_64, "--time", "2-12"))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    policy = {"cleanPodPolicy": "Running", "backoffLimit": 640, "activeDeadlineSeconds": 216_000}
+    assert manifest["spec"]["runPolicy"] == policy
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    assert {kind: (r["replicas"], r["restartPolicy"]) for kind, r in replicas.items()} == {
+        "Master": (1, "OnFailure"),
+        "Worker": (63, "OnFailure"),
+    }
+    assert pod(manifest, "Worker") == pod(manifest)
+    assert [container["name"] for container in pod(manifest)["containers"]] == ["pytorch"]
 
 
 def decided(job: dict[str, Any], code: int, *conditions: str) -> str:
@@ -282,40 +289,6 @@ def test_names_of_pods_fit_where_the_name_of_the_job_is_as_long_as_may_be():
     (manifest,) = documents(launch(*K8S, "--recipe", "smoke", "--name", "a" * 40, "--nodes", "2"))
     (job,) = manifest["spec"]["replicatedJobs"]
     assert len(f"{manifest['metadata']['name']}-{job['name']}-0-9999-abcde") <= 63
-
-
-def test_pytorchjob_pods():
-    text = launch(
-        *PYTORCHJOB, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace",
-        "vision", "--port", "1234", "--time", "2-12",
-    )  # fmt: skip
-    (manifest,) = documents(text)
-    assert text.startswith("# recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step\n")
-    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    assert manifest["metadata"] == {"name": "resnet50-512gpu", "namespace": "vision"}
-    policy = {"cleanPodPolicy": "Running", "backoffLimit": 640, "activeDeadlineSeconds": 216_000}
-    assert manifest["spec"]["runPolicy"] == policy
-    replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    assert {kind: (r["replicas"], r["restartPolicy"]) for kind, r in replicas.items()} == {
-        "Master": (1, "OnFailure"),
-        "Worker": (63, "OnFailure"),
-    }
-    assert pod(manifest, "Worker") == pod(manifest)
-    assert pod(manifest)["terminationGracePeriodSeconds"] == 60
-    (container,) = pod(manifest)["containers"]
-    assert (container["name"], container["image"]) == ("pytorch", IMAGE)
-    assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 1234}]
-    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"shm": "/dev/shm", "runs": "/runs", "data": "/data"}
-    volumes = {volume["name"]: volume for volume in pod(manifest)["volumes"]}
-    assert volumes["shm"]["emptyDir"] == {"medium": "Memory"}
-    assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
-    assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "imagenet", "readOnly": True}
-    asked = parsed(pod_words(manifest, MASTER_ADDR="m"))
-    assert (asked["recipe"], str(asked["data"])) == ("resnet50-512gpu", "/data")
-    assert str(asked["out"]) == "/runs/resnet50-512gpu"
-    assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == ("64", 8, "m:1234")
 
 
 def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
@@ -358,68 +331,65 @@ def test_sbatch_part_of_a_node():
     assert "--exclusive" not in text
 
 
-def batch(cluster: dict[str, str], tmp_path: Path, *more: str) -> subprocess.Popen[str]:
-    """A batch shell whose step is under way."""
-    script = tmp_path / "job.sh"
-    script.write_text(launch(*SLURM, "--recipe", "smoke", *more))
+def started(cluster: dict[str, str], text: str, number: signal.Signals) -> subprocess.Popen[str]:
+    """The shell of a job whose ranks are at work, which answers the signal."""
+    script = Path(cluster["TMPDIR"]) / "job.sh"
+    script.write_text(text)
     shell = subprocess.Popen(["bash", script], env=cluster, text=True, stderr=subprocess.PIPE)
-    wait_for((Path(cluster["SEEN"]) / "begun").exists)
-    wait_for(lambda: answers(shell, signal.SIGUSR1))
+    wait_for(lambda: len(list(Path(cluster["SEEN"]).glob("begun*"))) == (len(hosts_of(text)) or 1))
+    wait_for(lambda: answers(shell, number))
     return shell
 
 
 def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
     """Whether it has set a handler, or has ended."""
-    status = Path(f"/proc/{process.pid}/status")
-    found = re.search(r"SigCgt:\t(\w+)", status.read_text())
+    found = re.search(r"SigCgt:\t(\w+)", Path(f"/proc/{process.pid}/status").read_text())
     return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
 
 
-@pytest.mark.parametrize("refuses", ["0", "1"])
-def test_sbatch_forwards_signal_and_requeues(tmp_path: Path, cluster: dict[str, str], refuses: str):
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("told", "code", "saves", "refuses", "ends_with"),
+    [
+        *((False, code, False, False, code) for code in (0, 1, 2, 3, 137)),
+        (False, 4, False, False, "queued again"),
+        (True, 4, False, False, "queued again"),
+        (True, 4, False, True, 4),
+        (True, 1, True, False, "queued again"),
+        (True, 1, False, False, 1),
+    ],
+)
+def test_sbatch_queues_again_what_was_stopped_and_saved(
+    told: bool, code: int, saves: bool, refuses: bool, ends_with: int | str, tmp_path: Path, cluster: dict[str, str]
+):
+    """Also what could not be saved in time: a slow moment of a file system does not end a chain of jobs. But if this
+    start has made no checkpoint, the next would train the same steps again, and so on for ever."""
     seen = Path(cluster["SEEN"])
-    shell = batch(cluster | {"REFUSED": refuses}, tmp_path)
-    shell.send_signal(signal.SIGUSR1)
-    wait_for((seen / "told").exists)
-    shell.send_signal(signal.SIGUSR1)  # while it saves
-    said = shell.communicate()[1]
-    assert (seen / "scontrol").read_text() == "requeue 1234\n"
-    assert (seen / "told").read_text() == "\n"
-    assert shell.returncode == (0 if refuses == "0" else 4)
-    assert ("not queued again; submit the same script" in said) == (refuses == "1")
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_sbatch_requeues_what_could_not_be_saved_in_time(saves: bool, tmp_path: Path, cluster: dict[str, str]):
-    """A slow moment of a file system does not end a chain of jobs: the next goes on from the checkpoint before. If this
-    start has made none, the next would train the same steps again, and so on for ever."""
-    seen = Path(cluster["SEEN"])
-    slow = (Path(cluster["PATH"].split(":")[0]) / "srun").read_text().replace("exit 4", "exit 1")
-    (Path(cluster["PATH"].split(":")[0]) / "srun").write_text(slow)
-    shell = batch(cluster, tmp_path, "--out", str(tmp_path / "run"))
+    if not told:
+        (seen / "end").write_text(f"{code}\n")
+    text = launch(*SLURM[:3], "--out", str(tmp_path / "run"), "--recipe", "smoke")
+    shell = started(cluster | {"STOPPED": str(code), "REFUSED": str(int(refuses))}, text, signal.SIGUSR1)
     if saves:
         step = tmp_path / "run" / "checkpoints" / "step-00000100"
         step.mkdir(parents=True)
         (step / "manifest.json").touch()
-    shell.send_signal(signal.SIGUSR1)
-    shell.communicate()
-    assert (seen / "scontrol").exists() == saves
-    assert shell.returncode == (0 if saves else 1)
+    if told:
+        shell.send_signal(signal.SIGUSR1)
+        wait_for((seen / "told").exists)
+        shell.send_signal(signal.SIGUSR1)  # while it saves
+    said = shell.communicate()[1]
+    assert not told or (seen / "told").read_text() == "\n", "once"
+    asked = ends_with == "queued again" or refuses
+    assert ((seen / "scontrol").read_text() if asked else "") == ("requeue 1234\n" if asked else "")
+    assert (seen / "scontrol").exists() == asked
+    assert ("not queued again; submit the same script" in said) == refuses
+    assert shell.returncode == (0 if ends_with == "queued again" else ends_with)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 137])
-def test_sbatch_requeues_only_after_a_stop(tmp_path: Path, cluster: dict[str, str], code: int):
+@pytest.mark.ci
+def test_a_job_that_is_cancelled_is_not_queued_again(cluster: dict[str, str]):
     seen = Path(cluster["SEEN"])
-    (seen / "end").write_text(f"{code}\n")
-    shell = batch(cluster, tmp_path)
-    shell.communicate()
-    assert (seen / "scontrol").exists() == (code == 4)
-    assert shell.returncode == (0 if code == 4 else code)
-
-
-def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, cluster: dict[str, str]):
-    seen = Path(cluster["SEEN"])
-    shell = batch(cluster, tmp_path)
+    shell = started(cluster, launch(*SLURM, "--recipe", "smoke"), signal.SIGUSR1)
     shell.send_signal(signal.SIGTERM)  # scancel's; the ranks get it too, save, and end as those of a pre-empted job
     assert shell.wait() == -signal.SIGTERM
     (seen / "end").write_text("4\n")
@@ -427,37 +397,26 @@ def test_a_job_that_is_cancelled_is_not_queued_again(tmp_path: Path, cluster: di
     assert not (seen / "scontrol").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_ssh_script_forwards_signal(tmp_path: Path, cluster: dict[str, str], number: signal.Signals):
-    seen = Path(cluster["SEEN"])
-    script = tmp_path / "job.sh"
-    script.write_text(launch(*SSH, "--recipe", "smoke", "--program", str(tmp_path / "bin" / "trainer")))
-    shell = subprocess.Popen(["bash", script], env=cluster)
-    wait_for(lambda: (seen / "begun-a").exists() and (seen / "begun-me@b").exists())
-    wait_for(lambda: answers(shell, number))
-    shell.send_signal(number)
-    assert shell.wait() == 4
-    assert (seen / "told").read_text() == "a\n"
-
-
-def test_a_second_start_of_an_ssh_script_takes_nothing_from_the_first(tmp_path: Path, cluster: dict[str, str]):
-    """Also if it ends at once: the first can still be told to stop, and neither leaves a file."""
-    seen = Path(cluster["SEEN"])
-    script = tmp_path / "job.sh"
-    script.write_text(launch(*SSH, "--recipe", "smoke", "--program", str(tmp_path / "bin" / "trainer")))
-    first = subprocess.Popen(["bash", script], env=cluster)
-    wait_for(lambda: (seen / "begun-a").exists() and (seen / "begun-me@b").exists())
-    wait_for(lambda: answers(first, signal.SIGTERM))
+def test_an_ssh_script_hands_on_a_signal_though_another_start_has_ended(
+    number: signal.Signals, tmp_path: Path, cluster: dict[str, str]
+):
+    """Neither leaves a file."""
+    text = launch(*SSH, "--recipe", "smoke", "--program", str(tmp_path / "bin" / "trainer"))
+    first = started(cluster, text, number)
     other = tmp_path / "other"
     other.mkdir()
     (other / "end").write_text("2\n")
-    assert subprocess.run(["bash", script], env=cluster | {"SEEN": str(other)}, check=False).returncode == 2
-    first.send_signal(signal.SIGTERM)
+    again = subprocess.run(["bash", tmp_path / "job.sh"], env=cluster | {"SEEN": str(other)}, check=False)
+    assert again.returncode == 2
+    first.send_signal(number)
     assert first.wait() == 4
-    assert (seen / "told").read_text() == "a\n"
+    assert (Path(cluster["SEEN"]) / "told").read_text() == "a\n"
     assert not list(tmp_path.glob("*.pid"))
 
 
+@pytest.mark.ci
 def test_an_ssh_job_runs_where_it_was_printed(tmp_path: Path, cluster: dict[str, str], monkeypatch: pytest.MonkeyPatch):
     place, program = tmp_path / "it's $HOME", tmp_path / "bin" / "tell"
     place.mkdir()
@@ -510,12 +469,8 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         found = re.search(r"--nproc (\d+)", launch(*SLURM, "--recipe", "resnet50-8gpu", "--data", "/d", *more))
         return int(found[1]) if found else 0
 
-    assert [ranks(), ranks("--nodes", "1"), ranks("--nproc", "2"), ranks("--nproc", "8", "--scale-batch")] == [
-        4,
-        8,
-        2,
-        8,
-    ]
+    assert [ranks(), ranks("--nodes", "1"), ranks("--nproc", "2")] == [4, 8, 2]
+    assert ranks("--nproc", "8", "--scale-batch") == 8
 
 
 @pytest.mark.parametrize(
@@ -523,56 +478,55 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
     [
         ((*SLURM, "--recipe", "nothing"), "there is no recipe 'nothing'"),
         ((*SLURM, "--recipe", "none/x.toml"), "there is no recipe file none/x.toml"),
-        ((*SLURM, "--recipe", "smoke", "--set", "optim.lr=x"), "optim"),
-        ((*SLURM, "--recipe", "smoke", "--sync", "best"), "'best'"),
-        ((*SLURM, "--recipe", "smoke", "--nodes", "3"), "--nproc"),
-        ((*SLURM, "--recipe", "smoke", "--nodes", "2:4"), "--nodes 2:4 is for `train` alone"),
-        ((*K8S, "--recipe", "smoke", "--nodes", "0"), "--nodes 0 is no number of nodes"),
-        (("ssh", "--recipe", "smoke", "--hosts", "a,b", "--nodes", "1:2"), "--nodes 1:2 is for `train` alone"),
-        ((*SLURM, "--recipe", "smoke", "--nproc", "31"), "does not divide over 62 ranks"),
+        ((*SLURM, "--set", "optim.lr=x"), "optim"),
+        ((*SLURM, "--sync", "best"), "'best'"),
+        ((*SLURM, "--nodes", "3"), "--nproc"),
+        ((*SLURM, "--nodes", "2:4"), "--nodes 2:4 is for `train` alone"),
+        ((*K8S, "--nodes", "0"), "--nodes 0 is no number of nodes"),
+        (("ssh", "--hosts", "a,b", "--nodes", "1:2"), "--nodes 1:2 is for `train` alone"),
+        ((*SLURM, "--nproc", "31"), "does not divide over 62 ranks"),
         ((*SLURM, "--recipe", "alexnet-4host", "--data", "/d", "--nproc", "3"), "needs a multiple of 4 ranks"),
         ((*SLURM, "--recipe", "resnet50-8gpu"), "say it with --data"),
         ((*K8S, "--recipe", "resnet50-8gpu"), "say it with --data-claim"),
-        ((*SLURM, "--recipe", "smoke", "--data", "/d"), "--data /d would not be read"),
-        ((*SLURM, "--recipe", "smoke", "--time", "soon"), "--time soon is no time limit"),
-        ((*SLURM, "--recipe", "smoke", "--time", "4"), "leaves no time to train"),
-        ((*SLURM, "--recipe", "smoke", "--partition", "a\n#SBATCH --nodes=9"), "--partition"),
-        ((*SLURM, "--recipe", "smoke", "--account", "a b"), "--account 'a b'"),
-        ((*SLURM, "--recipe", "smoke", "--program", "it's"), "--program it's cannot be read"),
-        ((*SLURM, "--recipe", "smoke", "--program", " "), "--program is empty"),
-        ((*SLURM, "--recipe", "smoke", "--out", "/runs/\udcff"), "not UTF-8"),
-        ((*K8S, "--recipe", "smoke", "--out", "/runs/\udcff"), "not UTF-8"),
-        ((*SLURM, "--recipe", "smoke", "--file", "/dev"), "--file /dev is a directory; name a file"),
-        ((*SLURM, "--recipe", "smoke", "--file", "/none/x"), "there is no directory /none"),
-        ((*K8S, "--recipe", "smoke", "--out", "/here/a"), "--out /here/a is not on --run-claim"),
-        ((*K8S, "--recipe", "smoke", "--out", "/runs/../a"), "is not on --run-claim"),
-        ((*K8S, "--recipe", "smoke", "--out", "a"), "is not on --run-claim"),
-        ((*K8S, "--recipe", "smoke", "--run-claim", "a: b"), "--run-claim 'a: b'"),
-        ((*K8S, "--recipe", "smoke", "--namespace", "A"), "--namespace 'A'"),
-        ((*K8S, "--recipe", "smoke", "--name", "8gpu"), "--name '8gpu'"),
-        ((*K8S, "--recipe", "smoke", "--image", "a b"), "--image 'a b'"),
-        (("ssh", "--recipe", "smoke", "--hosts", "a,b", "--nodes", "3"), "names 2 of 3 nodes"),
-        (("ssh", "--recipe", "smoke", "--hosts", "a,me@a"), "names a twice"),
-        (("ssh", "--recipe", "smoke", "--hosts", "a,-oProxyCommand=x"), "is no host"),
-        (("ssh", "--recipe", "smoke", "--hosts", "a,$(b)"), "is no host"),
-        (("ssh", "--recipe", "smoke", "--hosts", "a,,b"), "is no host"),
-        (("ssh", "--recipe", "smoke", "--hosts", "fe80::1%eth0,b"), "is no host"),
-        (
-            ("ssh", "--recipe", "smoke", "--hosts", "node0:2222,b"),
-            "'node0:2222' has a port; write it into",
-        ),
-        (("ssh", "--recipe", "smoke", "--hosts", "localhost,b"), "to the others localhost is themselves"),
-        (("ssh", "--recipe", "smoke", "--hosts", "me@127.0.0.1,b"), "to the others 127.0.0.1 is themselves"),
-        ((*K8S, "--recipe", "smoke", "--name", ""), "--name ''"),
-        ((*K8S, "--recipe", "smoke", "--out", ""), "is not on --run-claim"),
+        ((*SLURM, "--data", "/d"), "--data /d would not be read"),
+        ((*SLURM, "--time", "soon"), "--time soon is no time limit"),
+        ((*SLURM, "--time", "4"), "leaves no time to train"),
+        ((*SLURM, "--partition", "a\n#SBATCH --nodes=9"), "--partition"),
+        ((*SLURM, "--account", "a b"), "--account 'a b'"),
+        ((*SLURM, "--program", "it's"), "--program it's cannot be read"),
+        ((*SLURM, "--program", " "), "--program is empty"),
+        ((*SLURM, "--out", "/runs/\udcff"), "not UTF-8"),
+        ((*K8S, "--out", "/runs/\udcff"), "not UTF-8"),
+        ((*SLURM, "--file", "/dev"), "--file /dev is a directory; name a file"),
+        ((*SLURM, "--file", "/none/x"), "there is no directory /none"),
+        ((*K8S, "--out", "/here/a"), "--out /here/a is not on --run-claim"),
+        ((*K8S, "--out", "/runs/../a"), "is not on --run-claim"),
+        ((*K8S, "--out", "a"), "is not on --run-claim"),
+        ((*K8S, "--run-claim", "a: b"), "--run-claim 'a: b'"),
+        ((*K8S, "--namespace", "A"), "--namespace 'A'"),
+        ((*K8S, "--name", "8gpu"), "--name '8gpu'"),
+        ((*K8S, "--image", "a b"), "--image 'a b'"),
+        (("ssh", "--hosts", "a,b", "--nodes", "3"), "names 2 of 3 nodes"),
+        (("ssh", "--hosts", "a,me@a"), "names a twice"),
+        (("ssh", "--hosts", "a,-oProxyCommand=x"), "is no host"),
+        (("ssh", "--hosts", "a,$(b)"), "is no host"),
+        (("ssh", "--hosts", "a,,b"), "is no host"),
+        (("ssh", "--hosts", "fe80::1%eth0,b"), "is no host"),
+        (("ssh", "--hosts", "node0:2222,b"), "'node0:2222' has a port; write it into"),
+        (("ssh", "--hosts", "localhost,b"), "to the others localhost is themselves"),
+        (("ssh", "--hosts", "me@127.0.0.1,b"), "to the others 127.0.0.1 is themselves"),
+        ((*K8S, "--name", ""), "--name ''"),
+        ((*K8S, "--out", ""), "is not on --run-claim"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_printed(arguments: tuple[str, ...], reason: str):
-    assert reason in refused(*arguments)
+    with redirect_stdout(StringIO()) as printed, pytest.raises(UserError) as error:
+        commands().main(["launch", *arguments[:1], "--recipe", "smoke", *arguments[1:]], standalone_mode=False)
+    assert reason in str(error.value)
+    assert not printed.getvalue()
 
 
-def test_no_nodes_and_no_ranks_are_refused():
-    assert "is no number of nodes" in refused(*SLURM, "--recipe", "smoke", "--nodes", "0")
+def test_no_ranks_are_refused():
     done = CliRunner().invoke(app, ["launch", *SLURM, "--recipe", "smoke", "--nproc", "0"])
     assert (done.exit_code, done.stdout) == (2, "")
 

@@ -63,11 +63,6 @@ def test_what_a_range_needs_is_said_before_anything_starts(arguments: tuple[str,
     assert not out.exists()
 
 
-def test_an_evaluation_takes_a_number_only():
-    ended = CliRunner().invoke(app, ["eval", "--weights", "w.pth", "--nodes", "2:4"])
-    assert str(ended.exception).startswith("--nodes 2:4 is for `train` alone")
-
-
 def test_whoever_is_there_trains_the_same_batch(tmp_path: Path):
     job = plan_job("smoke", SMOKE, 8, folder=tmp_path, resume=True, init_from=Path("/w.pth"), nodes=range(1, 5))
     assert job.elastic

@@ -6,84 +6,112 @@ import argparse
 import os
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from imagenet_fast import errors
+from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
-from tests.conftest import make_images
-from tests.e2e.command import events_of, imagenet_fast
-
-SLOW_TO_SPEAK = """\
-import os, time
-if os.environ.get("RANK") == "0":
-    import imagenet_fast.errors as errors
-    at_once = errors.exit_with_error
-    def speak_late(*said):
-        time.sleep(20)
-        at_once(*said)
-    errors.exit_with_error = speak_late
-"""
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import parse_recipe
+from tests.conftest import make_images, tables
+from tests.e2e.command import Launched, events_of, train_here
+from tests.ranks import run
 
 
-def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(SLOW_TO_SPEAK)
-    wrong = ("--set", "data.train_images=8", "--nproc", "2", "--out", str(tmp_path / "run"))
-    ended = imagenet_fast("train", "--recipe", "smoke", *wrong, PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert re.fullmatch(r"error: .*fewer than one global batch.*\n", ended.stderr)
+@pytest.fixture
+def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
+    """Ends as a rank that was given the folder ends, with a sentence."""
+    monkeypatch.setattr(errors, "_refusals", [])
+
+    def refuse(folder: Path, sentence: str) -> None:
+        errors.write_errors_to(folder)
+        with pytest.raises(SystemExit) as end:
+            errors.exit_with_error(sentence)
+        assert end.value.code == 2
+
+    return refuse
+
+
+def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(
+    refuse: Callable[[Path, str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    def ranks(path: Path, *_: object) -> tuple[int, str]:
+        refuse(path.parent, "no images; give some")
+        return 1, "rank 0 on here was killed by SIGTERM"
+
+    monkeypatch.setattr(launcher, "_run_ranks", ranks)
+    assert launcher.run_ranks(job(tmp_path), tmp_path, LaunchConfig(2)) == (2, "no images; give some")
+    assert capsys.readouterr().err == "error: no images; give some\n"
+
+
+def test_a_file_name_that_is_no_utf8_is_heard_too(refuse: Callable[[Path, str], None], tmp_path: Path):
+    sentence = f"{os.fsdecode(b'caf' + bytes([233]) + b'.jpg')} cannot be decoded; replace it"
+    refuse(tmp_path, sentence)
+    assert errors.first_error_in(tmp_path) == (sentence, 2)
+
+
+@pytest.mark.ci
+def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path, launched: Launched):
+    wrong = ("--set", "data.train_images=8", "--set", "target_top1=0.85", "--nproc", "2")
+    code, printed, said = launched("train", "--recipe", "smoke", *wrong, "--out", str(tmp_path / "run"))
+    assert code == 2, printed + said
+    warning, error = said.splitlines()
+    assert warning == "warning: target_top1 is 0.85 %; did you mean 85?"
+    assert re.fullmatch("error: .*fewer than one global batch.*", error)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
+@pytest.mark.ci
+def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path, launched: Launched):
     images = make_images(tmp_path / "images", train=30, val=6)
     bad = sorted(images.glob("train/*/*.jpg"))[7]
     bad.write_bytes(b"no image")
     run = tmp_path / "run"
-    ended = imagenet_fast(
+    code, printed, said = launched(
         "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
         "--set", "global_batch=4", "--set", "micro_batch=4", "--set", "epochs=2", "--set", "ranks=1",
         "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
-        OMP_NUM_THREADS="1",
     )  # fmt: skip
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert ended.stderr.count(os.fspath(bad)) == 1, ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert code == 2, printed + said
+    assert said.count(os.fspath(bad)) == 1, said
+    assert "Traceback" not in said
     assert not events_of(run, "resume")
 
 
-def test_a_run_whose_own_files_are_in_the_way_says_so_once(tmp_path: Path):
-    run = tmp_path / "run"
-    smoke = ("train", "--recipe", "smoke", "--nproc", "1", "--out", str(run), "--set", "checkpoint.every_steps=2")
-    assert imagenet_fast(*smoke, "--set", "epochs=1", OMP_NUM_THREADS="1").returncode in (0, 3)
-    for name in ("environment.json", "events.jsonl"):
-        (run / name).rename(tmp_path / name)
-        (run / name).mkdir()
-        ended = imagenet_fast(*smoke, "--set", "epochs=2", "--resume", "auto", OMP_NUM_THREADS="1")
-        assert ended.returncode == 2, ended.stdout + ended.stderr
-        assert re.fullmatch(rf"error: {re.escape(str(run / name))} cannot be (read|written) .*\n", ended.stderr)
-        assert "failed" not in ended.stdout
-        (run / name).rmdir()
-        (tmp_path / name).rename(run / name)
+@pytest.mark.parametrize("name", ["environment.json", "events.jsonl"])
+def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path):
+    (said,) = run(1, _trained_twice, tmp_path, name)
+    assert re.fullmatch(rf"{re.escape(str(tmp_path / name))} cannot be (read|written) .*", said)
 
 
-def test_a_file_name_that_is_no_utf8_is_heard_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(errors, "_refusals", [])
-    errors.write_errors_to(tmp_path)
-    sentence = f"{os.fsdecode(b'caf' + bytes([233]) + b'.jpg')} cannot be decoded; replace it"
-    with pytest.raises(SystemExit) as end:
-        errors.exit_with_error(sentence)
-    assert end.value.code == 2
-    assert errors.first_error_in(tmp_path) == (sentence, 2)
+def _trained_twice(folder: Path, name: str) -> str:
+    train_here(job(folder))
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    with pytest.raises(UserError) as refused:
+        train_here(job(folder, epochs=2))
+    return str(refused.value)
 
 
-def test_a_local_rank_in_the_shell_silences_nothing():
+def job(folder: Path, epochs: int = 1) -> Job:
+    data = {"loader": "synthetic", "image_size": 32, "classes": 10, "train_images": 16, "val_images": 3}
+    model = {"kind": "cifarnet", "widths": [4, 4, 4]}
+    recipe = parse_recipe("test", tables(ranks=1, epochs=epochs, model=model, data=data))
+    return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=epochs > 1)
+
+
+def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     """Without RANK this process is no rank, and nobody else would print the error."""
-    ended = imagenet_fast("plan", "--recipe", "nonsense", LOCAL_RANK="3")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("error: there is no recipe 'nonsense'")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert refusal("plan", "--recipe", "nonsense").startswith("error: there is no recipe 'nonsense'")
 
 
 @pytest.mark.usefixtures("own_signals")

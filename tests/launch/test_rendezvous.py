@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -50,6 +51,7 @@ def test_three_nodes_meet_by_name_and_each_says_how_it_ended(network: Hosts, tmp
     assert (variables["GLOO_SOCKET_IFNAME"], variables["NCCL_SOCKET_IFNAME"]) == ("eth0", "=eth0")
 
 
+@pytest.mark.ci
 def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: Path):
     options = ("--nodes", "2", "--rdzv-endpoint", f"{network.addresses[0]}:29401", "--set", "target_top1=1")
     ended = network.run([(*TINY, *options, "--out", str(tmp_path / "run"))] * 2)
@@ -60,6 +62,7 @@ def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: 
     assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
 
 
+@pytest.mark.ci
 def test_a_loop_of_ones_own_meets_by_name_too(network: Hosts):
     assert network.call([(node, mean_of_ranks, (node,)) for node in range(2)]) == [0.5, 0.5]
 
@@ -106,6 +109,7 @@ def said(answers: list[Any]) -> list[str]:
     return [str(answer) for answer in answers]
 
 
+@pytest.mark.ci
 def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
     met = network.call([(n, named, ("node2:29402", 3, 20.0)) for n in range(3)])
     assert sorted(place for place, _ in met) == [0, 1, 2]
@@ -124,6 +128,7 @@ def placed(endpoint: str, place: int, late_s: float) -> int:
     return number(endpoint, 3, 20.0, late_s)
 
 
+@pytest.mark.ci
 def test_nodes_are_numbered_as_the_scheduler_counts_them(network: Hosts):
     """Whenever they come, behind the one that has the endpoint: neighbours in a ring are then on one switch."""
     calls = [(n, placed, ("node1:29406", 10 * n, 0.6 if n == 0 else 0.0)) for n in range(3)]
@@ -148,6 +153,7 @@ def met_for_long(late_s: float) -> int:
     return met.number
 
 
+@pytest.mark.ci
 def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
     calls = [(n, met_for_long, (0.0 if n < 2 else 2.0,)) for n in range(3)]
     *met, third = network.call(calls)
@@ -155,6 +161,7 @@ def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
 
 
+@pytest.mark.ci
 def test_elastic_rendezvous_takes_more_nodes(network: Hosts):
     calls = [(n, named, ("node1:29408", 2, 20.0, (0.0, 0.0, 0.3)[n], 2)) for n in range(3)]
     met = network.call(calls)
@@ -165,14 +172,12 @@ def test_elastic_rendezvous_takes_more_nodes(network: Hosts):
     assert alone.startswith("1 of at least 2 nodes came to node0:29409 within 0.5 s (node0); start the same command")
 
 
-def test_nodes_that_disagree_in_their_range_refuse_each_other(network: Hosts):
-    answers = network.call([(0, number, ("node0:29407", 2, 20.0)), (1, number, ("node0:29407", 2, 20.0, 0.0, 1))])
-    assert set(said(answers)) == {"one node was told --nodes 1:2, the one at node0:29407 --nodes 2; correct one"}
-
-
-def test_nodes_that_disagree_in_their_number_refuse_each_other(network: Hosts):
-    answers = network.call([(0, number, ("node0:29406", 2, 20.0)), (1, number, ("node0:29406", 3, 20.0))])
-    assert set(said(answers)) == {"one node was told --nodes 3, the one at node0:29406 --nodes 2; correct one"}
+@pytest.mark.parametrize(
+    ("others", "told"), [((3, 20.0), "--nodes 3"), ((2, 20.0, 0.0, 1), "--nodes 1:2")], ids=["number", "range"]
+)
+def test_nodes_that_disagree_refuse_each_other(others: tuple[float, ...], told: str, network: Hosts):
+    answers = network.call([(0, number, ("node0:29407", 2, 20.0)), (1, number, ("node0:29407", *others))])
+    assert set(said(answers)) == {f"one node was told {told}, the one at node0:29407 --nodes 2; correct one"}
 
 
 @pytest.mark.weekly
@@ -205,6 +210,7 @@ def introduced(
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
+@pytest.mark.ci
 def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network: Hosts):
     """Rank 0 too, to which the address of all, its own host's name, is a loopback address."""
     agreed = {"recipe": "a"}
@@ -213,6 +219,7 @@ def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network
     assert here == [None, None], "on one node there is nothing to settle"
 
 
+@pytest.mark.ci
 def test_ranks_with_different_jobs_are_refused(network: Hosts):
     def job(**changes: Any) -> dict[str, Any]:
         return {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}} | changes
@@ -225,6 +232,7 @@ def test_ranks_with_different_jobs_are_refused(network: Hosts):
     }
 
 
+@pytest.mark.ci
 def test_ranks_of_one_node_with_different_jobs_are_refused(network: Hosts):
     """As with `srun bash -c 'imagenet-fast train --seed $SLURM_PROCID'`; mostly a node's first rank speaks for it."""
     calls = [(0, introduced, (RankInfo(n, 2, n, 2), {"seed": n}, 29417, 5.0)) for n in range(2)]
@@ -234,6 +242,7 @@ def test_ranks_of_one_node_with_different_jobs_are_refused(network: Hosts):
     }
 
 
+@pytest.mark.ci
 def test_ranks_with_a_gpu_and_without_refuse_each_other(network: Hosts):
     devices = ["cuda", "cuda", "cpu"]
     answers = network.call([(n, introduced, (RankInfo(n, 3, 0, 1), {}, 29416, 20.0, devices[n])) for n in range(3)])
@@ -283,3 +292,10 @@ def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: py
     monkeypatch.setattr("imagenet_fast.launch.rendezvous.is_here", lambda host: next(answers))
     with free_port() as port:
         assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} on 127.0.0.1 is in use by another program; give every node"):
+            meet(parse_endpoint(f"127.0.0.1:{port}"), count=1, join_timeout_s=1)

@@ -12,7 +12,8 @@ import pytest
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 
 
-def test_a_signal_while_a_process_starts_is_answered_after_it(own_signals: None):
+@pytest.mark.usefixtures("own_signals", "subprocesses")
+def test_a_signal_while_a_process_starts_is_answered_after_it():
     """Python drops what a handler raises in what it calls as it forks."""
     interrupt_on_signals()
     started: list[bytes] = []

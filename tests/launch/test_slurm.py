@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import pytest
 from imagenet_fast.distributed.slurm import adopt_step, step_nodes
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import resolve_nodes
+from tests.e2e import command
 from tests.ports import free_port
 
 
@@ -145,20 +145,19 @@ def test_to_a_loop_of_ones_own_one_task_a_node_is_a_rank():
     assert [environment[key] for key in asked] == ["2", "4", "0", "1", "n1"]
 
 
+@pytest.mark.ci
 def test_tasks_of_srun_are_the_ranks_of_a_loop_of_ones_own():
     program = (
         "from imagenet_fast.distributed.init import current_world\n"
         "world = current_world(); print(world.rank, world.size, world.local_rank)"
     )
-    environments = [
-        os.environ | step(2, "2", "127.0.0.1", rank=rank, local=rank) | {"MASTER_ADDR": "127.0.0.1"} for rank in (0, 1)
-    ]
     with free_port() as port:
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         tasks = [
             subprocess.Popen(
-                [sys.executable, "-c", program], env={**environment, "MASTER_PORT": str(port)}, text=True,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE,
+                env=command.environment(**step(2, "2", "127.0.0.1", rank=rank, local=rank), **meeting),
             )
-            for environment in environments
+            for rank in (0, 1)
         ]  # fmt: skip
         assert [task.communicate(timeout=120)[0].split() for task in tasks] == [["0", "2", "0"], ["1", "2", "1"]]

@@ -1,0 +1,121 @@
+"""Commands refuse what cannot be before anything is started: one sentence with the cause and its fix, exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from imagenet_fast.cli.main import main
+from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.metrics import RunResult
+from imagenet_fast.models.weights import write_weights
+
+REFUSED = {
+    "train": [
+        ("--recipe dmeo", "no recipe 'dmeo'; did you mean demo?"),
+        ("--recipe smoke --set optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("--recipe smoke --set epochs=many", 'epochs is "many"'),
+        ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
+        ("--recipe resnet50-1gpu", "--data DIR"),
+        ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),
+        ("--recipe smoke --data /my/photos", "--data /my/photos would not be read: data.loader is 'synthetic'"),
+        ("--recipe smoke --nproc 3", "does not divide over 3 ranks"),
+        ("--recipe smoke --out /proc/run", "cannot be written"),
+        ("--recipe smoke --nodes 2", "needs --rdzv-endpoint"),
+        ("--recipe smoke --rdzv-endpoint localhost:99999", "is not HOST:PORT"),
+        ("--recipe smoke --fresh-head", "--fresh-head is for weights to start from; add --init-from FILE"),
+        (
+            "--recipe smoke --set model.kind=alexnet --set data.image_size=63 --set parallel.tensor=2 --nproc 3",
+            "needs a multiple of 2 ranks, and there are 3; give",
+        ),
+    ],
+    "eval": [
+        ("--weights nowhere.pth --recipe smoke --data /d", "--data /d would not be read"),
+        ("--weights nowhere.pth", "there is no run or file nowhere.pth"),
+        ("--weights nowhere.pth --recipe resnet50-1gpu --data /nowhere", "no data directory /nowhere"),
+        ("--weights nowhere.pth --recipe smoke --json /no/where", "there is no directory /no"),
+        ("--weights w.pth --nodes 2:4", "--nodes 2:4 is for `train` alone"),
+    ],
+    "export": [
+        ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),
+        ("--weights / --out w.safetensors", "/ is a directory without a run; give one that `train` made"),
+        ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, which"),
+        ("--weights x --out w.onnx --format onnx", "there are safetensors and pt2"),
+        ("--weights x --out /no/w.safetensors", "--out /no/w.safetensors: there is no directory /no"),
+    ],
+    "compare --recipe smoke": [
+        ("--sync lazy,rng", "sync.kind is 'rng'"),
+        ("--sync lazy --rate fast", "such as 250mbit"),
+        ("--sync lazy --data photos", "--data photos would not be read"),
+        ("--sync lazy --seeds one", "--seeds one is not a list of whole numbers; write for example 1,2,3"),
+        ("--sync lazy --seeds 0,-1", "--seeds 0,-1 is not a list of whole numbers"),
+        ("--sync lazy --seeds 0,0", "--seeds 0,0 names 0 twice"),
+        ("--sync lazy --set sync.colective=ring", "unknown key sync.colective"),
+        ("--sync lazy --set ring.bucket_mb=1", "is for ring, which is not in --sync lazy"),
+        ("--sync lazy,ring,lazy", "--sync lazy,ring,lazy names lazy twice"),
+        ("--sync=", "sync.kind is ''"),
+        ("--sync lazy,lazy --layout dp2", "--sync lazy,lazy names lazy twice"),
+        ("--layout=", "--layout : '' is not made of ppN, dpN and tpN, each once at most; write for example dp4"),
+        ("--layout dp2,dp3", "--layout dp2,dp3: dp3 is of 3 ranks, and there are 2; write for example dp2"),
+        ("--layout dp2,tp2", "--layout tp2 with hybrid: smoke.toml: parallel.tensor 2 divides AlexNet's large"),
+        ("--layout pp2 --sync lazy,ddp", "--layout pp2 with ddp: smoke.toml: parallel.pipeline 2 averages"),
+        ("--layout dp2 --set parallel.tensor=2", "--set parallel.tensor=2 conflicts with --layout"),
+        ("--layout dp2 --set parallel.schedule=gpipe", "is for pipelines, and --layout dp2 has none"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "sentence"),
+    [
+        pytest.param(command, options, sentence, id=f"{command.split()[0]} {options}")
+        for command, cases in REFUSED.items()
+        for options, sentence in cases
+    ],
+)
+def test_bad_input_is_met_with_one_sentence(
+    command: str, options: str, sentence: str, tmp_path: Path, refusal: Callable[..., str]
+):
+    starts = command.split()[0] in ("train", "compare") and "--out" not in options
+    out = ("--out", str(tmp_path / "run")) if starts else ()
+    assert sentence in refusal(*command.split(), *options.split(), *out)
+    assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
+
+
+def test_gpus_would_talk_past_shaped_links(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    said = refusal("compare", "--recipe", "smoke", "--rate", "1gbit")
+    assert "--rate shapes links that GPUs of one node do not use" in said
+
+
+def test_a_run_that_is_not_over_or_not_readable_is_named(tmp_path: Path, refusal: Callable[..., str]):
+    (tmp_path / "job.json").write_text("{}")
+    begun = refusal("export", "--weights", str(tmp_path), "--out", str(tmp_path / "w.safetensors"))
+    assert f"{tmp_path} holds a run without checkpoints/final.safetensors, since it has not come to its end" in begun
+    assert "job.json is damaged or of another version" in refusal("eval", "--weights", str(tmp_path))
+
+
+def test_weights_of_no_known_model_are_exported_by_nobody(tmp_path: Path, refusal: Callable[..., str]):
+    write_weights({"a.weight": torch.zeros(2)}, tmp_path / "w", {})
+    export = ("export", "--weights", str(tmp_path / "w"), "--out", str(tmp_path / "o.safetensors"))
+    assert "fits none of our models" in refusal(*export)
+    assert "conv1.weight is missing, bn1.weight is missing, " in refusal(*export, "--recipe", "smoke")
+
+
+@pytest.mark.parametrize(("rank", "warnings"), [("0", 1), ("1", 0)])
+def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(
+    rank: str, warnings: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
+        monkeypatch.setenv(key, value)
+    trained = RunResult("finished", "smoke", "lazy", 2, 32)
+    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda job, place, join_timeout_s: trained)
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", "train", "--recipe", "smoke", "--set", "target_top1=0.85"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    assert capsys.readouterr().err.count("warning: ") == warnings

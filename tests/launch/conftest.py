@@ -1,0 +1,1 @@
+from tests.e2e.command import launched as launched
