@@ -134,3 +134,45 @@ def test_tests_mirror_the_packages():
     folders = {path.name for path in here.iterdir() if path.is_dir() and (path / "__init__.py").is_file()}
     assert folders <= LAYER.keys() | {"e2e", "faults", "gpu", "gpu_semantics"}
     assert {name for name in LAYER if (PACKAGE / name).is_dir()} <= folders
+
+
+LINES = {
+    "imagenet_fast/bench": 4299,
+    "imagenet_fast/checkpoint": 1296,
+    "imagenet_fast/cli": 1764,
+    "imagenet_fast/cost_model": 1554,
+    "imagenet_fast/data": 6714,
+    "imagenet_fast/distributed": 2207,
+    "imagenet_fast/doctor": 513,
+    "imagenet_fast/launch": 1880,
+    "imagenet_fast/metrics": 2060,
+    "imagenet_fast/models": 1730,
+    "imagenet_fast/parallel": 738,
+    "imagenet_fast/plan": 1352,
+    "imagenet_fast/recipe": 2268,
+    "imagenet_fast/sync": 6757,
+    "imagenet_fast/training": 3556,
+    "imagenet_fast": 38926,
+    "tests": 33957,
+    "tests/sync": 8172,
+}
+"""The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
+one."""
+
+SLACK = 20
+
+
+def lines_of(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def test_every_package_has_a_budget():
+    packages = {f"imagenet_fast/{name}" for name in LAYER if (PACKAGE / name).is_dir()}
+    assert LINES.keys() == packages | {"imagenet_fast", "tests", "tests/sync"}
+
+
+@pytest.mark.parametrize("folder", LINES)
+def test_the_budget_only_falls(folder: str):
+    lines = lines_of(PACKAGE.parent / folder)
+    assert lines <= LINES[folder], f"{folder} has {lines} lines, and may have {LINES[folder]}; take something away"
+    assert lines > LINES[folder] - SLACK, f"{folder} has {lines} lines: lower its budget, {LINES[folder]}"
