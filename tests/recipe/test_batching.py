@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.job_setup import plan_job
 from tests.conftest import tables
 
 
@@ -22,27 +24,22 @@ from tests.conftest import tables
     [(512, (128, 1)), (1, (128, 512)), (8, (128, 64)), (1024, (64, 1)), (65536, (1, 1))],
 )
 def test_fewer_ranks_accumulate_and_more_ranks_see_less(ranks: int, expected: tuple[int, int]):
-    batching = split_batch(load_recipe(find_recipe("alexnet-512gpu")), ranks)
+    recipe = load_recipe(find_recipe("alexnet-512gpu"))
+    batching = split_batch(recipe, ranks)
     assert (batching.micro_batch, batching.accumulation) == expected
     assert batching.global_batch == 65536
+    if ranks == 1:
+        line = "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
+        assert explain(recipe, recipe, batching) == line
 
 
-def test_every_split_keeps_the_global_batch_or_names_one_that_works(make_recipe: Callable[..., Recipe]):
-    refused = 0
-    for global_batch in (16, 48, 60, 97, 128):
-        for ranks in range(1, 20):
-            recipe = make_recipe(global_batch=global_batch, ranks=1, micro_batch=8)
-            try:
-                batching = split_batch(recipe, ranks)
-            except UserError as error:
-                refused += 1
-                proposed = int(str(error).partition("--set global_batch=")[2].partition(",")[0])
-                batching = split_batch(make_recipe(global_batch=proposed, ranks=1, micro_batch=8), ranks)
-                assert batching.global_batch == proposed
-            else:
-                assert batching.global_batch == global_batch
-            assert batching.micro_batch <= 8
-    assert refused
+def plain(batch: int) -> Recipe:
+    return parse_recipe("test", tables(global_batch=batch, ranks=1, micro_batch=8))
+
+
+def test_every_split_keeps_the_global_batch_or_names_one_that_works():
+    cases = product((16, 48, 60, 97, 128), range(1, 20))
+    assert {None} < {keeps_its_batch_or_names_another(plain(batch), ranks, plain) for batch, ranks in cases}
 
 
 @pytest.mark.parametrize(
@@ -50,11 +47,23 @@ def test_every_split_keeps_the_global_batch_or_names_one_that_works(make_recipe:
     [("resnet50-8gpu", 3), ("resnet50-8gpu", 7), ("resnet50-8gpu-mild", 6), ("alexnet-512gpu", 10007)],
 )
 def test_the_batch_that_is_advised_works(name: str, ranks: int):
-    with pytest.raises(UserError, match="--set global_batch=") as refused:
-        split_batch(load_recipe(find_recipe(name)), ranks)
-    advised = str(refused.value).partition("--set ")[2].partition(",")[0]
-    recipe = load_recipe(find_recipe(name), overrides=[advised])
-    assert split_batch(recipe, ranks).global_batch == recipe.global_batch
+    def of(batch: int) -> Recipe:
+        return load_recipe(find_recipe(name), overrides=[f"global_batch={batch}"])
+
+    assert keeps_its_batch_or_names_another(load_recipe(find_recipe(name)), ranks, of)
+
+
+def keeps_its_batch_or_names_another(recipe: Recipe, ranks: int, of: Callable[[int], Recipe]) -> int | None:
+    """Check that a recipe splits, or that the one of the batch that is advised does; return that batch."""
+    try:
+        batching, advised = split_batch(recipe, ranks), None
+    except UserError as error:
+        advised = int(str(error).partition("--set global_batch=")[2].partition(",")[0])
+        recipe = of(advised)
+        batching = split_batch(recipe, ranks)
+    assert batching.global_batch == recipe.global_batch
+    assert batching.micro_batch <= (recipe.micro_batch or recipe.global_batch // recipe.ranks)
+    return advised
 
 
 def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[..., Recipe]):
@@ -72,29 +81,18 @@ def test_ranks_that_make_no_whole_pipeline_are_refused(make_recipe: Callable[...
     assert split_batch(recipe, 8).readers == 2
 
 
-def test_node_range_that_does_not_split_is_refused(
-    make_recipe: Callable[..., Recipe],
-):
-    check_splits(make_recipe(global_batch=48), range(1, 5), 2)
-    refused = 0
-    for batch in (16, 34, 64, 97):
-        for nodes in (range(1, 4), range(2, 4), range(3, 8)):
-            recipe = make_recipe(global_batch=batch, micro_batch=8)
-            with pytest.raises(UserError, match=f"--nodes {nodes[0]}:{nodes[-1]} allows each") as refusal:
-                check_splits(recipe, nodes, 2)
-            _, _, proposed = str(refusal.value).partition("--set global_batch=")
-            if proposed:
-                check_splits(make_recipe(global_batch=int(proposed), micro_batch=8), nodes, 2)
-            refused += bool(proposed)
-    assert refused
+def test_node_range_that_does_not_split_is_refused():
+    check_splits(plain(48), range(1, 5), 2)
+    advised = []
+    for batch, nodes in product((16, 34, 64, 97), (range(1, 4), range(2, 4), range(3, 8))):
+        with pytest.raises(UserError, match=f"--nodes {nodes[0]}:{nodes[-1]} allows each") as refusal:
+            check_splits(plain(batch), nodes, 2)
+        if proposed := str(refusal.value).partition("--set global_batch=")[2]:
+            check_splits(plain(int(proposed)), nodes, 2)
+            advised.append(proposed)
+    assert advised
     with pytest.raises(UserError, match=r"divide over 3 nodes x 1 rank, only over 1, 2, 4, 8, 16 and 2 more"):
-        check_splits(make_recipe(global_batch=64), range(1, 99), 1)
-
-
-def test_the_line_about_accumulation():
-    recipe = load_recipe(find_recipe("alexnet-512gpu"))
-    line = explain(recipe, recipe, split_batch(recipe, 1))
-    assert line == "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
+        check_splits(plain(64), range(1, 99), 1)
 
 
 @pytest.mark.parametrize(
@@ -128,55 +126,33 @@ def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
     assert scale_recipe(plain, 64).optim.weight_decay == plain.optim.weight_decay, "which the rate multiplies"
 
 
+BN_POOL5 = {"kind": "alexnet_bn", "pool5_norm": True}
+
+
 @pytest.mark.parametrize(
-    ("model", "largest"),
-    [({"kind": "resnet18"}, 32), ({"kind": "resnet50"}, 32), ({"kind": "alexnet_bn", "pool5_norm": True}, 98)],
+    ("model", "size", "images", "fits"),
+    [
+        *(({"kind": "resnet18"}, *case) for case in ((32, 1, False), (33, 1, True), (32, 2, True))),
+        *(({"kind": "resnet50"}, *case) for case in ((32, 1, False), (33, 1, True), (32, 2, True))),
+        *((BN_POOL5, *case) for case in ((98, 1, False), (99, 1, True), (98, 2, True))),
+        ({"kind": "alexnet"}, 63, 1, True),
+        ({"kind": "alexnet_bn"}, 67, 1, True),
+    ],
 )
-def test_one_small_image_at_a_time_has_no_variance(model: dict[str, Any], largest: int):
+def test_one_small_image_at_a_time_has_no_variance(model: dict[str, Any], size: int, images: int, fits: bool):
     """To the pixel, as torch finds it."""
-
-    def recipe_of(size: int, **changes: Any) -> Recipe:
-        changes = {"ranks": 1, "global_batch": 2, "micro_batch": 1, **changes}
-        return parse_recipe("test", tables(model=model, data__image_size=size, **changes))
-
-    def check(recipe: Recipe) -> None:
+    changes = {"ranks": 1, "global_batch": 2, "micro_batch": images}
+    recipe = parse_recipe("test", tables(model=model, data__image_size=size, **changes))
+    told = f"micro_batch is 1, and of 1 image of {size} pixels the last batch norms .*; --set micro_batch=2 with"
+    with nullcontext() if fits else pytest.raises(UserError, match=told):
         check_norms(recipe, split_batch(recipe, 1))
-
-    told = f"micro_batch is 1, and of 1 image of {largest} pixels the last batch norms .*; --set micro_batch=2 with"
-    with pytest.raises(UserError, match=told):
-        check(recipe_of(largest))
-    for fitting in (recipe_of(largest + 1), recipe_of(largest, micro_batch=2)):
-        check(fitting)
-    with torch.device("meta"):
-        network = build_model(recipe_of(largest).model, 10)
-        with pytest.raises(ValueError, match="more than 1 value per channel"):
-            network(torch.empty(1, 3, largest, largest))
-        for images, size in ((1, largest + 1), (2, largest)):
-            network(torch.empty(images, 3, size, size))
+    with torch.device("meta"), nullcontext() if fits else pytest.raises(ValueError, match="more than 1 value per"):
+        build_model(recipe.model, 10)(torch.empty(images, 3, size, size))
 
 
-def test_what_has_no_norm_of_a_pixel_may_have_one_image_at_a_time():
-    for model, size in (({"kind": "alexnet"}, 63), ({"kind": "alexnet_bn"}, 67)):
-        recipe = parse_recipe("test", tables(model=model, data__image_size=size, micro_batch=1))
-        check_norms(recipe, split_batch(recipe, 2))
-        with torch.device("meta"):
-            build_model(recipe.model, 10)(torch.empty(1, 3, size, size))
-
-
-def test_a_norm_in_a_pipeline_sees_a_micro_batch():
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_job_whose_pipeline_takes_one_small_image_at_a_time_is_refused(micro_batch: int):
     pipeline = {"pipeline": 2, "micro_batches": 4}
-    for micro_batch in (1, 2):
-        recipe = parse_recipe("test", tables(parallel=pipeline, global_batch=8, micro_batch=micro_batch))
-        if micro_batch == 1:
-            with pytest.raises(UserError, match="micro_batch is 1, and of 1 image of 32 pixels"):
-                check_norms(recipe, split_batch(recipe, 2))
-        else:
-            check_norms(recipe, split_batch(recipe, 2))
-
-
-def test_one_small_image_at_a_time_is_refused_before_anything_starts(refusal: Callable[..., str], tmp_path: Path):
-    settings = ("global_batch=4", "micro_batch=1", "data.image_size=32")
-    options = [word for setting in settings for word in ("--set", setting)]
-    told = refusal("train", "--recipe", "smoke", *options, "--nproc", "2", "--out", str(tmp_path / "run"))
-    assert "micro_batch is 1, and of 1 image of 32 pixels" in told
-    assert not (tmp_path / "run").exists()
+    recipe = parse_recipe("test", tables(parallel=pipeline, global_batch=8, micro_batch=micro_batch))
+    with nullcontext() if micro_batch == 2 else pytest.raises(UserError, match="micro_batch is 1, and of 1 image"):
+        plan_job("test", recipe, 2)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_names
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.lr_schedule import learning_rate
 
 IMAGENET = 1_281_167
@@ -61,6 +62,7 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
             "optim.momentum": 0.9, "optim.weight_decay": 1e-4, "optim.decay_all": True, "schedule.kind": "step",
             "schedule.milestones": (30, 60), "schedule.gamma": 0.1, "schedule.warmup_epochs": 0.0,
             "data.image_size": 224, "data.resize": 256, "data.crop_area": (0.08, 1.0), "label_smoothing": 0.0,
+            "target_top1": 56.0,  # slack below torchvision's one run of 56.52 %: ours differ by seed and bf16
         },
     ),
     "alexnet-4host": (
@@ -139,6 +141,10 @@ RUN = (*OWN, "cifar10-93", "cifar10-94")
 """Recipes that were run by us."""
 
 
+def test_the_promised_recipes_are_shipped():
+    assert recipe_names() == sorted({*CITED, *OWN})
+
+
 @pytest.mark.parametrize("name", CITED)
 def test_values_are_those_of_the_source(name: str):
     recipe, (_, values) = load_recipe(find_recipe(name)), CITED[name]
@@ -186,12 +192,16 @@ def test_airbenchs_decoupled_rates_are_ours(name: str):
     kilostep = 1024 * (1 + 1 / (1 - recipe.optim.momentum))
     rate = 11.5 / kilostep * recipe.global_batch
     assert recipe.optim.lr == pytest.approx(rate, rel=0.01)
-    assert recipe.optim.weight_decay * recipe.optim.lr == pytest.approx(
-        0.0153 * recipe.global_batch / kilostep, rel=0.01
-    )
+    decay = 0.0153 / kilostep * recipe.global_batch
+    assert recipe.optim.weight_decay * recipe.optim.lr == pytest.approx(decay, rel=0.01)
     assert recipe.schedule.warmup_epochs == pytest.approx(0.23 * recipe.epochs, rel=0.02)
     assert recipe.schedule.start_lr == pytest.approx(0.2 * recipe.optim.lr)
     assert (recipe.schedule.kind, recipe.schedule.power) == ("polynomial", 1.0), "a triangle"
+
+
+def sizes_of(recipe: Recipe) -> list[int]:
+    """The images' size in each epoch."""
+    return [[size for begin, size in recipe.data.sizes if begin <= epoch + 1][-1] for epoch in range(recipe.epochs)]
 
 
 def test_milds_images_grow_as_composers_do():
@@ -201,10 +211,8 @@ def test_milds_images_grow_as_composers_do():
     """
     recipe = load_recipe(find_recipe("resnet50-8gpu-mild"))
     assert recipe.epochs == int(0.32 * 90)
-    for epoch in range(recipe.epochs):
-        ramp = min(1.0, max(0.0, (epoch / recipe.epochs - 0.4) / (1 - 0.2 - 0.4)))
-        size = [size for begin, size in recipe.data.sizes if begin <= epoch + 1][-1]
-        assert size == round(176 * (0.5 + 0.5 * ramp) / 4) * 4, epoch
+    ramp = [min(1.0, max(0.0, (epoch / recipe.epochs - 0.4) / (1 - 0.2 - 0.4))) for epoch in range(recipe.epochs)]
+    assert sizes_of(recipe) == [round(176 * (0.5 + 0.5 * part) / 4) * 4 for part in ramp]
     assert recipe.ema_decay**100 == pytest.approx(0.5, rel=1e-3)
 
 
@@ -212,7 +220,5 @@ def test_milds_images_grow_as_composers_do():
 def test_ffcvs_images_grow_as_its_own_do(name: str, start: int, end: int):
     """get_resolution: linear between two epochs, counted from 0, rounded to multiples of 32."""
     recipe = load_recipe(find_recipe(name))
-    for epoch in range(recipe.epochs):
-        exact = 160 + 32 * min(1.0, max(0.0, (epoch - start) / (end - start)))
-        size = [size for begin, size in recipe.data.sizes if begin <= epoch + 1][-1]
-        assert size == round(exact / 32) * 32, epoch
+    ramp = [min(1.0, max(0.0, (epoch - start) / (end - start))) for epoch in range(recipe.epochs)]
+    assert sizes_of(recipe) == [round((160 + 32 * part) / 32) * 32 for part in ramp]

@@ -11,33 +11,19 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import app
-from imagenet_fast.cli.options import written_out
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import (
     find_recipe,
     load_recipe,
     parse_engines,
     parse_recipe,
-    recipe_folder,
     recipe_names,
     to_toml,
 )
-from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.recipe.schema import Checkpointing, Recipe
 from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, LazySync, SparseSync
 from imagenet_fast.recipe.validation import lint
 from tests.conftest import tables
-
-SHIPPED = [
-    "alexnet-1gpu", "alexnet-4host", "alexnet-512gpu", "alexnet-8gpu", "cifar10-93", "cifar10-94", "cifar10-resnet18",
-    "demo",
-    "resnet50-1gpu", "resnet50-512gpu", "resnet50-512gpu-20k", "resnet50-8gpu",
-    "resnet50-8gpu-ffcv16", "resnet50-8gpu-ffcv32", "resnet50-8gpu-mild", "smoke",
-]  # fmt: skip
 
 CORRECTED = {"kind": "sparse", "momentum_correction": True}
 
@@ -50,13 +36,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_promised_recipes_are_shipped_and_each_says_what_it_is():
-    assert recipe_names() == SHIPPED
-    for name in SHIPPED:
-        assert find_recipe(name).read_text().startswith("# "), name
-
-
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path: Path):
     recipe = load_recipe(find_recipe(name))
     copy = tmp_path / "copy.toml"
@@ -70,14 +50,10 @@ epoch=1 -> unknown key epoch; did you mean epochs?
 optim.kind=lars; optim.nesterov=true ->
     optim.nesterov is for optim.kind 'sgd', not 'lars'; leave it out, or replace the whole table, as by --set 'optim={
 data.cache=ram -> data.cache is for data.loader 'dali' or
-data.xyzzy=1 -> unknown key data.xyzzy; the keys here are loader, image_size
-optim.lr=fast -> optim.lr is "fast": input should be a valid number
-global_batch=1.5 -> global_batch is 1.5: input should be a valid integer
 optim.lr=-1 -> optim.lr is -1: input should be greater than 0
 epochs=true -> epochs is true: input should be a valid integer
 sync.kind=rng -> sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'
 model.kind=vgg -> model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50', 'cifarnet'
-data.loader=tf -> data.loader is 'tf'; it must be one of 'dali', 'folder', 'synthetic'
 optim={lr=1.0} -> optim.kind is missing
 optim={kind='sgd', lr=1.0} -> optim.weight_decay is missing; add it
 optim.lr=inf -> optim.lr is Infinity: input should be a finite number
@@ -107,16 +83,8 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.tensor=0 -> parallel.tensor is 0: input should be greater than 0
-parallel.tensor=-2 -> parallel.tensor is -2: input should be greater than 0
-parallel.tensor=two -> parallel.tensor is "two": input should be a valid integer
-parallel.tensor=true -> parallel.tensor is true: input should be a valid integer
-parallel.pipeline=0 -> parallel.pipeline is 0: input should be greater than 0
-parallel.pipeline=2; parallel.micro_batches=0 -> parallel.micro_batches is 0: input should be greater than
-parallel.tensor=1.5 -> parallel.tensor is 1.5: input should be a valid integer
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
     parallel: schedule zero-bubble is not one of gpipe, 1f1b and interleaved; those without a bubble assign
-parallel.pipeline=2; parallel.schedule=1F1B -> schedule 1F1B is not one of gpipe, 1f1b and
-parallel.pipeline=2; parallel.schedule=1 -> parallel.schedule is 1: input should be a valid string
 model.kind=alexnet; data.image_size=63; parallel.pipeline=9; parallel.schedule=gpipe ->
     parallel.pipeline 9 with schedule gpipe cuts alexnet into 9 stages, and it comes in 8 pieces; ask for
 model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=interleaved; parallel.micro_batches=5 ->
@@ -124,13 +92,8 @@ model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=i
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
     sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds
 model.kind=resnet50; parallel.pipeline=20; parallel.schedule=gpipe -> into 20 stages, and it comes in 19 pieces
-parallel=2 -> parallel is 2:
-checkpoint.every_step=5 -> unknown key checkpoint.every_step; did you mean checkpoint.every_steps?
-checkpoint.every_steps=-1 -> checkpoint.every_steps is -1: input should be greater than or equal to
-checkpoint.every_steps=0.5 -> checkpoint.every_steps is 0.5: input should be a valid integer
 checkpoint.every_minutes=-0.5 -> checkpoint.every_minutes is -0.5: input should be greater than or
 checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
-checkpoint.keep=true -> checkpoint.keep is true: input should be a valid integer
 checkpoint=5 -> checkpoint is 5:
 parallel.tensor=2 -> parallel.tensor 2 divides AlexNet's large fully connected layers, and model.
 model.kind=alexnet; data.image_size=63; parallel.tensor=3 ->
@@ -159,13 +122,6 @@ def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: str, sentence: s
         load_recipe(written, overrides=change.split("; "))
     assert str(error.value).startswith("my.toml: ")
     assert sentence in str(error.value)
-
-
-def test_default_checkpoints():
-    assert parse_recipe("my.toml", tables()).checkpoint == Checkpointing(every_steps=0, every_minutes=10.0, keep=1)
-    some = parse_recipe("my.toml", tables(checkpoint={"every_steps": 20, "every_minutes": 2.5, "keep": 0}))
-    assert some.checkpoint == Checkpointing(every_steps=20, every_minutes=2.5, keep=0)
-    assert parse_recipe("my.toml", tomllib.loads(to_toml(some))) == some
 
 
 @pytest.mark.parametrize(
@@ -198,9 +154,8 @@ def test_engines_take_what_their_kind_can_do(change: str, written: Path):
 
 
 def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
-    lazy, ddp = parse_engines("lazy,ddp:fp32", "fp16", ["lazy.threshold_mb=2"])
-    assert lazy == LazySync(wire="fp16", threshold_mb=2)
-    assert ddp == DdpSync(wire="fp32")
+    taken = parse_engines("lazy,ddp:fp32", "fp16", ["lazy.threshold_mb=2"])
+    assert taken == [LazySync(wire="fp16", threshold_mb=2), DdpSync(wire="fp32")]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +164,6 @@ def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
         ("lazy:int4", "", "sync.wire is"),
         ("sparse:int8", "", "sync.wire is"),
         ("rng", "", "sync.kind is 'rng'"),
-        ("lazy,ring,lazy", "", "--sync lazy,ring,lazy names lazy twice; leave one out"),
         ("lazy", "ring.bucket_mb=2", "is not ENGINE.KEY=VALUE with an engine of --sync lazy"),
         ("lazy", "lazy=2", "is not ENGINE.KEY=VALUE"),
     ],
@@ -228,13 +182,9 @@ def test_set_overrides_any_key_in_tomls_own_notation():
     assert recipe.sync == AllReduceSync(wire="fp16")
 
 
-def test_sync_replaces_the_engine_and_keeps_the_wire():
-    assert load_recipe(find_recipe("demo"), sync="allreduce").sync == AllReduceSync(wire="bf16")
-    assert load_recipe(find_recipe("demo"), sync="lazy").sync == LazySync(wire="bf16")
-
-
-def test_sparse_dense_epochs_follow_the_warmup():
+def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the_warmup():
     demo = find_recipe("demo")
+    assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
     assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
     assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
 
@@ -249,63 +199,15 @@ def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
     assert SparseSync(momentum=0.5).velocity_momentum is None
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_ones():
-    with pytest.raises(UserError, match=r"no recipe 'dmeo'; did you mean demo"):
-        find_recipe("dmeo")
-    with pytest.raises(UserError, match=r"no recipe file .*nowhere\.toml"):
-        find_recipe("nowhere.toml")
-
-
-def test_a_file_that_is_not_toml_is_named(tmp_path: Path):
-    broken = tmp_path / "broken.toml"
-    broken.write_text("ranks = = 2")
-    with pytest.raises(UserError, match=r"broken\.toml cannot be read as TOML"):
-        load_recipe(broken)
-
-
-def test_no_damage_of_200_gives_a_traceback_or_a_recipe_that_is_none(tmp_path: Path):
-    path = tmp_path / "damaged.toml"
-    refused = 0
-    for seed in range(200):
-        chance = random.Random(seed)
-        path.write_bytes(damaged((recipe_folder() / f"{chance.choice(recipe_names())}.toml").read_bytes(), chance))
-        recipe, refusal = None, "damaged.toml"
-        try:
-            recipe = load_recipe(path)
-        except UserError as error:
-            refusal = str(error)
-            refused += 1
-        assert "damaged.toml" in refusal, seed
-        assert refusal.isprintable(), seed
-        assert len(refusal) < 600, seed
-        if recipe is not None:
-            assert parse_recipe("again", tomllib.loads(to_toml(recipe))) == recipe, seed
-    assert refused > 100
-
-
-def damaged(whole: bytes, chance: random.Random) -> bytes:
-    """As disks and people do it."""
-    data, lines = bytearray(whole), whole.splitlines(keepends=True)
-    place, line = chance.randrange(len(data)), chance.randrange(len(lines))
-    match chance.randrange(8):
-        case 0:
-            data[place] ^= 1 << chance.randrange(8)
-        case 1:
-            del data[place:]
-        case 2:
-            data[place : place + 16] = chance.randbytes(16)
-        case 3:
-            return chance.randbytes(len(data))
-        case 4:
-            return b"".join([*lines, lines[line]])
-        case 5:
-            return b"".join(lines[:line] + lines[line + 1 :])
-        case kind:
-            keys = [number for number, text in enumerate(lines) if b"=" in text and not text.startswith(b"#")]
-            line = chance.choice(keys)
-            lines[line] = lines[line].partition(b"=")[0] + b"= " + chance.choice(VALUES) + b"\n" * (kind - 5)
-            return b"".join(lines)
-    return bytes(data)
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
+    (tmp_path / "broken.toml").write_text("ranks = = 2")
+    for name, sentence in (
+        ("dmeo", "no recipe 'dmeo'; did you mean demo"),
+        ("nowhere.toml", "no recipe file nowhere.toml"),
+        (str(tmp_path / "broken.toml"), "broken.toml cannot be read as TOML"),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            load_recipe(find_recipe(name))
 
 
 VALUES = [
@@ -315,12 +217,41 @@ VALUES = [
 ]  # fmt: skip
 
 
-def test_tables_are_frozen():
-    recipe = parse_recipe("test", tables())
-    assert isinstance(recipe, Recipe)
-    assert isinstance(recipe.optim, Sgd)
-    with pytest.raises(ValueError, match="frozen"):
-        recipe.optim.lr = 3.0  # type: ignore[misc]
+def damaged(whole: bytes, chance: random.Random) -> bytes:
+    """As disks and people do it."""
+    place, lines = chance.randrange(len(whole)), whole.splitlines(keepends=True)
+    line = chance.randrange(len(lines))
+    keys = [number for number, text in enumerate(lines) if b"=" in text and not text.startswith(b"#")]
+    key = chance.choice(keys)
+    other = lines[key].partition(b"=")[0] + b"= " + chance.choice(VALUES) + b"\n" * chance.randrange(2)
+    return chance.choice([
+        whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :],
+        whole[:place],
+        whole[:place] + chance.randbytes(16) + whole[place + 16 :],
+        chance.randbytes(len(whole)),
+        b"".join([*lines, lines[line]]),
+        b"".join(lines[:line] + lines[line + 1 :]),
+        b"".join([*lines[:key], other, *lines[key + 1 :]]),
+    ])  # fmt: skip
+
+
+def test_no_damage_of_200_gives_a_traceback_or_a_recipe_that_is_none(tmp_path: Path):
+    path = tmp_path / "damaged.toml"
+    refused = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        path.write_bytes(damaged(find_recipe(chance.choice(recipe_names())).read_bytes(), chance))
+        try:
+            recipe = load_recipe(path)
+        except UserError as error:
+            refusal = str(error)
+            assert "damaged.toml" in refusal
+            assert refusal.isprintable()
+            assert len(refusal) < 600
+            refused += 1
+        else:
+            assert parse_recipe("again", tomllib.loads(to_toml(recipe))) == recipe
+    assert refused > 100
 
 
 @pytest.mark.parametrize(
@@ -338,27 +269,10 @@ def test_evaluations_follow_the_epochs_that_a_recipe_says(keys: dict[str, int], 
     assert [epoch for epoch in range(1, 11) if recipe.evaluates_after(epoch)] == evaluated
 
 
-def test_resnet50_8gpu_evaluates_as_mlperf_does():
-    recipe = load_recipe(find_recipe("resnet50-8gpu"))
-    assert [e for e in range(1, 38) if recipe.evaluates_after(e)] == [3, 7, 11, 15, 19, 23, 27, 31, 35, 37]
-    assert isinstance(recipe.data, ImageData)
-    assert recipe.data.crop_area == (0.05, 1.0)
-
-
-def test_a_target_leaves_slack_below_the_published_figure():
-    """56.52 % is torchvision's one published run of AlexNet; ours differ by seed and bf16."""
-    target = load_recipe(find_recipe("alexnet-1gpu")).target_top1
-    assert target is not None
-    assert 55.5 <= target <= 56.52 - 0.3
-
-
-@pytest.mark.parametrize(
-    "command", [("train", "--recipe", "smoke"), ("eval", "--weights", "w.pth", "--recipe", "smoke")]
-)
-def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[..., str], command: tuple[str, ...]):
-    said = refusal(*command, "--recipe", "smoke", "--on-bad-image", "skip")
+@pytest.mark.parametrize("command", ["train", "eval --weights w.pth"])
+def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[..., str], command: str):
+    said = refusal(*command.split(), "--recipe", "smoke", "--on-bad-image", "skip")
     assert "data.on_bad_image" in said, "of a recipe without images"
-    assert written_out({"seed": None, "data.on_bad_image": "skip"}) == ["data.on_bad_image=skip"]
 
 
 @pytest.mark.parametrize(
@@ -381,6 +295,7 @@ def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[.
         ("seed=1\nepochs=2", "sets several keys; give each a --set of its own"),
         (f"seed={'9' * 5000}", "cannot be read (Exceeds the limit"),
         (f"data.sizes={'[' * 3000}", "cannot be read ("),
+        (os.fsdecode(b"data.cache=/tmp/\xff"), "a path or name in it is not UTF-8; choose another"),
     ],
 )
 def test_a_wrong_override_is_met_in_words_of_toml(override: str, sentence: str):
@@ -388,16 +303,3 @@ def test_a_wrong_override_is_met_in_words_of_toml(override: str, sentence: str):
         load_recipe(find_recipe("demo"), overrides=[override])
     assert sentence in str(error.value)
     assert not re.search(r"\[_|\.literal\[|constrained|function-", str(error.value))
-
-
-def test_a_path_that_is_no_utf8_is_refused_as_such():
-    place = os.fsdecode(b"/tmp/" + bytes([255]))
-    with pytest.raises(UserError, match="a path or name in it is not UTF-8; choose another"):
-        load_recipe(find_recipe("cifar10-resnet18"), overrides=[f"data.cache={place}"])
-
-
-@pytest.mark.parametrize("seconds", ["inf", "1e12"])
-def test_a_join_timeout_above_the_limit_is_refused(seconds: str):
-    done = CliRunner().invoke(app, ["train", "--recipe", "demo", "--join-timeout", seconds])
-    assert done.exit_code == 2
-    assert "100000000" in done.stderr
