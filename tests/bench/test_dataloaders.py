@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 from PIL import Image
 
-from imagenet_fast.bench.dataloaders import Loader, bench_loading, parse_loaders
+from imagenet_fast.bench.dataloaders import Loader, bench_loading
 from imagenet_fast.bench.tables import loading_table
 from imagenet_fast.data.imagefolder import ImageFolder, scan
 from imagenet_fast.data.prefetch import THREADS
@@ -95,36 +95,28 @@ def test_where_dali_is_not_installed_the_table_says_so(noise: None, monkeypatch:
 
 
 def test_more_images_than_there_are(refusal: Callable[..., str], tmp_path: Path, noise: None):
-    assert parse_loaders("dali, synthetic") == ["dali", "synthetic"]
     make_photos(tmp_path, 2, side=32)
-    small = ("--data", str(tmp_path), "--batch", "9", "--loaders", "folder")
-    assert "holds 2 images, fewer than a batch; --batch 2" in refusal("bench", "data", *small)
+    said = refusal("bench", "data", "--data", str(tmp_path), "--batch", "9", "--loaders", "folder")
+    assert "holds 2 images, fewer than a batch; --batch 2" in said
 
 
-@pytest.fixture
-def damaged(tmp_path: Path, noise: None) -> Path:
-    """Four images, the first of which is cut off."""
+@pytest.mark.parametrize(
+    ("loader", "sentence"),
+    [
+        ("decoding", "{bad} cannot be decoded"),
+        pytest.param("torchvision-pil", "such files; take them away to measure", marks=pytest.mark.ci),
+        ("folder", None),
+    ],
+)
+def test_an_image_that_is_cut_off_is_named_or_passed_over(
+    loader: str, sentence: str | None, refusal: Callable[..., str], tmp_path: Path, noise: None
+):
     make_photos(tmp_path, 4, side=64)
     bad = min((tmp_path / "train").glob("*/*"))
     bad.write_bytes(bad.read_bytes()[:500])
-    return tmp_path
-
-
-MEASURED = ("--batch", "4", "--seconds", "0", "--rounds", "1", "--workers", "1", "--loaders")
-
-
-def test_an_image_that_cannot_be_decoded_is_named_by_decoding(refusal: Callable[..., str], damaged: Path):
-    said = refusal("bench", "data", "--data", str(damaged), *MEASURED, "decoding")
-    assert f"{min((damaged / 'train').glob('*/*'))} cannot be decoded" in said
-
-
-@pytest.mark.ci
-@pytest.mark.usefixtures("subprocesses")
-def test_it_ends_torchvisions_loader(refusal: Callable[..., str], damaged: Path):
-    said = refusal("bench", "data", "--data", str(damaged), *MEASURED, "torchvision-pil")
-    assert "such files; take them away to measure" in said
-
-
-def test_it_is_passed_over_by_ours(damaged: Path):
-    (rate,) = bench_loading(["folder"], damaged, image_size=32, batch=4, workers=1, seconds=0)
-    assert rate.images_per_s
+    if sentence is None:
+        (rate,) = bench_loading(["folder"], tmp_path, image_size=32, batch=4, workers=1, seconds=0)
+        assert rate.images_per_s
+    else:
+        measured = f"--data {tmp_path} --batch 4 --seconds 0 --rounds 1 --workers 1 --loaders {loader}"
+        assert sentence.format(bad=bad) in refusal("bench", "data", *measured.split())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app
 
@@ -68,6 +67,16 @@ pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 st
 data --loaders dali,disk -> --loaders dali,disk: a loader is one of synthetic, folder, dali
 step --checkpoint-every 2 --steps 3 -> --steps has no effect beside --checkpoint-every
 profile here.txt -> here.txt does not end in .json
+step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
+sync --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
+sync --sync lazy,lazy:bf16 -> names lazy:bf16 twice (lazy and lazy:bf16 are the same); leave one out
+sync --batches 16,32,16 -> --batches 16,32,16 names 16 twice; leave one out
+sync --count --ranks 8,64,08 -> names 08 twice (8 and 08 are the same); leave one out
+collectives --collectives ring,native,ring -> --collectives ring,native,ring names ring twice; leave one out
+collectives --sizes 1MB,4KB,1m -> names 1m twice (1MB and 1m are the same); leave one out
+pipeline --micro-batches 1,4,4 -> --micro-batches 1,4,4 names 4 twice; leave one out
+pipeline --schedules gpipe,gpipe -> --schedules gpipe,gpipe names gpipe twice; leave one out
+data --loaders dali,synthetic,dali -> --loaders dali,synthetic,dali names dali twice; leave one out
 """
 """Options of `bench`, and what is said to them."""
 
@@ -78,36 +87,6 @@ USUAL = {"collectives": ("--collectives", "ring"), "pipeline": ("--schedules", "
 def test_what_cannot_be_measured(line: str, sentence: str, refusal: Callable[..., str]):
     command, *options = line.split()
     assert sentence in refusal("bench", command, *USUAL.get(command, ()), *options)
-
-
-@pytest.mark.parametrize(
-    ("command", "option", "value", "twice"),
-    [
-        ("step", "--sync", "lazy,ring, lazy", "lazy"),
-        ("sync", "--sync", "lazy,ring,lazy", "lazy"),
-        ("sync", "--sync", "lazy,lazy:bf16", "lazy:bf16 twice (lazy and lazy:bf16 are the same)"),
-        ("sync", "--batches", "16,32,16", "16"),
-        ("sync --count", "--ranks", "8,64,08", "08 twice (8 and 08 are the same)"),
-        ("collectives", "--collectives", "ring,native,ring", "ring"),
-        ("collectives", "--sizes", "1MB,4KB,1m", "1m twice (1MB and 1m are the same)"),
-        ("pipeline", "--micro-batches", "1,4,4", "4"),
-        ("pipeline", "--schedules", "gpipe,gpipe", "gpipe"),
-        ("data", "--loaders", "dali,synthetic,dali", "dali"),
-    ],
-)
-def test_nothing_is_measured_twice(command: str, option: str, value: str, twice: str, refusal: Callable[..., str]):
-    """The second was probably meant to be another."""
-    named = twice if "twice" in twice else f"{twice} twice"
-    assert (
-        refusal("bench", *command.split(), option, value) == f"error: {option} {value} names {named}; leave one out\n"
-    )
-
-
-@pytest.mark.parametrize("option", ["--ranks-per-host", "--ranks-per-node"])
-def test_no_ranks_are_refused(option: str):
-    none = CliRunner().invoke(app, ["bench", "sync", "--count", option, "0"])
-    assert none.exit_code == 2
-    assert option in none.output
 
 
 NETWORKS = (

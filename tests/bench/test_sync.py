@@ -119,13 +119,10 @@ def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(
 def test_a_smaller_batch_computes_less_and_sends_as_much():
     measure = partial(bench_sync, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
     small, large = rows = bench_batches(SMALL, [16, 64], measure)
-    assert (small.batch, large.batch) == (16, 64)
     assert SMALL.compute_s / 4 <= small.ddp.compute_s < SMALL.compute_s <= large.ddp.compute_s
     for row in rows:
         assert (row.ddp.engine, row.hybrid.engine) == ("ddp", "hybrid")
-        assert row.ddp.compute_s == row.hybrid.compute_s
         assert row.gain == pytest.approx(1 - row.hybrid.step_s / row.ddp.step_s)
-        assert row.hybrid.limit_s >= row.hybrid.compute_s
     assert str(batch_table(rows).title) == "small, 2 hosts, loopback, bf16"
 
 
@@ -143,21 +140,16 @@ class Clock:
         self.now += seconds + self._late
 
 
-@pytest.mark.parametrize(("late", "lasts"), [(0.0, 10.0), (0.25, 10.25), (1.75, 10.75)])
+@pytest.mark.parametrize(
+    ("late", "busy", "lasts"), [(0.0, 0.0, 10.0), (0.25, 0.0, 10.25), (1.75, 0.0, 10.75), (0.0, 0.5, 15.0)]
+)
 def test_a_layer_that_was_woken_late_makes_up_for_it_in_the_next_ones(
-    late: float, lasts: float, monkeypatch: pytest.MonkeyPatch
+    late: float, busy: float, lasts: float, monkeypatch: pytest.MonkeyPatch
 ):
+    """But not for what is done between two of them."""
     clock, pace = Clock(late), Pace()
     monkeypatch.setattr(replay, "time", clock)
     for _ in range(10):
         pace.nap(1.0)
+        clock.now += busy
     assert clock.now - 5.0 == pytest.approx(lasts)
-
-
-def test_what_is_done_between_two_naps_is_not_made_up_for(monkeypatch: pytest.MonkeyPatch):
-    clock, pace = Clock(0.0), Pace()
-    monkeypatch.setattr(replay, "time", clock)
-    pace.nap(1.0)
-    clock.now += 0.5
-    pace.nap(1.0)
-    assert clock.now - 5.0 == pytest.approx(2.5)

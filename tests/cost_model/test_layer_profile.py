@@ -69,12 +69,10 @@ def test_a_seed_is_always_the_same_network_and_seeds_differ_in_every_way():
     giants = []
     for profile in drawn:
         sizes = [layer.elements for layer in profile.layers]
-        giant = sizes.index(max(sizes))
-        giants.append(giant / (len(sizes) - 1))
+        giants.append(sizes.index(max(sizes)) / (len(sizes) - 1))
         assert 6 <= len(sizes) <= 48
         assert min(sizes) > 0
-        assert all(layer.forward_ms > 0 and layer.backward_ms > layer.forward_ms for layer in profile.layers)
-        assert {layer.kind for layer in profile.layers} <= {"Linear", "Conv2d"}
+        assert all(layer.backward_ms > layer.forward_ms > 0 for layer in profile.layers)
     assert min(giants) < 0.1
     assert max(giants) > 0.9
     assert len({len(profile.layers) for profile in drawn}) > 10
@@ -87,13 +85,11 @@ LAYER = {"name": "a", "kind": "Linear", "shapes": [[3, 2]], "forward_ms": 1.0, "
     ("layers", "sentence"),
     [
         ([LAYER | {"shapes": [[64, 3, 11.5]]}], "11.5 is no length of a tensor"),
-        ([LAYER | {"shapes": [[10**30]]}], "is no length of a tensor"),
         ([LAYER | {"shapes": [[2**40, 2**40]]}], "is too large"),
         ([LAYER | {"shapes": [[-3, 2]]}], "-3 is no length of a tensor"),
         ([LAYER | {"forward_ms": -1.0}], "-1.0 is no time of a layer"),
         ([LAYER | {"backward_ms": float("nan")}], "nan is no time of a layer"),
         ([LAYER | {"forward_ms": "soon"}], "could not convert"),
-        ([LAYER | {"forward_ms": 0, "backward_ms": 0}], "it has no parameters, or no layer that takes"),
         ([], "it has no parameters, or no layer that takes"),
     ],
 )

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from imagenet_fast.cost_model.layer_profile import Timing, load_profile, random_profile
+from imagenet_fast.cost_model.layer_profile import Timing, random_profile
 from imagenet_fast.cost_model.step_simulator import step_lower_bound
 
 QUARTER = Timing(needed=(0.2, 0.1, 0.0), forward_s=0.25, ready=(0.25, 0.5, 0.75), backward_s=0.75)
@@ -82,9 +82,3 @@ def test_it_lies_between_simpler_bounds_for_any_network():
             step_lower_bound(profile.timing, seconds, awaits) for awaits in ("each", "backward", "read")
         )
         assert max(profile.compute_s, raw) <= read <= backward <= each == pytest.approx(profile.compute_s + raw)
-
-
-def test_alexnets_on_four_hosts_of_250_mbit():
-    """With the compute and the raw all-reduce that were measured there on 22 November 2026."""
-    profile = load_profile("alexnet").downscaled(4).scaled_to(1.407)
-    assert step_lower_bound(profile.timing, profile.all_reduce_seconds(1.534), "read") == pytest.approx(1.558, abs=1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -17,6 +17,9 @@ END = len(MESSAGES)
 """The event after the last slot's."""
 SECOND = Timing((0.5, 0.0), 1.0, (0.5, 1.0), 1.0)
 """Two layers, a second each way."""
+LAST, FIRST, BOTH = range(1), range(1, 2), range(2)
+WIRE, LATE = LinkModel(0.0, 1e-6), LinkModel(0.25, 1e-6)
+"""1 MB/s, without latency and with."""
 
 
 def step_s(
@@ -24,9 +27,13 @@ def step_s(
     planned: bool = False,
 ) -> float:  # fmt: skip
     tasks, times = [sending.task for sending in sendings], [*timing.ready, timing.backward_s]
-    if planned:
-        return simulated_step_s(sendings, plan_release_order(tasks, times, sendings[0].link.s_per_byte), awaits, timing)
-    return simulated_step_s(sendings, as_ready(tasks, len(times)), awaits, timing)
+    order = plan_release_order(tasks, times, sendings[0].link.s_per_byte) if planned else as_ready(tasks, len(times))
+    return simulated_step_s(sendings, order, awaits, timing)
+
+
+def sent(seconds: float, slots: range, link: LinkModel, event: int = 2, rank: int = 0, **more: Any) -> SimMessage:
+    """A message in the step of two layers that takes so long at 1 MB/s."""
+    return SimMessage(Task(event, 1e6 * seconds, (rank,)), slots, link, **more)
 
 
 def one_by_one(link: LinkModel, pieces: int = 1, event: int | None = None) -> list[SimMessage]:
@@ -59,92 +66,67 @@ def test_pieces_of_a_message_share_its_latency():
 
 
 def test_latencies_of_many_overlap_and_calls_do_not():
-    many = [SimMessage(Task(END, 1.0, (0,)), range(5), LinkModel(0.5, 0.0)) for _ in range(100)]
-    assert step_s(many, "backward") == pytest.approx(3.0 + 0.5)
-    many = [SimMessage(Task(END, 1.0, (0,)), range(5), LinkModel(0.5, 0.0, 0.01)) for _ in range(100)]
-    assert step_s(many, "backward") == pytest.approx(3.0 + 0.5 + 100 * 0.01)
-    long = [SimMessage(Task(END, 1e6, (0,)), range(5), LinkModel(0.5, 1e-7, 0.01)) for _ in range(100)]
-    assert step_s(long, "backward") == pytest.approx(3.0 + 0.5 + 100 * 0.1), "behind the wire they are hidden"
+    def step_of_100(message: float, link: LinkModel) -> float:
+        return step_s([SimMessage(Task(END, message, (0,)), range(5), link)] * 100, "backward")
+
+    assert step_of_100(1.0, LinkModel(0.5, 0.0)) == pytest.approx(3.0 + 0.5)
+    assert step_of_100(1.0, LinkModel(0.5, 0.0, 0.01)) == pytest.approx(3.0 + 0.5 + 100 * 0.01)
+    hidden = 3.0 + 0.5 + 100 * 0.1  # behind the wire
+    assert step_of_100(1e6, LinkModel(0.5, 1e-7, 0.01)) == pytest.approx(hidden)
 
 
-def test_the_next_forward_stands_still_only_where_a_layer_is_missing():
-    link = LinkModel(0.0, 1e-6)
-
-    def late(slot: int, message: float) -> float:
-        return step_s([SimMessage(Task(2, message, (0,)), range(slot, slot + 1), link)], "read", SECOND) - 2.0
-
-    assert late(0, 0.4e6) == 0.0
-    assert late(0, 0.7e6) == pytest.approx(0.2)
-    assert late(1, 0.4e6) == pytest.approx(0.4)
+@pytest.mark.parametrize(("slots", "seconds", "late"), [(LAST, 0.4, 0.0), (LAST, 0.7, 0.2), (FIRST, 0.4, 0.4)])
+def test_the_next_forward_stands_still_only_where_a_layer_is_missing(slots: range, seconds: float, late: float):
+    assert step_s([sent(seconds, slots, WIRE)], "read", SECOND) - 2.0 == pytest.approx(late)
 
 
 def test_a_second_half_costs_a_latency_of_its_own_behind_the_firsts():
-    link = LinkModel(0.25, 1e-6)
-    halves = [
-        SimMessage(Task(2, 0.1e6, (0,)), range(2), link),
-        SimMessage(Task(2, 0.1e6, (1,), after=0), range(2), link),
-    ]
-    assert step_s(halves, "read", SECOND) == pytest.approx(2.0 + 2 * (0.1 + 0.25))
+    second = SimMessage(Task(2, 0.1e6, (1,), after=0), BOTH, LATE)
+    assert step_s([sent(0.1, BOTH, LATE), second], "read", SECOND) == pytest.approx(2.0 + 2 * (0.1 + 0.25))
 
 
 def test_what_is_urgent_at_the_end_of_backward_has_the_wire_to_itself():
-    link = LinkModel(0.25, 1e-6)
-    last = SimMessage(Task(2, 0.1e6, (0,)), range(1, 2), link, urgent=True)
-    other = SimMessage(Task(2, 0.1e6, (1,)), range(1), link)
+    last, other = sent(0.1, FIRST, LATE, urgent=True), sent(0.1, LAST, LATE, rank=1)
     assert step_s([last, other], "read", SECOND) == pytest.approx(2.0 + 0.35)
     assert step_s([last, last, other], "backward", SECOND) == pytest.approx(2.0 + 0.2 + 0.25 + 0.1 + 0.25)
-    early = SimMessage(Task(0, 0.1e6, (0,)), range(1, 2), link, urgent=True)
-    assert step_s([early, SimMessage(Task(0, 0.6e6, (1,)), range(1), link)], "backward", SECOND) == pytest.approx(2.45)
+    early = [sent(0.1, FIRST, LATE, event=0, urgent=True), sent(0.6, LAST, LATE, event=0, rank=1)]
+    assert step_s(early, "backward", SECOND) == pytest.approx(2.45)
 
 
-def test_of_a_queue_so_many_are_under_way_at_a_time():
-    def queued(abreast: float) -> list[SimMessage]:
-        return [SimMessage(Task(2, 0.1e6, (0,)), range(2), LinkModel(0.25, 1e-6), abreast=abreast) for _ in range(4)]
-
-    assert step_s(queued(4), "backward", SECOND) == pytest.approx(2.0 + 4 * 0.1 + 0.25)
-    assert step_s(queued(2), "backward", SECOND) == pytest.approx(2.0 + 2 * (2 * 0.1 + 0.25))
-    assert step_s(queued(1), "backward", SECOND) == pytest.approx(2.0 + 4 * (0.1 + 0.25))
+@pytest.mark.parametrize(("abreast", "after"), [(4, 4 * 0.1 + 0.25), (2, 2 * (2 * 0.1 + 0.25)), (1, 4 * (0.1 + 0.25))])
+def test_of_a_queue_so_many_are_under_way_at_a_time(abreast: float, after: float):
+    queued = [sent(0.1, BOTH, LATE, abreast=abreast)] * 4
+    assert step_s(queued, "backward", SECOND) == pytest.approx(2.0 + after)
 
 
-def test_messages_in_flight_share_the_wire():
-    def late(abreast: int) -> float:
-        sendings = [
-            SimMessage(Task(2, 0.2e6, (0,)), slots, LinkModel(0.0, 1e-6), abreast=abreast)
-            for slots in (range(1, 2), range(1), range(1), range(1))
-        ]
-        return step_s(sendings, "read", SECOND) - 2.0
-
-    assert late(1) == pytest.approx(max(0.2, 0.8 - 0.5))
-    assert late(2) == pytest.approx(max(0.4, 0.8 - 0.5))
-    assert late(4) == pytest.approx(0.8)
+@pytest.mark.parametrize(("abreast", "late"), [(1, max(0.2, 0.8 - 0.5)), (2, max(0.4, 0.8 - 0.5)), (4, 0.8)])
+def test_messages_in_flight_share_the_wire(abreast: int, late: float):
+    sendings = [sent(0.2, slots, WIRE, abreast=abreast) for slots in (FIRST, LAST, LAST, LAST)]
+    assert step_s(sendings, "read", SECOND) - 2.0 == pytest.approx(late)
 
 
-def test_at_the_end_of_backward_kinds_take_turns():
+@pytest.mark.parametrize(
+    ("other", "late"),
+    [
+        ("", 0.6),  # both share the wire to the end
+        ("other", 0.4),  # the third of the first shares it with the first of the last
+    ],
+)
+def test_at_the_end_of_backward_kinds_take_turns(other: str, late: float):
     """So what is needed last does not share the wire with what is needed first."""
-
-    def late(other: str) -> float:
-        first = [SimMessage(Task(2, 0.1e6, (0,)), range(1, 2), LinkModel(0.0, 1e-6), queue="one", abreast=1)] * 3
-        last = [
-            SimMessage(Task(2, 0.1e6, (1,)), range(1), LinkModel(0.0, 1e-6), queue="two", abreast=1, kind=other)
-        ] * 3
-        return step_s([*first, *last], "read", SECOND) - 2.0
-
-    assert late("") == pytest.approx(0.6), "both share it to the end"
-    assert late("other") == pytest.approx(0.4), "the third of the first shares it with the first of the last"
+    first = [sent(0.1, FIRST, WIRE, queue="one", abreast=1)] * 3
+    last = [sent(0.1, LAST, WIRE, rank=1, queue="two", abreast=1, kind=other)] * 3
+    assert step_s([*first, *last], "read", SECOND) - 2.0 == pytest.approx(late)
 
 
-def test_codec_time_overlaps_with_the_wire():
-    link = LinkModel(0.0, 1e-6)
-
-    def coded(encode: float, decode: float) -> float:
-        codec = CodecCost(encode * 1e-6, decode * 1e-6)
-        return (
-            step_s([SimMessage(Task(2, 1e5, (0,)), range(2), link, codec) for _ in range(10)], "backward", SECOND) - 2.0
-        )
-
-    assert coded(0.0, 0.0) == pytest.approx(1.0)
-    assert coded(0.25, 0.25) == pytest.approx(0.025 + 1.0 + 0.025), "the wire is the slower"
-    assert coded(2.0, 1.0) == pytest.approx(10 * 0.3 + 0.1, rel=0.01), "the processor is"
+@pytest.mark.parametrize(
+    ("encode", "decode", "seconds"),
+    [(0.0, 0.0, 1.0), (0.25, 0.25, 0.025 + 1.0 + 0.025), (2.0, 1.0, 10 * 0.3 + 0.1)],
+    ids=["none", "faster than the wire", "slower"],
+)
+def test_codec_time_overlaps_with_the_wire(encode: float, decode: float, seconds: float):
+    coded = [sent(0.1, BOTH, WIRE, codec=CodecCost(encode * 1e-6, decode * 1e-6))] * 10
+    assert step_s(coded, "backward", SECOND) - 2.0 == pytest.approx(seconds, rel=0.01 if encode > 1 else None)
 
 
 @pytest.mark.parametrize("awaits", ["each", "backward", "read"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,30 +47,20 @@ def test_a_file_of_ones_own(tmp_path: Path):
     ("old", "new", "sentence"),
     [
         ("gbit = 25", "gbit = -25", "nic.gbit is -25: input should be greater than or equal to 0.000001; correct it"),
-        ("gbit = 25", "gbit = 25\ncount = 0", "nic.count is 0: input should be greater than or equal to 1; correct"),
         ("gbit = 25", "", "nic.gbit is missing; add it"),
         ("nodes = 4", "nodes = 0", "nodes is 0: input should be greater than or equal to 1; correct it"),
-        ("nodes = 4", "", "nodes is missing; add it"),
         ("nodes = 4", "nodes = 4\nracks = 2", "unknown key racks; the keys here are source, nodes"),
         ("gbit = 25", "gbit = 25\nspeed = 2", "unknown key nic.speed; the keys here are gbit, count"),
         ("gbit = 25", "gbit = 25\nefficiency = [0.9, 0.8, 1]", "nic: efficiency is low, used, high"),
-        ("gbit = 25", "gbit = 25\nefficiency = [0.9]", "nic.efficiency"),
         ("nodes = 4", "nodes = ", "cannot be read as TOML"),
         ("nodes = 4", f"nodes = {10**20}", "nodes is 100000000000000000000: input should be less than or"),
-        ("nodes = 4", "nodes = 4.5", "nodes is 4.5: input should be a valid integer; correct it"),
-        ("nodes = 4", "nodes = true", "nodes is true: input should be a valid integer; correct it"),
         ("nodes = 4", 'nodes = "unknown"', 'nodes is "unknown": input should be a valid integer'),
         ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "unknown key 'a\\nb'; the keys here are source"),
         ("gbit = 25", "gbit = nan", "nic.gbit is NaN: input should be a finite number; correct it"),
-        ("gbit = 25", "gbit = 1e-300", "nic.gbit is 1e-300: input should be greater than or equal to 0.000001"),
         ("[inside]", "[stragglers]\nsigma = [0, 0, 1e308]\n[inside]", "stragglers.sigma.2 is 1e+308: input"),
-        ("gbit = 25", "gbit = inf", "nic.gbit is Infinity: input should be a finite number; correct it"),
         ("gbit = 25", "gbit = 1e300", "nic.gbit is 1e+300: input should be less than or equal to 1000000"),
         ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "nic.efficiency.1 is NaN: input should be"),
-        ("gbit = 25", "gbit = 25\nlatency_us = -1", "nic.latency_us is -1: input should be greater than"),
         ("[nic]\ngbit = 25", "nic = 25", "nic is 25: input should be an object; correct it"),
-        ("[inside]", "[stragglers]\nsigma = [0, 0, inf]\n[inside]", "stragglers.sigma.2 is Infinity: input"),
-        ("[inside]", "[input]\nimages_per_s = -3\n[inside]", "input.images_per_s is -3: input should be"),
         ("[nic]", '[kinds]\nnodes = "guessed"\n[nic]', 'kinds.nodes is "guessed": input should be \'meas'),
         ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', 'kinds has a key "nic.speed" that no cluster'),
     ],
@@ -82,21 +73,20 @@ def test_wrong_clusters_get_one_sentence(tmp_path: Path, old: str, new: str, sen
     assert "\n" not in str(refused.value)
 
 
-def test_files_that_are_no_clusters_get_one_sentence(tmp_path: Path):
-    (tmp_path / "folder.toml").mkdir()
-    wide = tmp_path / "wide.toml"
-    for name, content, sentence in (
-        ("folder.toml", None, "folder.toml is a folder; name the cluster's .toml file in it"),
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("", None, " is a folder; name the cluster's .toml file in it"),
         ("gone.toml", None, "gone.toml; correct the path, or take one of abci, cloud-25g"),
         ("wide.toml", GOOD.encode("utf-16"), "wide.toml is not in UTF-8, as TOML must be; save it in UTF-8"),
-        ("wide.toml", GOOD.replace("a test", "caf\xe9").encode("latin-1"), "wide.toml is not in UTF-8"),
         ("wide.toml", b"", 'wide.toml: source is missing; add it, or write "unknown" where it may be'),
-    ):
-        if content is not None:
-            wide.write_bytes(content)
-        with pytest.raises(UserError) as refused:
-            load_cluster(str(tmp_path / name))
-        assert sentence in str(refused.value)
+    ],
+)
+def test_files_that_are_no_clusters_get_one_sentence(tmp_path: Path, name: str, content: bytes | None, sentence: str):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        load_cluster(str(tmp_path / name))
 
 
 def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
@@ -119,18 +109,14 @@ def test_unknown_devices_and_models_are_refused():
             DEVICES[device].compute(model)
 
 
-def test_a_recorded_profile_of_resnet18_predicts_resnet18(tmp_path: Path):
+def test_a_recorded_profile_is_a_device_of_its_own_model_and_image_size(tmp_path: Path):
     file = tmp_path / "mine.json"
-    save_profile(replace(load_profile("resnet50"), model="resnet18").scaled_to(0.1), file)
-    device = find_device(str(file), 100)
-    assert device.compute("resnet18")[0].seconds(100) == pytest.approx(0.1, rel=1e-3)
-    assert device.layers("resnet18").model == "resnet18"
-
-
-def test_a_recorded_profile_is_a_device(tmp_path: Path):
-    file = tmp_path / "mine.json"
-    save_profile(load_profile("resnet50").scaled_to(0.2), file)
+    profile = replace(load_profile("resnet50"), model="resnet18", pixels=160).scaled_to(0.2)
+    save_profile(profile, file)
     with pytest.raises(UserError, match="write the images of its step as device_batch"):
         find_device(str(file), None)
-    (compute,) = find_device(str(file), 100).compute("resnet50")
-    assert (compute.seconds(100), compute.kind) == (pytest.approx(0.2, rel=1e-3), "measured")
+    device = find_device(str(file), 100)
+    assert device.layers("resnet18").model == "resnet18"
+    (compute,) = device.compute("resnet18")
+    assert (compute.seconds(100, 160), compute.kind) == (pytest.approx(0.2, rel=1e-3), "measured")
+    assert compute.seconds(100, 320) == pytest.approx(4 * 0.2, rel=1e-3)
