@@ -30,12 +30,10 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):
     assert make_photos(tmp_path, 6) == "parts of scikit-learn's two photos"
     train, val = scan(tmp_path)
-    assert (len(train), len(val)) == (6, 1)
-    assert len({train.read(index) for index in range(6)}) == 6
-    for index in range(6):
-        assert 40_000 < len(train.read(index)) < 200_000
-        with Image.open(train.name(index)) as photo:
-            assert photo.size == (500, 375)
+    assert len(val) == 1
+    assert len({train.read(index) for index in range(6)}) == len(train) == 6
+    assert {Image.open(train.name(index)).size for index in range(6)} == {(500, 375)}
+    assert all(40_000 < len(train.read(index)) < 200_000 for index in range(6))
 
 
 def test_without_scikit_learn_they_are_noise_that_takes_as_long(tmp_path: Path, noise: None):
@@ -44,7 +42,6 @@ def test_without_scikit_learn_they_are_noise_that_takes_as_long(tmp_path: Path, 
 
 
 @pytest.mark.ci
-@pytest.mark.usefixtures("subprocesses")
 def test_every_loader_is_timed_in_one_run_and_drawn(tmp_path: Path):
     words = "data --image-size 32 --batch 2 --workers 1 --seconds 0 --rounds 2 --loaders"
     rates, printed = benched(tmp_path, words, ",".join(get_args(Loader)))
@@ -60,9 +57,7 @@ def test_every_loader_is_timed_in_one_run_and_drawn(tmp_path: Path):
 def test_photos_may_be_shrunk_first(tmp_path: Path, refusal: Callable[..., str], noise: None):
     make_photos(tmp_path, 2, side=120)
     train, val = scan(tmp_path)
-    for name in (train.name(0), train.name(1), val.name(0)):
-        with Image.open(name) as photo:
-            assert photo.size == (160, 120)
+    assert {Image.open(name).size for name in (train.name(0), train.name(1), val.name(0))} == {(160, 120)}
     (rate,) = bench_loading(["folder"], None, image_size=32, batch=2, workers=1, seconds=0, resize=120)
     assert rate.images.endswith(", 120 pixels on the shorter side")
     said = refusal("bench", "data", "--data", str(tmp_path), "--resize", "120")

@@ -80,11 +80,7 @@ def test_engines_bytes_are_those_that_bench_sync_counts(profile: Profile, names:
 @pytest.mark.parametrize("ranks", [16, 120])
 def test_padding_of_codes_is_not_sent(ranks: int):
     """The line of 120 ranks is 15 360 values, and ResNet-50 has many gradients of 64."""
-    settings, profile = LazySync(wire="int8"), load_profile("resnet50")
-    network = StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
-    (counted,) = bench_count(SMALL, [settings], str(ranks), 8, "56gbit")
-    planned = predict_step(settings, Step(SMALL, 1, 1, 0.1), network, 0.0)
-    assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.15)
+    profile, network = load_profile("resnet50"), StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
     plain, coded = (predict_step(LazySync(wire=w), Step(profile, 1, 1, 0.1), network, 0.0) for w in ("bf16", "int8"))
     assert coded.nic_bytes == pytest.approx(plain.nic_bytes / 2, rel=0.02)
 

@@ -17,18 +17,11 @@ from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
 from tests.conftest import tables
 
-Laid = Callable[..., Recipe]
 
-
-@pytest.fixture
-def laid() -> Laid:
+def laid(global_batch: int = 64, **parallel: Any) -> Recipe:
     """An AlexNet's recipe with a layout; ``global_batch`` is the other thing that decides."""
-
-    def recipe(global_batch: int = 64, **parallel: Any) -> Recipe:
-        model = {"model": {"kind": "alexnet"}, "data__image_size": 63}
-        return parse_recipe("test", tables(**model, global_batch=global_batch, parallel=parallel))
-
-    return recipe
+    model = {"model": {"kind": "alexnet"}, "data__image_size": 63}
+    return parse_recipe("test", tables(**model, global_batch=global_batch, parallel=parallel))
 
 
 def test_without_the_table_all_ranks_are_data_parallel(make_recipe: Callable[..., Recipe]):
@@ -71,7 +64,7 @@ def test_a_layout_has_a_name(parallel: dict[str, Any], ranks: int, name: str):
         ({"pipeline": 2, "micro_batches": 100}, 4, "give --set global_batch=200, or"),
     ],
 )  # fmt: skip
-def test_uneven_layout_is_refused_with_the_nearest(laid: Laid, parallel: dict[str, Any], ranks: int, sentence: str):
+def test_uneven_layout_is_refused_with_the_nearest(parallel: dict[str, Any], ranks: int, sentence: str):
     with pytest.raises(UserError) as error:
         check_axes(laid(**parallel), ranks)
     assert sentence in str(error.value)
@@ -95,7 +88,7 @@ def test_uneven_layout_is_refused_with_the_nearest(laid: Laid, parallel: dict[st
     ],
 )
 def test_a_batch_is_read_by_what_is_left_of_the_ranks_or_a_whole_pipeline(
-    laid: Laid, parallel: dict[str, Any], micro_batch: int, ranks: int, expected: tuple[int, int, int], line: str
+    parallel: dict[str, Any], micro_batch: int, ranks: int, expected: tuple[int, int, int], line: str
 ):
     recipe = laid(**parallel).model_copy(update={"micro_batch": micro_batch, "ranks": ranks})
     check_axes(recipe, ranks)
@@ -105,7 +98,7 @@ def test_a_batch_is_read_by_what_is_left_of_the_ranks_or_a_whole_pipeline(
     assert line in explain(recipe, recipe, batching)
 
 
-def test_what_is_proposed_comes_out_even(laid: Laid):
+def test_what_is_proposed_comes_out_even():
     for ranks, tensor, pipeline in product(range(1, 25), (2, 4, 8), (1, 2, 3)):
         asked: dict[str, Any] = {
             "tensor": tensor,
