@@ -132,13 +132,6 @@ def test_what_is_done_for_the_first_time_may_take_longer():
     assert position.at == (4, "data")
 
 
-def test_a_run_that_continues_begins_like_any_other():
-    position = Here()
-    position.enter("data", 5001)
-    assert position.at == (5001, "data")
-    assert position.fresh
-
-
 def test_waiting_restores_phase_unless_it_failed():
     position = Here()
     position.enter("forward", 3)
