@@ -25,6 +25,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import TorchvisionModel
 from imagenet_fast.recipe.schema import AlexNetBN, Model, ResNet
 from tests.conftest import tables
+from tests.corruption import corrupted
 from tests.models.test_models import NETWORKS
 
 SMALL = {"fc.weight": torch.arange(6.0).reshape(2, 3), "fc.bias": torch.tensor([0.5, -1.0])}
@@ -110,13 +111,8 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(zipped: bool, tmp_
     assert not mark.exists()
 
 
-def _truncated(path: Path) -> None:
-    torch.save(SMALL, path)
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def _cut_off(path: Path) -> None:
-    save_file(SMALL, path)
+def _cut_off(path: Path, save: Callable[[Any, Path], object]) -> None:
+    save(SMALL, path)
     path.write_bytes(path.read_bytes()[:-3])
 
 
@@ -130,13 +126,12 @@ def _scripted(path: Path) -> None:
 UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "nothing": (lambda path: path.write_bytes(b""), "holds no weights; give a .safetensors file, a .pth"),
     "a web page": (lambda path: path.write_text("<!DOCTYPE html><html>404"), "holds no weights"),
-    "text": (lambda path: path.write_text("1234567{ and so on"), "holds no weights"),
     "a pointer": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"),
         "pointer of Git LFS and not the weights; run `git lfs pull`",
     ),
-    "half a .pth": (_truncated, "damaged, or no state dict.*; copy or fetch it again"),
-    "half a .safetensors": (_cut_off, "damaged or cut off .*; copy or fetch it again"),
+    "half a .pth": (lambda path: _cut_off(path, torch.save), "damaged, or no state dict.*; copy or fetch it again"),
+    "half a .safetensors": (lambda path: _cut_off(path, save_file), "damaged or cut off .*; copy or fetch it again"),
     "a whole model": (lambda path: torch.save(torch.nn.Linear(2, 2), path), r"would have torch\.nn\."),
     "TorchScript": (_scripted, "damaged, or no state dict"),
     "a number": (lambda path: torch.save(3, path), "holds no state dict; give"),
@@ -162,31 +157,19 @@ def test_what_holds_no_weights_is_refused_in_a_sentence(make: Callable[[Path], o
 
 
 def test_damage_is_refused_or_changes_nothing_but_values(tmp_path: Path):
-    """Bits flipped, ends cut off, ends replaced by noise, in each kind of file."""
-    file = tmp_path / "w"
-    chance = random.Random(0)
-    kinds = [
+    """In each kind of file."""
+    file, chance = tmp_path / "w", random.Random(0)
+    for write in (
         lambda: save_file(SMALL, file),
         lambda: torch.save({"state_dict": SMALL}, file),
         lambda: torch.save(SMALL, file, _use_new_zipfile_serialization=False),
-    ]
-    for write in kinds:
+    ):
         write()
         whole = file.read_bytes()
         for _ in range(70):
-            damaged = bytearray(whole)
-            at = chance.randrange(len(whole))
-            match chance.randrange(3):
-                case 0:
-                    damaged[at] ^= 1 << chance.randrange(8)
-                case 1:
-                    del damaged[at:]
-                case 2:
-                    damaged[at:] = chance.randbytes(len(whole) - at)
-            file.write_bytes(damaged)
+            file.write_bytes(corrupted(whole, chance))
             with suppress(UserError):
-                found = read_weights(file)
-                assert all(isinstance(tensor, Tensor) for tensor in found.tensors.values())
+                assert all(isinstance(tensor, Tensor) for tensor in read_weights(file).tensors.values())
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.ci) if k == "resnet50" else k for k in NETWORKS])
