@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
-import re
-import signal
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed import failure_detection, watchdog
 from imagenet_fast.distributed.failure_detection import leave_failure
@@ -30,15 +23,13 @@ from imagenet_fast.distributed.heartbeat import (
     describe_exit,
     describe_hang,
     describe_lost,
-    here,
     publish,
     published,
 )  # fmt: skip
 from imagenet_fast.distributed.process_groups import SLACK_S, set_group_timeouts
 from imagenet_fast.distributed.rank_info import ranges
 from imagenet_fast.distributed.stragglers import Stragglers, tell_slow
-from imagenet_fast.distributed.watchdog import Watchdog, watching_ranks
-from imagenet_fast.errors import JobAborted
+from imagenet_fast.distributed.watchdog import Watchdog
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.sync.comm_stream import CommStream
 from tests.ranks import run
@@ -130,13 +121,6 @@ def test_what_is_done_for_the_first_time_may_take_longer():
         fresh.append(position.fresh)
     assert fresh == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2 + [True, False]
     assert position.at == (4, "data")
-
-
-def test_a_run_that_continues_begins_like_any_other():
-    position = Here()
-    position.enter("data", 5001)
-    assert position.at == (5001, "data")
-    assert position.fresh
 
 
 def test_waiting_restores_phase_unless_it_failed():
@@ -299,72 +283,3 @@ def _limits() -> list[float]:
     before.close()
     after.close()
     return found
-
-
-WORLD, FAULTY, STEP = 3, 1, 4
-FAULTS = {
-    "killed": "rank 1 on {host} stopped answering at step 4, in backward; ",
-    "stopped": "rank 1 on {host} stopped answering at step 4, in backward; rank 0, 2 waited in sync for some s",
-    "hangs in its loader": "rank 1 on {host} has been in data at step 4 for some s, longer than timeout.step_s allows; "
-    "rank 0, 2 waited in sync for some s",
-    "leaves a collective out": "all ranks have waited for each other for some s, longer than timeout.step_s allows: "
-    "rank 0, 2 at step 4, in sync, rank 1 at step 5, in sync",
-}
-"""What becomes of a rank in step 4, and how it is told."""
-
-
-@pytest.mark.ci
-@pytest.mark.usefixtures("subprocesses")
-def test_whatever_stops_a_rank_the_others_end_in_time_and_say_where_it_is(tmp_path: Path):
-    """And what says it is one sentence, the same on all."""
-    context = multiprocessing.get_context("forkserver")
-    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in FAULTS]
-    worlds = []
-    for fault, store in zip(FAULTS, stores, strict=True):
-        (tmp_path / fault).mkdir()
-        worlds.append(
-            [context.Process(target=_steps, args=(rank, fault, store.port, tmp_path / fault)) for rank in range(WORLD)]
-        )
-    for process in chain(*worlds):
-        process.start()
-    healthy = [process for world in worlds for rank, process in enumerate(world) if rank != FAULTY]
-    for process in healthy:
-        process.join(60)
-    assert [process.exitcode for process in healthy] == [1] * len(healthy)
-    for process in chain(*worlds):
-        process.kill()
-    for fault, sentence in FAULTS.items():
-        said = {(tmp_path / fault / str(rank)).read_text() for rank in range(WORLD) if rank != FAULTY}
-        (told,) = {re.sub(r"for \d s", "for some s", words) for words in said}
-        assert told.startswith(sentence.format(host=socket.gethostname())), fault
-
-
-def _steps(rank: int, fault: str, port: int, folder: Path) -> None:
-    """Steps of 0.1 s, each with an all-reduce."""
-    torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
-
-    def end(sentence: str) -> None:
-        (folder / str(rank)).write_text(sentence)
-
-    try:
-        with watching_ranks(Timeout(first_step_s=60, step_s=2.5), end):
-            for step in range(1, 1000):
-                faulty = rank == FAULTY and step == STEP
-                here.enter("data", step)
-                if faulty and fault == "hangs in its loader":
-                    time.sleep(1000)
-                here.enter("backward")
-                time.sleep(0.1)
-                if faulty and fault in ("killed", "stopped"):
-                    time.sleep(1.5)  # until the others know where it is
-                    os.kill(os.getpid(), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-                with here.waiting():
-                    if rank != FAULTY or fault != "leaves a collective out" or step < STEP:
-                        dist.all_reduce(torch.ones(3))
-                    elif step > STEP:
-                        dist.recv(torch.empty(3), src=0)
-    except JobAborted as fault:
-        end(str(fault))
-        os._exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -36,15 +37,6 @@ def of_seven_classes(classes: int) -> nn.Module:
 
 def no_module(classes: int) -> list[int]:
     return [classes]
-
-
-def pair(classes: int) -> nn.Module:
-    class Pair(Own):
-        def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-            logits = super().forward(images)
-            return logits, logits
-
-    return Pair(classes, 8, 0.0)
 
 
 class Counting(nn.Module):
@@ -81,10 +73,6 @@ class LeNet(nn.Module):
         return logits
 
 
-def lenet(classes: int) -> nn.Module:
-    return LeNet(classes)
-
-
 class Residual(nn.Sequential):
     """Layers with a shortcut around them: not layers in turn, though its class is a Sequential's."""
 
@@ -99,6 +87,21 @@ def wrapped(classes: int, by: str) -> nn.Module:
     return model
 
 
+MORE: dict[str, Callable[[], nn.Module | nn.Parameter | nn.Buffer]] = {
+    "lazy": lambda: nn.LazyLinear(3),
+    "complex": lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)),
+    "double": lambda: nn.Parameter(torch.ones((), dtype=torch.float64)),
+    "unused": lambda: nn.Parameter(torch.ones(2)),
+    "part": lambda: nn.Parameter(torch.zeros(4, 4)[:, :2]),
+    "sparse": lambda: nn.Embedding(4, 4, sparse=True),
+    "index": lambda: nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False),
+    "small integers": lambda: nn.Buffer(torch.ones(4, dtype=torch.int16)),
+    "five dimensions": lambda: nn.Parameter(torch.ones(2, 2, 3, 3, 3)),
+    "mask": lambda: nn.Buffer(torch.full((3, 3), -math.inf).triu(1)),
+    "kept": lambda: torch.nn.utils.weight_norm(nn.Linear(2, 2)),
+}
+
+
 class Flat(nn.Module):
     """One linear layer, and what spoils it."""
 
@@ -106,50 +109,25 @@ class Flat(nn.Module):
         super().__init__()
         self.flaw = flaw
         self.head = nn.Linear(3 * 32 * 32, classes)
+        if flaw in MORE:
+            self.more = MORE[flaw]()
         match flaw:
-            case "lazy":
-                self.more = nn.LazyLinear(classes)
-            case "complex":
-                self.more = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-            case "double":
-                self.more = nn.Parameter(torch.ones((), dtype=torch.float64))
-            case "unused":
-                self.more = nn.Parameter(torch.ones(2))
-            case "part":
-                self.more = nn.Parameter(torch.zeros(4, 4)[:, :2])
             case "frozen":
                 self.requires_grad_(False)
-            case "sparse":
-                self.more = nn.Embedding(4, 4, sparse=True)
-            case "index":
-                self.more = nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False)
-            case "small integers":
-                self.register_buffer("more", torch.ones(4, dtype=torch.int16))
-            case "five dimensions":
-                self.more = nn.Parameter(torch.ones(2, 2, 3, 3, 3))
-            case "mask":
-                self.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
-            case "lazy norm":
-                self.more = nn.LazyBatchNorm1d(affine=False)
             case "drawn":
                 with torch.no_grad():
                     self.head.bias.fill_(random.random() + float(np.random.random()))
             case "norm of one":
                 self.norm = nn.BatchNorm1d(classes)
-            case "kept":
-                self.more = torch.nn.utils.weight_norm(nn.Linear(2, 2))
             case "mistyped":
                 len(3)  # type: ignore[arg-type]
-            case "exits":
-                raise SystemExit(2)
             case "raises":
                 raise RuntimeError("no luck\ntoday")
 
     def get_extra_state(self) -> object:
         return {"calls": 1} if self.flaw == "extra" else torch.zeros(1)
 
-    def set_extra_state(self, state: object) -> None:
-        pass
+    def set_extra_state(self, state: object) -> None: ...
 
     def forward(self, images: Tensor) -> Tensor:
         if self.flaw == "untraceable" and images.sum().item() > 0:
@@ -157,11 +135,16 @@ class Flat(nn.Module):
         if self.flaw == "late":
             self.register_buffer("grid", torch.zeros(4))
         logits: Tensor = self.head(images.flatten(1))
-        if self.flaw == "squeezed":
-            return logits.squeeze()
-        if self.flaw == "norm of one":
-            return self.norm(logits)
-        return logits.detach() if self.flaw == "detached" else logits
+        match self.flaw:
+            case "squeezed":
+                return logits.squeeze()
+            case "norm of one":
+                return self.norm(logits)
+            case "detached":
+                return logits.detach()
+            case "pair":
+                return logits, logits
+        return logits
 
 
 def flawed(classes: int, flaw: str) -> nn.Module:
@@ -173,24 +156,22 @@ def from_elsewhere(classes: int) -> nn.Module:
     return Own(classes, 8, 0.5).eval()
 
 
-def frozen(classes: int) -> nn.Module:
-    network = Own(classes, 8, 0.5)
-    network.stem[1].eval()
-    return network
+class Freezing(Own):
+    """It keeps its norm frozen, also by a ``train`` of its own, as detection networks do."""
 
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes, 8, 0.5)
+        self.train()
 
-class _Freezing(nn.Sequential):
-    """It keeps its norm frozen by a ``train`` of its own, as detection networks do."""
-
-    def train(self, mode: bool = True) -> _Freezing:
+    def train(self, mode: bool = True) -> Freezing:
         super().train(mode)
-        self[1].eval()
+        self.stem[1].eval()
         return self
 
 
-def freezing(classes: int) -> nn.Module:
+def frozen(classes: int) -> nn.Module:
     network = Own(classes, 8, 0.5)
-    network.stem = _Freezing(*network.stem)
+    network.stem[1].eval()
     return network
 
 
@@ -203,10 +184,3 @@ def edited(classes: int) -> nn.Module:
     layers = [nn.Linear(3 * 32 * 32, WIDTHS[0]), *(nn.Linear(a, b) for a, b in pairwise(WIDTHS))]
     layers[0].requires_grad_(not FROZEN)
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(WIDTHS[-1], classes))
-
-
-def loaded(classes: int) -> nn.Module:
-    """As with weights of its own file."""
-    network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, classes))
-    network.load_state_dict({"1.weight": torch.zeros(classes, 3 * 32 * 32), "1.bias": torch.zeros(classes)})
-    return network

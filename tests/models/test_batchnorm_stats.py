@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.reductions import average_batch_norms
-from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics, micro_momentum
+from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.init_weights import build_initial_model
@@ -77,66 +75,27 @@ def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float
             torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
 
 
-def test_a_model_without_norms_and_a_forward_that_fails_do_no_harm():
-    model = nn.Linear(2, 2)
-    with StepStatistics(model, 3).micro_step():
-        model(torch.ones(1, 2))
-    norm, first, second = nn.BatchNorm1d(3), torch.randn(4, 3), torch.randn(4, 3)
-    statistics = StepStatistics(norm, 2)
-    with statistics.micro_step():
-        norm(first)
-    with pytest.raises(ValueError, match="expected"), statistics.micro_step():
-        norm(torch.randn(4))
-    with statistics.micro_step():
-        norm(second)
-    assert norm.num_batches_tracked == 1
-    torch.testing.assert_close(norm.running_mean, 0.1 * (first.mean(0) + second.mean(0)) / 2)
-
-
+@pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
-def test_momenta_of_micro_batches_move_statistics_once_and_weigh_all_alike(micro_batches: int):
-    running, seen = 5.0, [float(number**2) for number in range(micro_batches)]
-    moved = running
-    for number, value in enumerate(seen):
-        moved += micro_momentum(0.1, micro_batches, number) * (value - moved)
-    assert moved == pytest.approx(0.9 * running + 0.1 * sum(seen) / micro_batches)
-
-
-@pytest.mark.parametrize("cut_off", ["in a forward", "after a forward"])
-def test_interrupted_pipeline_step_leaves_statistics_alone(cut_off: str):
-    norm = nn.BatchNorm1d(3)
-    statistics = PipelinedStatistics([norm], 2)
-    with (
-        pytest.raises(ValueError, match="expected") if cut_off == "in a forward" else nullcontext(),
-        statistics.forward(),
-    ):
-        norm(torch.randn(4) if cut_off == "in a forward" else torch.randn(4, 3))
-    assert norm.momentum == 0.1
-    norm.reset_running_stats()
-    statistics.begin()
-    batches = torch.randn(2, 4, 3)
-    for batch in batches:
-        with statistics.forward():
-            norm(batch)
-    torch.testing.assert_close(norm.running_mean, 0.1 * batches.mean((0, 1)))
-    assert norm.num_batches_tracked == 1
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
-def test_pipeline_norm_without_momentum_takes_the_mean(micro_batches: int):
-    """Each batch counts as one, whatever it is cut into."""
-    norm = nn.BatchNorm1d(3, momentum=None).double()
+def test_a_pipelines_norm_moves_once_a_step_and_weighs_its_micro_batches_alike(
+    momentum: float | None, micro_batches: int
+):
+    """As if it had seen their mean; without a momentum each step counts as one."""
+    norm = nn.BatchNorm1d(3, momentum=momentum).double()
     statistics = PipelinedStatistics([norm], micro_batches)
     batches = torch.randn(4, micro_batches, 8, 3, dtype=torch.float64) + torch.arange(4.0).view(4, 1, 1, 1)
-    for batch in batches:
+    mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    for step, batch in enumerate(batches, 1):
         statistics.begin()
         for part in batch:
             with statistics.forward():
                 norm(part)
-    torch.testing.assert_close(norm.running_mean, batches.mean((0, 1, 2)))
-    torch.testing.assert_close(norm.running_var, batches.var(2).mean((0, 1)))
+        share = momentum or 1 / step
+        mean, var = mean.lerp(batch.mean((0, 1)), share), var.lerp(batch.var(1).mean(0), share)
+    torch.testing.assert_close(norm.running_mean, mean)
+    torch.testing.assert_close(norm.running_var, var)
     assert norm.num_batches_tracked == 4
-    assert norm.momentum is None
+    assert norm.momentum == momentum
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
-from imagenet_fast.models.weights import Weights, fill, fit, read_weights, recognise, write_weights
+from imagenet_fast.models.weights import Weights, fit
 from imagenet_fast.recipe.schema import CifarNet as Settings
 
 LARGE, SMALL = (64, 256, 256), (64, 128, 128)
@@ -106,20 +104,6 @@ def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     frozen = {f"group{g}.norm{n}.weight" for g in (1, 2, 3) for n in (1, 2)} | {"whiten.weight"}
     assert {name for name, _ in model.named_parameters()} - trained == frozen
-
-
-@pytest.mark.parametrize("widths", [LARGE, SMALL])
-def test_weights_survive_a_file_and_are_recognised(widths: tuple[int, int, int], tmp_path: Path):
-    model = built(*widths)
-    model.set_whitening([correlated_images(5)])
-    write_weights(model.state_dict(), tmp_path / "w.safetensors", {})
-    found = read_weights(tmp_path / "w.safetensors")
-    settings = Settings(kind="cifarnet", widths=widths)
-    assert recognise(found) == (settings, 10)
-    again = build_model(settings, 10)
-    fill(again, fit(found, settings, 10))
-    images = correlated_images(3)
-    assert torch.equal(again.eval()(images), model.eval()(images))
 
 
 def test_weights_of_other_widths_are_named():

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
-from imagenet_fast.recipe.schema import Model
+from imagenet_fast.recipe.schema import Model, Recipe
 from imagenet_fast.sync.reshard_state import RunningMeans
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
@@ -35,13 +35,40 @@ OWN = "tests.models.own"
 ALONE = tests.world(0, 1)
 
 
+def own(function: str, **options: Any) -> PythonModel:
+    return PythonModel(kind="python", name=f"{OWN}:{function}", options=options)
+
+
+def of_torchvision(name: str, **options: Any) -> TorchvisionModel:
+    return TorchvisionModel(kind="torchvision", name=name, options=options)
+
+
+def of_timm(name: str, **options: Any) -> TimmModel:
+    return TimmModel(kind="timm", name=name, options=options)
+
+
+def flawed(flaw: str) -> PythonModel:
+    return own("flawed", flaw=flaw)
+
+
+def recipe_of(model: Model | dict[str, Any], **changes: Any) -> Recipe:
+    return parse_recipe("test", tables(model=model if isinstance(model, dict) else model.model_dump(), **changes))
+
+
+def check(model: PythonModel) -> nn.Module:
+    """The network, with which nothing is wrong."""
+    network = build_model(model, 10)
+    check_network(network, model, 10, [32], 32)
+    return network
+
+
 def test_networks_of_torchvision_and_timm_are_their_own_to_the_bit():
     import timm
 
     for named, make in (
-        (TorchvisionModel(kind="torchvision", name="mobilenet_v3_small", options={"dropout": 0.1}),
+        (of_torchvision("mobilenet_v3_small", dropout=0.1),
          lambda: torchvision.models.mobilenet_v3_small(num_classes=7, dropout=0.1)),
-        (TimmModel(kind="timm", name="test_vit", options={"img_size": 32, "drop_path_rate": 0.1}),
+        (of_timm("test_vit", img_size=32, drop_path_rate=0.1),
          lambda: timm.create_model("test_vit", num_classes=7, img_size=32, drop_path_rate=0.1)),
     ):  # fmt: skip
         torch.manual_seed(3)
@@ -54,33 +81,28 @@ def test_networks_of_torchvision_and_timm_are_their_own_to_the_bit():
 
 
 def test_a_function_is_called_with_the_classes_and_the_options():
-    model = build_model(PythonModel(kind="python", name=f"{OWN}:build", options={"width": 5}), 7)
+    model = build_model(own("build", width=5), 7)
     assert model.state_dict()["head.weight"].shape == (7, 5)
 
 
 def test_networks_that_give_several_outputs_in_training_give_one():
     with torch.device("meta"):
-        model = build_model(TorchvisionModel(kind="torchvision", name="googlenet"), 7)
+        model = build_model(of_torchvision("googlenet"), 7)
         assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
 
 
 def test_keys_for_any_model_hold_for_them():
-    model = build_model(
-        TorchvisionModel(kind="torchvision", name="resnet18", blurpool="conv", init=("linear_log_constant_bias",)), 7
-    )
+    both = {"blurpool": "conv", "init": ("linear_log_constant_bias",)}
+    model = build_model(of_torchvision("resnet18").model_copy(update=both), 7)
     assert sum(isinstance(module, BlurConv2d) for module in model.modules()) == 6
     assert len(set(model.get_parameter("fc.bias").tolist())) == 1
 
 
-def flawed(flaw: str) -> dict[str, Any]:
-    return {"kind": "python", "name": f"{OWN}:flawed", "options": {"flaw": flaw}}
-
-
 MODELS: dict[str, Model] = {
-    "a convolution is last": TorchvisionModel(kind="torchvision", name="squeezenet1_1"),
-    "two heads": TimmModel(kind="timm", name="deit_tiny_distilled_patch16_224", options={"depth": 1}),
-    "own": PythonModel(kind="python", name=f"{OWN}:build"),
-    "computes with values": PythonModel(kind="python", name=f"{OWN}:Counting"),
+    "a convolution is last": of_torchvision("squeezenet1_1"),
+    "two heads": of_timm("deit_tiny_distilled_patch16_224", depth=1),
+    "own": own("build"),
+    "computes with values": own("Counting"),
 }
 
 
@@ -96,67 +118,62 @@ def test_weights_fit_and_tell_their_classes_wherever_the_last_layer_is(name: str
         fit(weights, model, 9)
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ({"kind": "torchvision", "name": "resnet5"}, r"torchvision has no classifier 'resnet5'; did you mean resnet50"),
-        ({"kind": "torchvision", "name": "fcn_resnet50"}, "torchvision has no classifier 'fcn_resnet50'"),
-        (
-            {"kind": "torchvision", "name": "resnet18", "options": {"dropout": 0.1}},
-            r"does not take model.options \{'dropout': 0.1\}",
-        ),
-        ({"kind": "timm", "name": "vit_smal"}, "timm has no model 'vit_smal'; did you mean"),
-        ({"kind": "timm", "name": "test_vit", "options": {"dropuot": 0.1}}, "does not take model.options"),
-        ({"kind": "timm", "name": "vit_tiny_patch16_224"}, r"cannot take images of 32 pixels \(.*model.options"),
-        ({"kind": "python", "name": "build"}, "names no function; write it as package.module:function"),
-        ({"kind": "python", "name": "no_such.module:build"}, "no_such.module cannot be imported .*install it"),
-        ({"kind": "python", "name": f"{OWN}:biuld"}, f"{OWN} has no function biuld"),
-        ({"kind": "python", "name": f"{OWN}:no_module"}, "returned a list; let it return a torch.nn.Module"),
-        (
-            {"kind": "python", "name": f"{OWN}:of_seven_classes"},
-            r"shape \[2, 7\] for 2 images, and the data has 10 classes",
-        ),
-        ({"kind": "python", "name": f"{OWN}:pair"}, "returns a tuple for images; it must return a tensor"),
-        ({"kind": "python", "name": f"{OWN}:build", "dropout": 0.5}, "unknown key model.dropout; .*options"),
-        ({"kind": "timm"}, r"model.*name is missing; add it"),
-        ({"kind": "python", "name": f"{OWN}:build", "options": {"wide": 5}}, "does not take model.options {'wide': 5}"),
-        ({"kind": "timm", "name": "test_vit", "blurpool": "conv"}, "blurpool 'conv' blurs nothing"),
-        ({"kind": "torchvision", "name": "squeezenet1_1", "init": ["linear_log_constant_bias"]}, "linear last layer"),
-        (flawed("parallel"), "is wrapped in DataParallel; let it return the network itself"),
-        (flawed("lazy"), "has no shape for more.weight; call it on an image"),
-        (flawed("lazy norm"), "has no shape for more.running_mean; call it on an image"),
-        (flawed("complex"), "has more of torch.complex64; let its parameters be real"),
-        (flawed("part"), "has more as a part of a larger tensor.* a clone"),
-        (flawed("frozen"), "has no parameter that is trained"),
-        (flawed("sparse"), "has sparse gradients in more, .*sparse=False"),
-        (flawed("extra"), "keeps _extra_state as a dict, and only tensors are saved; make it a buffer"),
-        (flawed("detached"), "gives logits without a gradient"),
-        (flawed("double"), r"of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)"),
-        (flawed("mistyped"), r"cannot be built: TypeError in .*own.py, line \d+ \("),
-        (flawed("exits"), r"cannot be built: SystemExit in .*own.py, line \d+ \(2\)"),
-        (flawed("kept"), "cannot be copied .*parametrizations"),
-        (flawed("late"), "makes the buffer grid when it is called"),
-        (flawed("raises"), r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it"),
-    ],
-    ids=lambda value: value.get("options", {}).get("flaw") if isinstance(value, dict) else None,
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_in_a_sentence(model: dict[str, Any], said: str):
+REFUSED: dict[str, tuple[Model | dict[str, Any], str]] = {
+    "mistaken name": (of_torchvision("resnet5"), "torchvision has no classifier 'resnet5'; did you mean resnet50"),
+    "no classifier": (of_torchvision("fcn_resnet50"), "torchvision has no classifier 'fcn_resnet50'"),
+    "no such option": (of_torchvision("resnet18", dropout=0.1), r"does not take model.options \{'dropout': 0.1\}"),
+    "mistaken timm": (of_timm("vit_smal"), "timm has no model 'vit_smal'; did you mean"),
+    "mistaken option": (of_timm("test_vit", dropuot=0.1), "does not take model.options"),
+    "size": (of_timm("vit_tiny_patch16_224"), r"cannot take images of 32 pixels \(.*model.options"),
+    "blurs nothing": (of_timm("test_vit").model_dump() | {"blurpool": "conv"}, "blurpool 'conv' blurs nothing"),
+    "no linear layer": (
+        of_torchvision("squeezenet1_1").model_dump() | {"init": ["linear_log_constant_bias"]}, "linear last layer"
+    ),
+    "no name": ({"kind": "timm"}, r"model.*name is missing; add it"),
+    "no function": ({"kind": "python", "name": "build"}, "names no function; write it as package.module:function"),
+    "no module": ({"kind": "python", "name": "no_such.module:build"}, "no_such.module cannot be imported .*install it"),
+    "mistaken function": (own("biuld"), f"{OWN} has no function biuld"),
+    "a list": (own("no_module"), "returned a list; let it return a torch.nn.Module"),
+    "its own option": (own("build", wide=5), "does not take model.options {'wide': 5}"),
+    "outside options": (own("build").model_dump() | {"dropout": 0.5}, "unknown key model.dropout; .*options"),
+    "seven classes": (own("of_seven_classes"), r"shape \[2, 7\] for 2 images, and the data has 10 classes"),
+    "view": (own("LeNet"), "write reshape or flatten instead of view .*, or set channels_last to false"),
+}  # fmt: skip
+FLAWS = {
+    "pair": "returns a tuple for images; it must return a tensor",
+    "parallel": "is wrapped in DataParallel; let it return the network itself",
+    "lazy": "has no shape for more.weight; call it on an image",
+    "complex": "has more of torch.complex64; let its parameters be real",
+    "part": "has more as a part of a larger tensor.* a clone",
+    "frozen": "has no parameter that is trained",
+    "sparse": "has sparse gradients in more, .*sparse=False",
+    "extra": "keeps _extra_state as a dict, and only tensors are saved; make it a buffer",
+    "detached": "gives logits without a gradient",
+    "double": r"of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)",
+    "mistyped": r"cannot be built: TypeError in .*own.py, line \d+ \(",
+    "raises": r"cannot be built: RuntimeError in .*own.py, line \d+ \(no luck\); correct it",
+    "kept": "cannot be copied .*parametrizations",
+    "late": "makes the buffer grid when it is called",
+    "squeezed": r"shape \[10\] for 1 image, and the data has 10 classes",  # as an evaluation's last batch may be
+}
+REFUSED |= {flaw: (flawed(flaw), said) for flaw, said in FLAWS.items()}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_in_a_sentence(case: str):
+    model, said = REFUSED[case]
     refused(said, model)
 
 
-def refused(said: str, model: dict[str, Any], **changes: Any) -> None:
+def refused(said: str, model: Model | dict[str, Any], **changes: Any) -> None:
     with pytest.raises(UserError, match=said) as refusal:
-        build_initial_model(parse_recipe("test", tables(ranks=1, model=model, **changes)), 10, ALONE)
+        build_initial_model(recipe_of(model, ranks=1, **changes), 10, ALONE)
     assert "\n" not in str(refusal.value)
 
 
 def test_a_network_that_views_its_maps_takes_contiguous_images():
     """In channels_last memory ``view`` fails, and not before the first step."""
-    model = {"kind": "python", "name": f"{OWN}:lenet"}
-    refused(r"write reshape or flatten instead of view .*, or set channels_last to false", model)
-    recipe, named = parse_recipe("test", tables(ranks=1, model=model, channels_last=False)), PythonModel(**model)
-    network = build_model(named, 10)
-    check_network(network, named, 10, [32], 32)
+    recipe, network = recipe_of(own("LeNet"), ranks=1, channels_last=False), check(own("LeNet"))
     images = torch.zeros(4, 32, 32, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     for channels_last in (True, False):
         given = [(images, torch.zeros(4, dtype=torch.int64))]
@@ -166,42 +183,33 @@ def test_a_network_that_views_its_maps_takes_contiguous_images():
 
 
 def test_a_single_image_is_tried_where_there_may_be_one():
-    """An evaluation's last batch may have one, whatever the micro-batch; a training batch if micro_batch is 1."""
-    for flaw, changes, said in (
-        ("squeezed", {}, r"shape \[10\] for 1 image, and the data has 10 classes"),
-        ("norm of one", {"micro_batch": 1}, r"cannot take a single image of 32 pixels .*; choose a larger micro_batch"),
-    ):
-        refused(said, flawed(flaw), **changes)
-    named = PythonModel(**flawed("norm of one"))
-    check_network(build_model(named, 10), named, 10, [32], 32)
+    """A training batch has one if micro_batch is 1."""
+    said = r"cannot take a single image of 32 pixels .*; choose a larger micro_batch"
+    refused(said, flawed("norm of one"), micro_batch=1)
+    check(flawed("norm of one"))
 
 
 def test_weights_may_have_masks_of_infinities(tmp_path: Path):
     """A run's own weights must be read again, and an average of masks must be the mask."""
-    named = PythonModel(**flawed("mask"))
+    named = flawed("mask")
     network = build_model(named, 10)
     write_weights(network.state_dict(), tmp_path / "w.safetensors", {})
     fill(build_model(named, 10), fit(read_weights(tmp_path / "w.safetensors"), named, 10))
-    average = ModelEma(network, 0.9)
+    average, means, mask = ModelEma(network, 0.9), RunningMeans(), network.get_buffer("more")
+    others = {"third": torch.tensor([1 / 3, 0.1]), "rotary": torch.polar(torch.ones(4), torch.arange(4.0))}
     for _ in range(3):
         average.update(network.parameters())
         average.update_buffers()
-    assert torch.equal(average.module.get_buffer("mask"), network.get_buffer("mask"))
-    means = RunningMeans()
-    rotary = torch.polar(torch.ones(4), torch.arange(4.0))
-    for _ in range(3):
-        means.add("mask", network.get_buffer("mask"))
-        means.add("third", torch.tensor([1 / 3, 0.1]))
-        means.add("rotary", rotary)
-    assert torch.equal(means.all()["mask"], network.get_buffer("mask"))
-    assert torch.equal(means.all()["third"], torch.tensor([1 / 3, 0.1]))
-    assert torch.equal(means.all()["rotary"], rotary)
+        for name, tensor in (others | {"mask": mask}).items():
+            means.add(name, tensor)
+    assert torch.equal(average.module.get_buffer("more"), mask)
+    assert all(torch.equal(means.all()[name], tensor) for name, tensor in (others | {"mask": mask}).items())
 
 
 def _drawn() -> list[Tensor]:
     drawn, here = [], tests.world()
     for _ in range(2):
-        network = build_initial_model(parse_recipe("test", tables(model=flawed("drawn"))), 10, here)
+        network = build_initial_model(recipe_of(flawed("drawn")), 10, here)
         seed_step(1, 5, here)
         drawn.append(network.state_dict()["head.bias"] + random.random() + float(np.random.random()))
     return drawn
@@ -215,8 +223,7 @@ def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
 def test_ddp_is_given_no_network_with_an_unused_parameter():
     said = r"does not use more, and torch's DDP waits .* another engine than sync.kind"
     refused(said, flawed("unused"), sync={"kind": "ddp"})
-    named = PythonModel(**flawed("unused"))
-    check_network(build_model(named, 10), named, 10, [32], 32)
+    check(flawed("unused"))
 
 
 def test_every_size_of_training_images_is_tried():
@@ -232,7 +239,7 @@ def test_unusual_tensors_are_taken_beside_the_others(kind: str):
 
 
 def _build_unusual(kind: str) -> None:
-    network = build_initial_model(parse_recipe("test", tables(model=flawed(kind))), 10, tests.world())
+    network = build_initial_model(recipe_of(flawed(kind)), 10, tests.world())
     more = network.state_dict()["more"]
     assert int(more.sum()) == more.numel()
 
@@ -242,7 +249,6 @@ def _build_unusual(kind: str) -> None:
     [
         ("import sys\nsys.exit('no GPU')", r"cannot be imported: SystemExit in .*broken.py, line 2 \(no GPU"),
         ("def build(n) return 1", r"cannot be imported: SyntaxError in .*broken.py, line 1 \("),
-        ("import os\nwidth = os.no_such", r"cannot be imported: AttributeError in .*broken.py, line 2 \("),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_told_with_its_line(
@@ -256,7 +262,7 @@ def test_a_module_that_cannot_be_imported_is_told_with_its_line(
 
 
 def test_a_network_that_torch_cannot_trace_is_not_exported(tmp_path: Path):
-    network = build_model(PythonModel(**flawed("untraceable")), 10)
+    network = build_model(flawed("untraceable"), 10)
     with pytest.raises(UserError, match=r"torch.export cannot trace the network .*--format safetensors"):
         export_program(network, 32, tmp_path / "network.pt2", {})
     assert not list(tmp_path.iterdir())
@@ -264,7 +270,7 @@ def test_a_network_that_torch_cannot_trace_is_not_exported(tmp_path: Path):
 
 @pytest.mark.parametrize("by", ["module", "_orig_mod"])
 def test_weights_of_wrapped_networks_are_read_back(by: str, tmp_path: Path):
-    model = PythonModel(kind="python", name=f"{OWN}:wrapped", options={"by": by})
+    model = own("wrapped", by=by)
     trained, other = build_model(model, 10), build_model(model, 10)
     write_weights(trained.state_dict(), tmp_path / "wrapped.safetensors", {})
     weights = read_weights(tmp_path / "wrapped.safetensors")
@@ -275,7 +281,7 @@ def test_weights_of_wrapped_networks_are_read_back(by: str, tmp_path: Path):
 
 
 def test_tied_weights_are_written_under_both_names(tmp_path: Path):
-    network = build_model(PythonModel(kind="python", name=f"{OWN}:tied"), 10)
+    network = build_model(own("tied"), 10)
     write_weights(network.state_dict(), tmp_path / "tied.safetensors", {})
     read = read_weights(tmp_path / "tied.safetensors").tensors
     assert all(torch.equal(read[name], tensor) for name, tensor in network.state_dict().items())
@@ -290,20 +296,13 @@ def test_tied_weights_are_written_under_both_names(tmp_path: Path):
 )
 def test_what_no_network_from_elsewhere_can_do_is_refused_before_it_is_built(changes: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
-        parse_recipe("test", tables(model={"kind": "timm", "name": "test_vit"}, **changes))
+        recipe_of(of_timm("test_vit"), **changes)
 
 
 def test_a_missing_timm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
-    real = builtins.__import__
-
-    def without_timm(name: str, *rest: Any, **more: Any) -> Any:
-        if name == "timm":
-            raise ImportError(name)
-        return real(name, *rest, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without_timm)
+    monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UserError, match=r"pip install timm"):
-        build_model(TimmModel(kind="timm", name="test_vit"), 10)
+        build_model(of_timm("test_vit"), 10)
 
 
 def test_a_check_leaves_norms_and_random_numbers_as_they_are():
@@ -311,11 +310,10 @@ def test_a_check_leaves_norms_and_random_numbers_as_they_are():
 
 
 def _build_checked() -> None:
-    model = {"kind": "python", "name": f"{OWN}:build", "options": {"dropout": 0.5}}
-    checked = build_initial_model(parse_recipe("test", tables(model=model)), 10, tests.world())
+    checked = build_initial_model(recipe_of(own("build", dropout=0.5)), 10, tests.world())
     drawn = torch.rand(3)
     torch.manual_seed(1)
-    plain = build_model(PythonModel.model_validate(model), 10)
+    plain = build_model(own("build", dropout=0.5), 10)
     assert torch.equal(torch.rand(3), drawn)
     for one, other in zip(checked.state_dict().values(), plain.state_dict().values(), strict=True):
         assert torch.equal(one, other)
@@ -323,9 +321,7 @@ def _build_checked() -> None:
 
 
 def test_a_network_in_evaluation_mode_trains_and_frozen_layers_stay_so():
-    whole = build_model(PythonModel(kind="python", name=f"{OWN}:from_elsewhere"), 10)
+    whole = build_model(own("from_elsewhere"), 10)
     assert all(module.training for module in whole.modules()), "else there would be no dropout and no statistics"
-    part = build_model(PythonModel(kind="python", name=f"{OWN}:frozen"), 10)
-    assert [name for name, module in part.named_modules() if not module.training] == ["stem.1"]
-    by_train = build_model(PythonModel(kind="python", name=f"{OWN}:freezing"), 10)
-    assert [name for name, module in by_train.named_modules() if not module.training] == ["stem.1"]
+    for part in (build_model(own("frozen"), 10), build_model(own("Freezing"), 10)):
+        assert [name for name, module in part.named_modules() if not module.training] == ["stem.1"]

@@ -48,19 +48,15 @@ class Tiny(AlexNet):
 def small_model(kind: str) -> nn.Module:
     """With the same weights at every call: ``tiny``, ``resnet18``, ``cifarnet``, or an AlexNet with 256 units."""
     torch.manual_seed(0)
-    match kind:
-        case "tiny":
-            return Tiny()
-        case "resnet18":
-            return narrow_model(schema.ResNet(kind="resnet18"), CLASSES)
-        case "cifarnet":
-            return narrow_model(schema.CifarNet(kind="cifarnet", widths=(4, 5, 6)), CLASSES)
-        case "alexnet":
-            return narrow_model(schema.AlexNet(kind="alexnet", dropout=0.0), CLASSES)
-        case _:
-            return narrow_model(schema.AlexNetBN(kind="alexnet_bn", dropout=0.0), CLASSES)
+    return Tiny() if kind == "tiny" else narrow_model(MODELS[kind], CLASSES)
 
 
+MODELS: dict[str, schema.Model] = {
+    "resnet18": schema.ResNet(kind="resnet18"),
+    "cifarnet": schema.CifarNet(kind="cifarnet", widths=(4, 5, 6)),
+    "alexnet": schema.AlexNet(kind="alexnet", dropout=0.0),
+    "alexnet_bn": schema.AlexNetBN(kind="alexnet_bn", dropout=0.0),
+}
 UNDIVIDED = Parallel()
 PIXELS = {"tiny": 5, "alexnet": 63, "alexnet_bn": 67, "resnet18": 96, "cifarnet": 32}
 

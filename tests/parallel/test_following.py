@@ -63,7 +63,7 @@ OTHERS = {"pp4-even": (4, Parallel(pipeline=4, micro_batches=4)), "dp4": (4, UND
 """For ResNet's batch."""
 AT_FIRST = {
     "lazy-sgd-tp2", "ring-sgd-pp2", "hybrid-sgd-pp2-gpipe", "dear-sgd-tp3", "allreduce-sgd-pp3-gpipe",
-    "averaged-tp2", "clipped-pp2", "larc-pp2-gpipe",
+    "averaged-tp2dp2", "clipped-pp2", "larc-pp2-gpipe",
 }  # fmt: skip
 BATCH = {"tiny": 12, "alexnet": 12, "alexnet_bn": 8, "resnet18": 16}
 RATE = {"sgd": 1e-5, "lars": 1e-3}  # of resnet18
@@ -120,9 +120,7 @@ def test_ranks_follow_one_process(kind: str, rule: str, layout: str, engine: str
     assert trained.weights.keys() == expected.weights.keys()
     for name, weight in trained.weights.items():
         if not ("running" in name and kind == "resnet18"):  # statistics are averaged over ranks before an evaluation
-            torch.testing.assert_close(
-                weight, expected.weights[name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: name + text
-            )
+            torch.testing.assert_close(weight, expected.weights[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_a_clipped_step_is_another():
@@ -145,20 +143,3 @@ def test_engines_with_a_residual_keep_ranks_alike(engine: str, layout: str):
     settings = {"global_batch": 12, "sync": INEXACT[engine], "optim": optim}
     for trained in run(2, partial(train, "tiny", 8, parallel=LAYOUTS[layout][1], **settings)):
         assert all(math.isfinite(loss) for loss in trained.losses)
-
-
-@pytest.mark.ci
-def test_shards_that_put_off_a_part_of_their_updates_stay_in_step():
-    """The two groups of shards send other chunks, and each update of LARS adds up norms over both."""
-    engine = {**SPARSE, "sparsity": 0.75, "threshold_mb": 0}
-    put_off, at_once = (
-        [
-            trained.losses
-            for trained in run(
-                4, partial(train, "tiny", 20, 0.05, Parallel(tensor=2), global_batch=12, optim=LARS, sync=sync)
-            )
-        ]
-        for sync in ({**engine, "timing": "hybrid"}, {**engine, "timing": "lazy"})
-    )
-    for some, others in zip(put_off, at_once, strict=True):
-        assert some == pytest.approx(others, rel=1e-5)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -241,7 +241,7 @@ def test_pipeline_sends_in_the_last_backward_only():
 
 def _noted() -> tuple[list[tuple[Pass, int]], list[int], list[int]]:
     case = Case(convnet, 15, "1f1b", 3)
-    part = part_of(case, _everybody())
+    part = part_of(case, dist.group.WORLD)
     alone, engine = new_group(torch.device("cpu"), [dist.get_rank()]), Noting()
     pool = GradientPool(part, alone)
     pool.attach(engine)
@@ -259,11 +259,6 @@ def _noted() -> tuple[list[tuple[Pass, int]], list[int], list[int]]:
     return engine.passes, held, left
 
 
-def _everybody() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def test_a_scale_multiplies_gradients_and_not_the_loss():
     for once, scaled, losses in run(2, _scaled):
         assert losses[0] == losses[1]
@@ -272,7 +267,7 @@ def test_a_scale_multiplies_gradients_and_not_the_loss():
 
 def _scaled() -> tuple[list[Tensor], list[Tensor], list[float]]:
     case, gradients, losses = Case(convnet, 15, "gpipe", 2), [], []
-    part = part_of(case, _everybody())
+    part = part_of(case, dist.group.WORLD)
     pipeline = Pipeline(part, None, case.schedule, 2, F.cross_entropy)
     for scale in (None, lambda loss: 8 * loss):
         part.zero_grad()
@@ -287,7 +282,6 @@ def _scaled() -> tuple[list[Tensor], list[Tensor], list[float]]:
         ("1f1b", 4, 3, "1f1b has a micro-batch for each of 4 stages at least, and 3 are fewer; raise"),
         ("interleaved", 4, 9, "in equal rounds, and 9 do not make 2; take a multiple of 4"),
         ("zero_bubble", 4, 8, "zero_bubble is not one of gpipe, 1f1b and interleaved; .* replicas would drift apart"),
-        ("", 4, 8, "is not one of gpipe"),
         ("1f1b", 4, 4, None),
         ("interleaved", 4, 3, None),
         ("gpipe", 4, 1, None),
@@ -297,11 +291,7 @@ def test_schedules_and_micro_batches_that_do_not_go_together_are_told(
     schedule: str, ranks: int, micro_batches: int, said: str | None
 ):
     why = misfit(schedule, ranks, micro_batches)
-    if said is None:
-        assert why is None
-    else:
-        with pytest.raises(UserError, match=said):
-            raise UserError(str(why))
+    assert why is None if said is None else re.search(said, str(why))
 
 
 def test_what_a_pipeline_cannot_do_is_refused_in_a_sentence_on_every_rank():
@@ -312,24 +302,20 @@ def test_what_a_pipeline_cannot_do_is_refused_in_a_sentence_on_every_rank():
             "the engine ddp watches the forward of a whole network, not stages; take another engine",
             "a batch of 7 images is not the 8 of 2 equal micro-batches that the pipeline's ranks have agreed on; "
             "give it full batches",
-            "a batch of 6 images is not the 8 of 2 equal micro-batches that the pipeline's ranks have agreed on; "
-            "give it full batches",
         ]
 
 
 def _refused() -> list[str]:
     case = Case(convnet, 15, "1f1b", 2)
-    part, said = part_of(case, _everybody()), list[str]()
+    part, said = part_of(case, dist.group.WORLD), list[str]()
     _, ddp = attach(case.model(), DdpSync())
     pipeline = Pipeline(part, None, "1f1b", 2, F.cross_entropy)
     images, labels = case.batch(0, 1)
-    attempts: list[Callable[[], Any]] = [
+    for attempt in (
         lambda: Pipeline(part, None, "1f1b", 1, F.cross_entropy),
         lambda: Pipeline(part, None, "1f1b", 2, F.cross_entropy, ddp),
         lambda: pipeline(images[:7], labels[:7]),
-        lambda: pipeline(images[:6], labels[:6]),
-    ]
-    for attempt in attempts:
+    ):
         with pytest.raises(UserError) as refusal:
             attempt()
         said.append(str(refusal.value))

@@ -15,37 +15,25 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.trainer import final_advice
 
-WORLD = tests.world(0, 2)
-
-
-@pytest.fixture
-def job(make_recipe: Callable[..., Recipe], image_dir: Path, tmp_path: Path) -> Job:
-    recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
-    return Job("test", recipe, split_batch(recipe, 2), image_dir, tmp_path)
-
-
-def ended(status: str, wait_pct: float | None) -> RunResult:
-    return replace(RunResult("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
-
-
-def test_a_run_that_waited_is_told_what_may_help_on_this_node(job: Job):
-    first, *settings = final_advice(job, ended("finished", 5.2), WORLD)
-    assert first.startswith("Waited for data 5 % of training: a rank reads with dali")
-    assert settings[0].startswith("  --set data.loader=folder")
-    assert final_advice(job, ended("preempted", 80.0), WORLD)
-
 
 @pytest.mark.parametrize(
-    ("status", "wait_pct"),
-    [("finished", 5.0), ("finished", None), ("failed", 80.0)],
-    ids=["bearable", "unmeasured", "failed"],
-)
-def test_no_advice_without_long_data_waits(status: str, wait_pct: float | None, job: Job):
-    assert final_advice(job, ended(status, wait_pct), WORLD) == []
-
-
-def test_no_advice_on_other_ranks_or_without_images(job: Job, make_recipe: Callable[..., Recipe], tmp_path: Path):
-    starved = ended("finished", 80.0)
-    assert final_advice(job, starved, replace(WORLD, rank=1, local_rank=1)) == []
-    assert final_advice(replace(job, recipe=make_recipe(), data=None), starved, WORLD) == []
-    assert final_advice(replace(job, data=tmp_path / "gone"), starved, WORLD) == []
+    ("status", "wait_pct", "rank", "advised"),
+    [
+        ("finished", 5.2, 0, True), ("preempted", 80.0, 0, True), ("finished", 5.0, 0, False),
+        ("finished", None, 0, False), ("failed", 80.0, 0, False), ("finished", 80.0, 1, False),
+    ],
+    ids=["waited", "stopped", "bearable", "unmeasured", "failed", "another rank"],
+)  # fmt: skip
+def test_a_run_that_waited_long_is_told_what_may_help_on_this_node(
+    status: str, wait_pct: float | None, rank: int, advised: bool,
+    make_recipe: Callable[..., Recipe], image_dir: Path, tmp_path: Path,
+):  # fmt: skip
+    recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
+    job = Job("test", recipe, split_batch(recipe, 2), image_dir, tmp_path)
+    ended = replace(RunResult("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
+    advice = final_advice(job, ended, tests.world(rank, 2))
+    assert bool(advice) == advised
+    if advised:
+        assert advice[0].startswith(f"Waited for data {wait_pct:.0f} % of training: a rank reads with dali")
+        assert advice[1].startswith("  --set data.loader=folder")
+    assert final_advice(replace(job, data=tmp_path / "gone"), ended, tests.world(rank, 2)) == []

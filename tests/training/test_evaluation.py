@@ -8,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import tests
 from imagenet_fast.data.loaders import Loaders, build_loaders
-from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate, mirrored_logits, shifted_logits
@@ -39,10 +37,8 @@ def pixels(count: int) -> torch.Tensor:
 
 def data_of(images: int, micro: int) -> Loaders:
     """On this rank, of the images of ``pixels``."""
-    data, world = (
-        SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=images, classes=10),
-        tests.world(),
-    )
+    data = SyntheticData(loader="synthetic", image_size=4, train_images=100, val_images=images, classes=10)
+    world = tests.world()
     return build_loaders(data, None, Batching(world.size, micro, 1), world.rank, 2, CPU, seed=5)
 
 
@@ -60,7 +56,7 @@ def test_every_image_counts_once(world: int):
 
 
 def _accuracies() -> list[Accuracy]:
-    """Each of the second evaluation."""
+    """Each of a second evaluation."""
     results, world = [], tests.world()
     for images, micro in CASES:
         dataset, model = data_of(images, micro), Guess().train()
@@ -78,40 +74,30 @@ def by_hand(images: int = 37) -> Accuracy:
     return Accuracy(100 * top1 / images, 100 * top5 / images, images)
 
 
+@pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("world", [1, 3])
-def test_mirror_images_are_averaged_beside_the_plain_figure(world: int):
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (SyntheticData.mean, SyntheticData.std))
-    images, model = (pixels(37) / 255 - mean) / std, Guess()
-    logits = (model(images) + model(torch.flip(images, [3]))) / 2
-    order = logits.argsort(dim=1, descending=True)
-    labels = torch.arange(37)[:, None] % 10
-    expected = [100 * float((order[:, :k] == labels).sum()) / 37 for k in (1, 5)]
-    plain = by_hand()
-    for accuracy in run(world, partial(guessed, mirror=True)):
-        assert (accuracy.top1, accuracy.top5) == (plain.top1, plain.top5)
-        assert [accuracy.top1_mirror, accuracy.top5_mirror] == pytest.approx(expected)
-    assert expected != [plain.top1, plain.top5]
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_shifted_images_are_averaged_beside_the_other_figures(world: int):
-    """Six views of each image, weighed one by one; pixels beyond an edge are found by their reflected index."""
+def test_views_of_an_image_are_averaged_beside_the_plain_figure(world: int, shift: int):
+    """It and its mirror image, or six views weighed one by one; pixels beyond an edge are found by reflected index."""
     mean, std = (np.array(v).reshape(1, 3, 1, 1) for v in (SyntheticData.mean, SyntheticData.std))
     images = (pixels(37).numpy() / 255 - mean) / std
-    logits = np.zeros((37, 10))
-    for moved, weight in ((0, 1 / 4), (-2, 1 / 8), (2, 1 / 8)):  # the weight of the view, and of its mirror image
+
+    def logits(moved: int) -> np.ndarray:
+        """The mean of the images moved so far and of their mirror images."""
         rows = [3 - abs(3 - abs(pixel + moved)) for pixel in range(4)]
         view = images[:, :, rows][:, :, :, rows]
-        for side in (view, view[:, :, :, ::-1]):
-            logits += weight * (side.reshape(37, -1)[:, :10] - 1e-3 * np.arange(10))
-    guesses = np.argsort(-logits, axis=1)
-    expected = [100 * np.mean((guesses[:, :k] == np.arange(37)[:, None] % 10).any(axis=1)) for k in (1, 5)]
-    before = run(1, partial(guessed, mirror=True))[0]
-    for accuracy in run(world, partial(guessed, mirror=True, shift=2)):
-        assert [accuracy.top1_shift, accuracy.top5_shift] == pytest.approx(expected)
-        assert (accuracy.top1, accuracy.top5) == (before.top1, before.top5)
-        assert (accuracy.top1_mirror, accuracy.top5_mirror) == (before.top1_mirror, before.top5_mirror)
-    assert expected != [before.top1_mirror, before.top5_mirror]
+        return sum(side.reshape(37, -1)[:, :10] - 1e-3 * np.arange(10) for side in (view, view[:, :, :, ::-1])) / 2
+
+    def figures(logits: np.ndarray) -> list[float]:
+        guesses = np.argsort(-logits, axis=1)
+        return [100 * np.mean((guesses[:, :k] == np.arange(37)[:, None] % 10).any(axis=1)) for k in (1, 5)]
+
+    plain, mirrored = by_hand(), figures(logits(0))
+    shifted = figures(logits(0) / 2 + logits(-2) / 4 + logits(2) / 4)
+    assert shifted != mirrored != [plain.top1, plain.top5]
+    for accuracy in run(world, partial(guessed, mirror=True, shift=shift)):
+        assert (accuracy.top1, accuracy.top5) == (plain.top1, plain.top5)
+        assert [accuracy.top1_mirror, accuracy.top5_mirror] == pytest.approx(mirrored)
+        assert not shift or [accuracy.top1_shift, accuracy.top5_shift] == pytest.approx(shifted)
 
 
 def test_logits_of_views_are_added_in_fp32():
@@ -153,25 +139,6 @@ def _looks_before_the_stop() -> int:
     return looks or 2
 
 
-def test_batch_norm_statistics_become_the_mean_over_ranks():
-    for mean, var, counted in run(3, _average):
-        assert mean == [1.0, 1.0]
-        assert var == [2.0, 2.0]
-        assert counted == 7
-
-
-def _average() -> tuple[list[float], list[float], int]:
-    norm = nn.BatchNorm2d(2)
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    assert norm.num_batches_tracked is not None
-    norm.running_mean.fill_(dist.get_rank())
-    norm.running_var.fill_(dist.get_rank() + 1)
-    norm.num_batches_tracked.fill_(7)
-    average_batch_norms(nn.Sequential(norm, nn.BatchNorm1d(3, track_running_stats=False)))
-    return norm.running_mean.tolist(), norm.running_var.tolist(), int(norm.num_batches_tracked)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_were_frozen_stay_frozen(training: bool):
     """A network may hold norms whose statistics are not to move, in eval mode while the rest trains."""
@@ -186,19 +153,16 @@ def _modes_after(training: bool) -> list[bool]:
     return [model.training, model[0].training, model[1].training, model[2].training]
 
 
-class Caching(nn.Module):
-    """Keeps a grid for each size of images, as networks with positions do."""
+class Caching(Guess):
+    """Keeps what it adds, as networks with positions do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.grids: dict[int, torch.Tensor] = {}
+        self.scale, self.grid = nn.Parameter(torch.ones(1)), None
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        side = images.size(-1)
-        if side not in self.grids:
-            self.grids[side] = torch.linspace(0, 1, 10)
-        return images.flatten(1)[:, :10] + self.scale * self.grids[side]
+        self.grid = torch.linspace(0, 1, 10) if self.grid is None else self.grid
+        return super().forward(images) + self.scale * self.grid
 
 
 def test_what_a_network_keeps_of_an_evaluation_can_be_trained_with():

@@ -28,34 +28,21 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("digits") / "digits"
     make_digits(root)
     for split, kept in (("train", 384), ("val", 20)):
-        for number, image in enumerate(sorted((root / split).glob("*/*.jpg"), key=lambda path: path.name)):
-            if number >= kept:
-                image.unlink()
+        for image in sorted((root / split).glob("*/*.jpg"), key=lambda path: path.name)[kept:]:
+            image.unlink()
     return root
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", ["alexnet-512gpu", "alexnet-8gpu"])
 def test_alexnet_learns_at_its_full_rate(name: str, digits: Path, tmp_path: Path):
-    losses = losses_of(name, digits, tmp_path)
+    (losses,) = run(1, _losses, name, digits, tmp_path, limit_s=600.0)
     assert max(losses) < losses[0] + 0.3
     assert sum(losses[-6:]) < sum(losses[:6])
 
 
-@pytest.mark.weekly
-def test_alexnet_512gpu_does_not_learn_with_plain_biases(digits: Path, tmp_path: Path):
-    """Why the recipe scales them."""
-    assert max(losses_of("alexnet-512gpu", digits, tmp_path, "optim.biases=plain")) > 6
-
-
-def losses_of(name: str, digits: Path, folder: Path, *changes: str) -> list[float]:
-    """The loss of each step, on one rank."""
-    losses: list[float]
-    (losses,) = run(1, _train, name, digits, folder, changes, limit_s=600.0)
-    return losses
-
-
-def _train(name: str, digits: Path, folder: Path, changes: tuple[str, ...]) -> list[float]:
-    recipe, told = load_recipe(find_recipe(name), overrides=[*SMALL, *changes]), Told()
+def _losses(name: str, digits: Path, folder: Path) -> list[float]:
+    """Of each step."""
+    recipe, told = load_recipe(find_recipe(name), overrides=SMALL), Told()
     train_job(Job(name, recipe, split_batch(recipe, 1), digits, folder), tests.world(), sinks=[told])
     return told.losses

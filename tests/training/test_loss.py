@@ -23,16 +23,6 @@ def test_binary_cross_entropy_is_the_formula_summed_over_classes(smoothing: floa
     torch.testing.assert_close(loss(logits, whole), loss(logits, labels), msg="labels may be shares, as of mixup")
 
 
-def test_binary_cross_entropy_is_timms_times_the_classes():
-    """timm smooths with the same share for each class, and takes the mean over classes."""
-    from timm.loss import BinaryCrossEntropy as TimmsBinaryCrossEntropy
-
-    torch.manual_seed(0)
-    logits, labels = torch.randn(6, 9), torch.randint(9, (6,))
-    theirs = TimmsBinaryCrossEntropy(smoothing=0.1)(logits, labels)
-    torch.testing.assert_close(build_loss("bce", 0.1)(logits, labels), 9 * theirs)
-
-
 def test_low_precision_logits_are_summed_in_fp32():
     logits, labels = torch.randn(4, 1000, dtype=torch.bfloat16), torch.randint(1000, (4,))
     with torch.autocast("cpu", torch.bfloat16):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -44,9 +43,7 @@ def test_a_step_goes_through_its_phases_in_order():
 
 def test_a_deferring_engine_waits_amid_the_forward():
     for entered in phases(8, sync=DEAR):
-        assert entered[:4] == ["data", "forward", "sync", "forward"], (
-            "a layer's gradients are awaited before it is read"
-        )
+        assert entered[:4] == ["data", "forward", "sync", "forward"], "gradients are awaited before a layer is read"
         assert entered[-3:] == ["backward", "sync", "update"]
 
 
@@ -102,7 +99,8 @@ def _saved_to_a_slow_disk(folder: Path) -> int:
     store = dist.distributed_c10d._get_default_store()
     with CheckpointWriter(folder, world, store) as writer, pytest.MonkeyPatch.context() as patch:
         manager = CheckpointManager(job, world, writer, 64, lambda: False)
-        patch.setattr(os, "fsync", _slow_once(os.fsync, 3.0))
+        fsync, once = os.fsync, iter([3.0])
+        patch.setattr(os, "fsync", lambda descriptor: (time.sleep(next(once, 0.0)), fsync(descriptor)))
         manager(state, evaluated=True)
         patch.setattr(here, "enter", lambda phase, step=None: entered.append(phase))
         assert not manager.finish(state, True)
@@ -110,15 +108,3 @@ def _saved_to_a_slow_disk(folder: Path) -> int:
     assert manager.saved_step == state.step
     state.sync.close()
     return entered.count("checkpoint")
-
-
-def _slow_once(fsync: Callable[[int], None], seconds: float) -> Callable[[int], None]:
-    slept: list[float] = []
-
-    def slow(descriptor: int) -> None:
-        if not slept:
-            slept.append(seconds)
-            time.sleep(seconds)
-        fsync(descriptor)
-
-    return slow

@@ -17,8 +17,6 @@ import torch.distributed as dist
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
@@ -128,21 +126,6 @@ def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
     move_record_aside(folder)
     assert contents(folder / "replaced-1") == before
     assert {path.name for path in folder.iterdir()} == {"checkpoints", "replaced-1"}
-
-
-def test_tensorboard_shows_one_curve_of_a_run_that_begins_again(tmp_path: Path):
-    from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
-
-    folder = tmp_path / "run"
-    for loss in (9.0, 2.0):
-        folder.mkdir(exist_ok=True)
-        move_record_aside(folder)
-        board = TensorBoard(the_job(folder))
-        board.write(Event("train", 1, 0.5, {"loss": loss}))
-        board.close()
-    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    losses = {name: [event.value for event in runs.Scalars(name, "train/loss")] for name in runs.Runs()}
-    assert losses == {"run": [2.0], "run.replaced-1": [9.0]}
 
 
 def claim(folder: Path, resume: bool) -> str:

@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
@@ -30,7 +29,7 @@ from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.models import own
 from tests.ranks import run
-from tests.training.jobs import run_job, train_job
+from tests.training.jobs import run_job
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
@@ -55,21 +54,6 @@ def _freed(folder: Path) -> bool:
     del trainer
     gc.collect()
     return weight() is None
-
-
-def test_the_moving_average_is_what_is_saved(tmp_path: Path):
-    """It starts from the weights after the first step."""
-    for name, epochs, decay in (("a", 1, 0.0), ("b", 2, 0.0), ("c", 2, 0.75)):
-        run(2, _train_averaged, tmp_path / name, epochs, decay)
-    first, second, averaged = (load_file(tmp_path / name / "checkpoints/final.safetensors") for name in "abc")
-    for name, weight in averaged.items():
-        if weight.is_floating_point():
-            torch.testing.assert_close(weight, 0.75 * first[name] + 0.25 * second[name], rtol=1e-5, atol=1e-7)
-
-
-def _train_averaged(folder: Path, epochs: int, decay: float) -> None:
-    outcome = train_job(small_job(folder, epochs, ema_decay=decay), tests.world())
-    assert (outcome.status, outcome.steps) == ("finished", epochs)
 
 
 def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
@@ -159,43 +143,17 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
     assert "and not saved in the middle of it; the same train command with --resume run " in outcome.message
 
 
-def opened_by_name(kind: str) -> Trainer:
+@pytest.mark.parametrize("kind", ["lazy", "hybrid"])
+def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
+    run(2, _go_back, kind)
+
+
+@patch.dict(os.environ)
+def _go_back(kind: str) -> None:
+    """Weights, images and times, as a cell of a notebook that is run again; also where updates are put off."""
     trainer = Trainer("smoke", overrides=[*SMALL, f"sync.kind={kind}", "ema_decay=0.9"])
     trainer.open_data()
     trainer.build()
-    return trainer
-
-
-@pytest.mark.parametrize("kind", ["lazy", "hybrid"])
-def test_trainer_by_name_continues_from_its_state(kind: str):
-    """To the bit, also with an engine that defers its updates."""
-    run(2, _continue_from_state, kind)
-
-
-@patch.dict(os.environ)
-def _continue_from_state(kind: str) -> None:
-    first, other = opened_by_name(kind), opened_by_name(kind)
-    for _ in range(3):
-        first.train_step()
-    other.load_state_dict(first.state_dict())
-    for trainer in (first, other):
-        for _ in range(2):
-            trainer.train_step()
-        trainer.state.settle()
-    for one, two in zip(first.model.state_dict().values(), other.model.state_dict().values(), strict=True):
-        assert torch.equal(one, two)
-    for trainer in (first, other):
-        trainer.state.sync.close()
-
-
-def test_a_trainer_goes_back_to_a_state_of_its_own():
-    run(2, _go_back)
-
-
-@patch.dict(os.environ)
-def _go_back() -> None:
-    """Weights, images and times, as a cell of a notebook that is run again."""
-    trainer = opened_by_name("lazy")
     trainer.evaluate()
     trainer.train_step()
     assert 0 < trainer.clock.train_s() < trainer.clock.run_s(), "an evaluation before the first step is no training"
