@@ -30,7 +30,6 @@ from tests.faults.programs import (
     Send,
     Who,
     hurt,
-    unlock,
 )
 
 LIMIT_S = 120.0
@@ -143,14 +142,17 @@ class Round:
             self._play(str(number), command)
             for damage in command.afterwards:
                 self._hurt(damage)
-        self._unlock()
         if self._end(self._begin("last", "auto")) in _FINISHED and program.again:
             self._end(self._begin("again", "auto"))
 
     def end_all(self) -> None:
-        """Leave no process behind, and nothing locked."""
-        self._kill_all()
-        unlock(self.out)
+        """Leave no process behind."""
+        for command in self._commands:
+            if command.command.poll() is None:
+                command.kill_at_once()
+        for process in self._processes:
+            with suppress(psutil.Error):
+                process.kill()
 
     def remove(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
@@ -224,10 +226,6 @@ class Round:
             self._hurts[path.relative_to(self.out)] = damage
         self.happened.append(str(damage) + ("" if path is not None else " (not there)"))
 
-    def _unlock(self) -> None:
-        unlock(self.out)
-        self._hurts = {path: damage for path, damage in self._hurts.items() if damage.how != "lock"}
-
     def _end(self, launch: Launch, waits: bool = True) -> int | None:
         """Wait for its end, and judge it; the exit code, None where it had to be ended."""
         self._watch(launch, LIMIT_S)
@@ -239,21 +237,13 @@ class Round:
         elif alive:
             self._blame(launch.name, f"{len(alive)} ranks are there {_OUTLIVING_S:g} s after their launcher")
         if code is None or alive:
-            self._kill_all()
+            self.end_all()
         sentences = re.findall(r"^(?:error|failed): .*", launch.printed, re.MULTILINE)
         self.happened.append(f"{launch.name}: exit code {code} at step {launch.steps[-1]}; {' | '.join(sentences)}")
         self._judge_words(launch, code, sentences)
         self._judge_work(launch, code)
         self.finished |= code in _FINISHED
         return code
-
-    def _kill_all(self) -> None:
-        for command in self._commands:
-            if command.command.poll() is None:
-                command.kill_at_once()
-        for process in self._processes:
-            with suppress(psutil.Error):
-                process.kill()
 
     def _judge_words(self, launch: Launch, code: int | None, sentences: list[str]) -> None:
         """Its exit code, and what it printed."""

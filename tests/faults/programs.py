@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.e2e.command import setting
 Who = Literal["rank 0", "rank 1", "launcher", "all"]
 Form = Literal["auto", "run", "fresh"]
 """``auto``: the recipe and ``--resume auto``; ``run``: ``--resume DIR`` alone; ``fresh``: no ``--resume``."""
-How = Literal["truncate", "delete", "flip", "directory", "lock"]
+How = Literal["truncate", "delete", "flip", "directory"]
 
 STEPS = 10
 JOB = (
@@ -159,7 +158,7 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
 def _draw_hurt(draw: random.Random) -> Hurt:
     file = draw.choice(FILES)
     is_folder = file == "checkpoints" or file.endswith(("newest", "oldest"))
-    ways: tuple[How, ...] = ("delete", "directory", "lock") if is_folder else get_args(How)
+    ways: tuple[How, ...] = ("delete", "directory") if is_folder else get_args(How)
     return Hurt(draw.choice(ways), file, draw.random())
 
 
@@ -181,29 +180,18 @@ def hurt(out: Path, damage: Hurt) -> Path | None:
     path = find(out, damage.file)
     if path is None or not out.is_dir():
         return None
-    with suppress(OSError):  # a locked one, or one that is being replaced just now
+    with suppress(OSError):  # it is being replaced just now
         match damage.how:
             case "delete":
                 _remove(path)
             case "directory":
                 _remove(path)
                 path.mkdir(parents=True)
-            case "lock" if path.exists():
-                path.chmod(0o555 if path.is_dir() else 0o444)
-                _freeze(path, "+i")  # root writes in spite of modes
             case "truncate" | "flip" if path.is_file():
                 _spoil(path, damage)
             case _:
                 return None
     return path
-
-
-def unlock(out: Path) -> None:
-    """Let go of what was locked, so that it can be removed."""
-    for path in (out, *out.rglob("*")):
-        _freeze(path, "-i")
-        with suppress(OSError):
-            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _spoil(path: Path, damage: Hurt) -> None:
@@ -224,9 +212,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _freeze(path: Path, flag: Literal["+i", "-i"]) -> None:
-    """Where the user is root and the file system has this flag; else modes do."""
-    with suppress(OSError):
-        subprocess.run(["chattr", flag, path], capture_output=True, check=False)

@@ -9,7 +9,7 @@ from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 import pytest
 
 from tests.faults.fuzzing import play
-from tests.faults.programs import Command, Disturbance, Program, Send, draw_program
+from tests.faults.programs import Command, Disturbance, Program, Second, Send, draw_program
 
 pytestmark = pytest.mark.weekly
 
@@ -22,18 +22,15 @@ NAMED: dict[str, tuple[str, list[tuple[int, float, Disturbance]], list[int]]] = 
     ),
     "Ctrl-C in a terminal is heard by all": ("dear", [(5, 0, Send(SIGINT, "all"))], [4]),
     **{
-        f"{number.name} at the start": (
-            "lazy",
-            [(0, at, Send(number, "launcher")) for at in (after, after + 3)],
-            [4, 4],
-        )
-        for number, after in ((SIGINT, 2.0), (SIGTERM, 3.0), (SIGUSR1, 4.0))
+        f"{number.name} at the start": ("lazy", [(0, at, Send(number, "launcher")) for at in times], [4, 4])
+        for number, times in ((SIGINT, (2.0, 5.0)), (SIGTERM, (3.0, 6.0)), (SIGUSR1, (4.0, 7.0)))
     },
     "a rank, then all are killed": (
         "hybrid, three ranks",
         [(5, 0.1, Send(SIGKILL, "rank 1")), (8, 0.2, Send(SIGKILL, "all"))],
         [1, -9],
     ),
+    "a second launch beside one that trains is refused": ("ring", [(3, 0, Second("auto"))], [2, 0]),
     "the launcher is killed": ("lazy int8, three ranks", [(4, 0.2, Send(SIGKILL, "launcher"))], [-9]),
     "all, then a rank are killed": (
         "sparse, three ranks",
