@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -35,13 +36,14 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     wrong = 0
     for number in range(chosen.first, chosen.first + chosen.count):
-        seed = f"{chosen.seed}/{number}"
-        row = play(out, draw_program(seed, chosen.kills))
-        wrong += bool(row["faults"])
-        print(f"{seed:<8}{row['seconds']:>6.1f} s  {'WRONG' if row['faults'] else 'ok'}", flush=True)
-        if row["faults"]:
-            for title in ("program", "happened", "faults"):
-                print(f"  {title}:", *row[title], sep="\n    ", flush=True)
+        program = draw_program(f"{chosen.seed}/{number}", chosen.kills)
+        begun = time.monotonic()
+        played = play(out, program)
+        wrong += bool(played.faults)
+        said = "WRONG" if played.faults else "ok"
+        print(f"{chosen.seed}/{number:<8}{time.monotonic() - begun:>6.1f} s  {said}", flush=True)
+        if played.faults:
+            print(f"  {program.setting}", *program.commands, *played.happened, *played.faults, sep="\n    ", flush=True)
     print(f"{chosen.count - wrong} of {chosen.count} rounds ended as they should")
     return 1 if wrong else 0
 

@@ -49,7 +49,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         cost = item.stash[COST]
         if cost.started and not {"subprocesses", "root"} & set(item.fixturenames):
             pytest.fail(f"it starts {cost.started[0]} and does not ask for `subprocesses`", pytrace=False)
-        if "launched" not in item.fixturenames and (excess := cost.excess()):  # whose ranks import torch
+        if excess := cost.excess():
             pytest.fail(excess, pytrace=False)
     return result
 

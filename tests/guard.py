@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
 from tests import ranks
 
@@ -30,7 +29,7 @@ class Cost:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of this process, its children and its ranks; not that of imports."""
+        """Processor time of this process and its ranks; not that of imports, nor of processes, which are declared."""
         return _used_s() - self.begun_s - _IMPORT_S * (len(sys.modules) - self.modules)
 
     def excess(self) -> str:
@@ -55,7 +54,7 @@ def counting() -> Iterator[Cost]:
 
 
 def _used_s() -> float:
-    return sum(used.ru_utime + used.ru_stime for used in map(getrusage, (RUSAGE_SELF, RUSAGE_CHILDREN))) + ranks.cpu_s
+    return time.process_time() + ranks.cpu_s
 
 
 def _slowness() -> float:

@@ -29,7 +29,7 @@ def test_every_results_file_is_a_question_of_its_own():
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_results_file_has_what_the_page_needs(name: str):
+def test_a_results_file_has_what_the_page_needs_and_rows_of_its_command(name: str):
     result = RESULTS[name]
     for key in ("question", "reading", "commands", "columns", "date", "machine", "versions", "rows"):
         assert result.get(key), key
@@ -42,14 +42,9 @@ def test_a_results_file_has_what_the_page_needs(name: str):
         lines = benchmarks.wrapped(command)
         assert max(map(len, lines)) <= 112
         assert shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(command)
-
-
-@pytest.mark.parametrize("name", RESULTS)
-def test_rows_have_the_fields_of_their_command(name: str):
-    (kind,) = {kind_of(shlex.split(command)) for command in RESULTS[name]["commands"]} - {None}
+    (kind,) = {kind_of(shlex.split(command)) for command in result["commands"]} - {None}
     more = {"case"} | ({"run", "seed", "step_s", "link_MB"} if kind is RunResult else set())
-    for row in RESULTS[name]["rows"]:
-        assert not set(unknown(row, kind)) - more
+    assert not {name for row in result["rows"] for name in unknown(row, kind)} - more
 
 
 def kind_of(command: list[str]) -> type | None:
@@ -80,24 +75,25 @@ def row_of(name: str, **values: Any) -> dict[str, Any]:
     return next(row for row in RESULTS[name]["rows"] if values.items() <= row.items())
 
 
-def both_layouts(case: str) -> dict[str, Any]:
-    return {run: row_of("layouts", run=run, case=case) for run in ("dp4", "tp4")}
-
-
+AIRBENCH, DEMO = row_of("airbench", target_top1=94.0), row_of("demo")
+WIDE, BUSY, SMALL = (
+    {run: row_of("layouts", run=run, case=case) for run in ("dp4", "tp4")}
+    for case in ("32 images of 224 pixels", "128 images of 224 pixels", "32 images of 64 pixels")
+)
 QUOTES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "README.md": [
-        ("{top1_shift:.2f} % top-1 after {time_to_accuracy_s:.0f} s", row_of("airbench", target_top1=94.0)),
-        ("without it, {top1:.2f} %", row_of("airbench", target_top1=94.0)),
-        ("Target reached: top-1 {top1:.2f} % of 97 % after {epochs} epochs.", row_of("demo")),
-        ("time to accuracy {time_to_accuracy_s:.1f} s", row_of("demo")),
+        ("{top1_shift:.2f} % top-1 after {time_to_accuracy_s:.0f} s", AIRBENCH),
+        ("without it, {top1:.2f} %", AIRBENCH),
+        ("Target reached: top-1 {top1:.2f} % of 97 % after {epochs} epochs.", DEMO),
+        ("time to accuracy {time_to_accuracy_s:.1f} s", DEMO),
     ],
     "docs/index.md": [],
     "docs/engines.md": [("{ratio_to_plain:x.1f} % longer", row_of("step", loop="ours, lazy"))],
     "docs/layouts.md": [
-        ("32 images a rank | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", both_layouts("32 images of 224 pixels")),
-        ("128 images a rank | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", both_layouts("128 images of 224 pixels")),
-        ("of the work | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", both_layouts("32 images of 64 pixels")),
-        ("a node sent {dp4[link_MB]:.0f} and {tp4[link_MB]:.0f} MB", both_layouts("32 images of 224 pixels")),
+        ("32 images a rank | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", WIDE),
+        ("128 images a rank | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", BUSY),
+        ("of the work | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", SMALL),
+        ("a node sent {dp4[link_MB]:.0f} and {tp4[link_MB]:.0f} MB", WIDE),
     ],
 }
 """By page, words on it with fields of a row."""
@@ -138,21 +134,18 @@ def test_measuring_rewrites_rows_and_keeps_the_declaration(tmp_path: Path, monke
         "name": "kernels", "question": "How many?", "reading": "Count.", "cases": ["of ResNet-18"],
         "commands": ["imagenet-fast bench kernels --model resnet18"], "left_out": ["device_s"],
         "columns": [{"heading": "tensors", "cell": "{tensors:d}"}],
-        "date": "2020-01-01", "machine": "", "versions": {}, "conditions": "once", "rows": [],
     }  # fmt: skip
+    once = {"date": "2020-01-01", "machine": "", "versions": {}, "conditions": "once", "rows": []}
     monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
-    benchmarks.write(declared)
+    benchmarks.write(declared | once)
     benchmarks.write(benchmarks.measure("kernels"))
     measured = benchmarks.read("kernels")
-    assert list(measured)[-1] == "rows"
-    kept = ("name", "question", "reading", "cases", "commands", "left_out", "columns")
-    assert [measured[key] for key in kept] == [declared[key] for key in kept]
-    assert measured["date"] == date.today().isoformat()
+    assert measured.items() >= declared.items()
+    assert (list(measured)[-1], measured["date"]) == ("rows", date.today().isoformat())
     assert measured["versions"]["Python"]
     assert measured.get("conditions") != "once"
-    assert {(row["case"], row["tensors"], "device_s" in row) for row in measured["rows"]} == {
-        ("of ResNet-18", 62, False)
-    }
+    rows = [(row["case"], row["tensors"], "device_s" in row) for row in measured["rows"]]
+    assert {*rows} == {("of ResNet-18", 62, False)}
 
 
 @pytest.mark.ci

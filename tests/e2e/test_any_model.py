@@ -1,4 +1,4 @@
-"""Networks from elsewhere, trained by every engine as under DDP, resumed, evaluated, exported, cut into stages."""
+"""Networks from elsewhere, trained by every engine as under DDP, resumed, evaluated, exported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 import tests
-from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.launch.export import export_weights
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
@@ -66,19 +65,3 @@ def _train_all(kind: str, engine: str, folder: Path) -> None:
 def _judged(evaluation: Evaluation) -> tuple[float, str]:
     verdict = judge(evaluation, tests.world())
     return verdict.top1, verdict.model
-
-
-@pytest.mark.weekly
-def test_a_pipeline_cuts_what_it_knows_and_refuses_the_rest_in_a_sentence(tmp_path: Path):
-    refused, _ = run(2, _piped, tmp_path, fresh=True)
-    assert refused.startswith("in which order VisionTransformer calls its layers is not known")
-    assert "\n" not in refused
-
-
-def _piped(folder: Path) -> str:
-    layout = {"pipeline": 2, "micro_batches": 2}
-    known = {"kind": "torchvision", "name": "resnet18", "blurpool": "conv_maxpool"}
-    assert train(recipe_of(known, parallel=layout), folder / "known") == "finished"
-    with pytest.raises(UserError) as refused:
-        train(recipe_of({"kind": "timm"} | MODELS["timm"], parallel=layout), folder / "any")
-    return str(refused.value)

@@ -158,40 +158,36 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
     assert re.search(r"lazy +failed +12\.50 +1\.0000 +2$", text.getvalue().rstrip()), text.getvalue()
 
 
-def labels(recipe: str, engines: list[str], seeds: list[int], layouts: str) -> list[str]:
-    runs = compare.contestants(recipe, 4, engines, seeds, [], parse_layouts(layouts, 4))
-    return [run.label for run in runs]
-
-
-def test_every_layout_is_run_by_every_engine_with_every_seed():
-    assert labels("alexnet-8gpu", ["lazy", "hybrid"], [1, 2], "dp4,pp2dp2") == [
-        f"{engine}-{layout}-seed{seed}"
-        for engine in ("lazy", "hybrid")
-        for layout in ("dp4", "pp2dp2")
-        for seed in (1, 2)
-    ]
-    layouts, settings = parse_layouts("dp4,pp2dp2", 4), ["hybrid.wire=fp32", "epochs=30"]
-    *_, last = compare.contestants("alexnet-8gpu", 4, ["lazy", "hybrid"], [1, 2], settings, layouts)
+@pytest.mark.parametrize(
+    ("recipe", "engines", "seeds", "layouts", "labels"),
+    [
+        (
+            "alexnet-8gpu", ["lazy", "hybrid"], [1, 2], "dp4,pp2dp2",
+            [f"{e}-{layout}-seed{s}" for e in ("lazy", "hybrid") for layout in ("dp4", "pp2dp2") for s in (1, 2)],
+        ),
+        ("alexnet-8gpu", ["hybrid"], [], "tp2dp2,dp4", ["tp2dp2", "dp4"]),
+        ("smoke", ["hybrid"], [7], "dp4", ["dp4-seed7"]),
+    ],
+    ids=["every engine with every layout and seed", "layouts of a single engine", "seeds of a single engine"],
+)  # fmt: skip
+def test_runs_are_named_by_what_differs(
+    recipe: str, engines: list[str], seeds: list[int], layouts: str, labels: list[str]
+):
+    settings = ["hybrid.wire=fp32", "epochs=30"]
+    *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
+    assert [run.label for run in (*others, last)] == labels
     assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
-    arguments = last.arguments("alexnet-8gpu", None, Path("runs"))
-    assert arguments[arguments.index("parallel.pipeline=2") - 1] == "--set"
-    assert arguments[arguments.index("--seed") + 1] == "2"
+    arguments = last.arguments(recipe, None, Path("runs"))
+    assert ("parallel.pipeline=2" in arguments) == ("pp2dp2" in labels[-1])
+    assert not seeds or arguments[arguments.index("--seed") + 1] == str(seeds[-1])
 
 
-def test_layouts_of_a_single_engine_are_named_without_it():
-    assert labels("alexnet-8gpu", ["hybrid"], [], "tp2dp2,dp4") == ["tp2dp2", "dp4"]
-    assert labels("smoke", ["hybrid"], [7], "dp4") == ["dp4-seed7"]
-
-
-_SAVES_SLOWLY = (
-    "import signal, sys, time\n"
-    "def save(*_):\n"
-    "    time.sleep(2)\n"
-    "    sys.exit(0)\n"
-    "signal.signal(signal.SIGTERM, save)\n"
-    "open(sys.argv[1], 'w').close()\n"
-    "time.sleep(60)\n"
-)
+SAVES_SLOWLY = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), sys.exit(0)))
+open(sys.argv[1], 'w').close()
+time.sleep(60)
+"""
 
 
 @pytest.mark.ci
@@ -202,7 +198,7 @@ def test_an_interrupted_run_may_save_and_the_others_of_a_failed_one_need_not(
     ready, started = tmp_path / "ready", []
 
     def saving() -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen([sys.executable, "-c", _SAVES_SLOWLY, str(ready)]))
+        started.append(subprocess.Popen([sys.executable, "-c", SAVES_SLOWLY, str(ready)]))
         wait_for(ready.exists)
         return started[-1]
 

@@ -19,8 +19,7 @@ def by_torchrun(*arguments: str) -> list[str]:
     """The lines that two ranks print."""
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", *arguments],
-        capture_output=True, text=True, timeout=240, cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+        capture_output=True, text=True, timeout=240, cwd=ROOT, env=environment(PYTHONPATH=str(ROOT)),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

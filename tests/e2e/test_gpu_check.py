@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.e2e.command import environment, wait_for
+from tests.e2e.command import environment
 from tests.pages import ROOT
 
 
@@ -54,20 +52,3 @@ def test_what_cannot_be_understood_is_refused_before_anything_runs(tmp_path: Pat
         assert sentence in check.communicate(timeout=60)[1]
         assert check.returncode == 2
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.ci
-def test_a_dry_run_that_is_interrupted_leaves_nothing_running(tmp_path: Path):
-    sleeper = tmp_path / "python"
-    sleeper.write_text("#!/bin/sh\nexec sleep 61.25\n")
-    sleeper.chmod(0o755)
-    check = gpu_check("--dry-run", tmp_path / "report.md", python=sleeper)
-
-    def sleeping() -> int:
-        commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
-        return commands.count(["sleep", "61.25"])
-
-    wait_for(lambda: sleeping() >= 5)
-    check.send_signal(signal.SIGTERM)
-    assert check.wait(30) == 130
-    wait_for(lambda: not sleeping())

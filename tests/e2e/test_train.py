@@ -24,7 +24,6 @@ from tests.e2e.command import (
     Launched,
     environment,
     events_of,
-    imagenet_fast,
     outcome_of,
     setting,
     wait_for,
@@ -180,14 +179,3 @@ def test_final_weights_of_a_divided_model_are_whole(
     with torch.inference_mode(), torch.autocast("cpu", torch.float16, enabled=layout == PIPELINE):
         hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in images.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
-
-
-@pytest.mark.weekly
-def test_the_smoke_recipe_runs_as_it_is_shipped(tmp_path: Path):
-    run = tmp_path / "run"
-    done = imagenet_fast("train", "--recipe", "smoke", "--out", str(run))
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "recipe written for 2 ranks: 2 ranks, micro-batch 8, 2 accumulation steps\n" in done.stdout
-    outcome = outcome_of(run)
-    assert (outcome["world_size"], outcome["global_batch"], outcome["epochs"], outcome["steps"]) == (2, 32, 2, 16)
-    assert [e["images"] for e in events_of(run, "eval")] == [63, 63]

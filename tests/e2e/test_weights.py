@@ -38,6 +38,7 @@ from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
+from tests.e2e.conftest import untrained
 from tests.ranks import run
 
 ci = pytest.mark.ci
@@ -159,8 +160,8 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
 @ci
 def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(smoke_run: Path):
     as_trained = ("precision.kind=fp32", "data.val_images=15", "seed=5")
-    ways = [(smoke_run, None, ()), (smoke_run / FINAL_WEIGHTS, "smoke", as_trained)]
-    ((by_run, by_file, by_step),) = run(1, _judged, [*ways, (Path(f"{smoke_run}@step-8"), None, ())])
+    ways = [(smoke_run, None, ()), (smoke_run / FINAL_WEIGHTS, "smoke", as_trained), (f"{smoke_run}@step-8", None, ())]
+    (((by_run, by_file, by_step), _),) = run(1, _judged, [(Path(file), *more, None) for file, *more in ways])
     said, earlier = outcome_of(smoke_run), events_of(smoke_run, "eval")[0]
     assert (by_run.top1, by_run.top5, by_run.images) == (said["top1"], said["top5"], 15)
     assert (by_run.top1, by_run.top5, by_run.images) == (by_file.top1, by_file.top5, by_file.images)
@@ -168,29 +169,24 @@ def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(
     assert by_step.weights == str(smoke_run / "checkpoints" / "step-00000008")
 
 
-def _judged(ways: Sequence[tuple[Path, str | None, Sequence[str]]]) -> list[EvalResult]:
+def _judged(ways: Sequence[tuple[Path, str | None, Sequence[str], Path | None]]) -> tuple[list[EvalResult], str]:
+    """The verdicts, and what was said to them."""
     world = tests.world()
-    return [judge(plan_evaluation(weights, named, options, world.size), world) for weights, named, options in ways]
+    with redirect_stderr(StringIO()) as said:
+        verdicts = [judge(plan_evaluation(*way[:3], world.size, data=way[3]), world) for way in ways]
+    return verdicts, said.getvalue()
 
 
 def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
     """Without a training split the classes are those of validation."""
-    alone = tmp_path / "data"
+    alone, weights = tmp_path / "data", tmp_path / "w.safetensors"
     alone.mkdir()
     (alone / "val").symlink_to(image_dir / "val")
-    data = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56, "workers": 1}
-    about = describe("test", parse_recipe("test", tables(data=data)), ["class0", "class1", "dog"])
-    write_weights(resnet18(num_classes=3).state_dict(), tmp_path / "w.safetensors", about)
-    ((ours, both, said),) = run(1, _judged_images, tmp_path / "w.safetensors", [alone, image_dir])
+    write_weights(untrained(3).state_dict(), weights, describe("test", parse_recipe("test", tables()), NAMES))
+    options = ("data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56")
+    (((ours, both), said),) = run(1, _judged, [(weights, "demo", options, place) for place in (alone, image_dir)])
     assert (ours.top1, ours.top5, ours.images) == (both.top1, both.top5, 7)
-    assert said.count("was trained on other classes: on 'dog' where the data has 'class2'\n") == 2
-
-
-def _judged_images(weights: Path, places: list[Path]) -> tuple[EvalResult, EvalResult, str]:
-    options = ["data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56"]
-    with redirect_stderr(StringIO()) as said:
-        first, second = (judge(plan_evaluation(weights, "demo", options, 1, data=p), tests.world()) for p in places)
-    return first, second, said.getvalue()
+    assert said.count("was trained on other classes: on 'cat' where the data has 'class0'") == 2
 
 
 NAMES, OTHERS = ["cat", "cow", "dog"], ["cat", "bee", "dog"]
@@ -209,7 +205,7 @@ def test_weights_of_other_classes_are_doubted_but_for_a_fresh_head(
     fresh_head: bool, names: list[str], doubt: str, tmp_path: Path
 ):
     file, recipe = tmp_path / "w.safetensors", parse_recipe("test", tables())
-    write_weights(resnet18(num_classes=3).state_dict(), file, describe("test", recipe, NAMES))
+    write_weights(untrained(3).state_dict(), file, describe("test", recipe, NAMES))
     assert run(1, _doubt, file, fresh_head, names) == [f"warning: {file} {doubt}" if doubt else ""]
 
 
@@ -318,7 +314,7 @@ def test_where_nothing_can_be_written_that_is_said(kind: str, smoke_run: Path, r
 @pytest.mark.weekly
 def test_so_does_that_of_an_alexnet_from_somebody_elses_file(tmp_path: Path):
     theirs, file, out = alexnet(num_classes=5), tmp_path / "w.pth", tmp_path / "a.pt2"
-    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in theirs.state_dict().items()}}, file)
+    torch.save(theirs.state_dict(), file)
     in_process("export", "--weights", str(file), "--recipe", "alexnet-1gpu", "--format", "pt2", "--out", str(out))
     check_program(out, theirs, theirs.state_dict(), 224, "alexnet-1gpu")
 

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from tests.conftest import make_images
-from tests.e2e.command import events_of
+from tests.e2e.command import events_of, setting
 from tests.faults.jobs import Running, digest, start_logged, train
 from tests.faults.programs import (
     JOB,
     OF_IMAGES,
     SETTINGS,
+    THREE_RANKS,
     Command,
     Form,
     Hurt,
@@ -30,7 +30,6 @@ from tests.faults.programs import (
     Send,
     Who,
     hurt,
-    unlock,
 )
 
 LIMIT_S = 120.0
@@ -41,44 +40,39 @@ _CRASHES = ("Traceback (most recent", "terminate called", "Fatal Python error", 
 _FINISHED = (0, 3)
 
 
-def play(out: Path, program: Program) -> dict[str, Any]:
-    """Play the program in ``out``; its row: the program, what happened, and what was wrong with it.
+def play(out: Path, program: Program) -> Round:
+    """Play the program in ``out``: what happened, and what was wrong with it.
 
     The run and what it printed stay where something was wrong.
     """
-    begun = time.monotonic()
     job = _job(out, program.setting)
     round_ = Round(out / re.sub("[/ ]", "-", program.seed), job, _alone(out, program.setting, job))
     try:
         round_.play(program)
     finally:
         round_.end_all()
-    row = {
-        "program": program.lines(), "happened": round_.happened, "faults": round_.faults,
-        "seconds": round(time.monotonic() - begun, 1),
-    }  # fmt: skip
     if not round_.faults:
         round_.remove()
-    return row
+    return round_
 
 
-def _job(out: Path, setting: str) -> tuple[str, ...]:
-    """The arguments for a setting; those of a loader train on image files."""
-    match SETTINGS[setting]:
-        case ("--recipe", loader, *more):
-            if not (out / "images").exists():
-                make_images(out / "images", train=20, val=4)
-            (out / f"{loader}.toml").write_text(OF_IMAGES.format(loader=loader))
-            more = [word.replace("=cache", f"={out.absolute() / 'cache'}") for word in more]
-            return ("--recipe", str(out / f"{loader}.toml"), "--nproc", "2", "--data", str(out / "images"), *more)
-        case more:
-            return (*JOB, *more)
+def _job(out: Path, name: str) -> tuple[str, ...]:
+    """The arguments for a setting; image files are made where it needs them."""
+    kind = name.replace(",", "").split()[0]
+    changes = setting(*SETTINGS[name].replace("CACHE", str(out.absolute() / "cache")).split())
+    if kind not in ("folder", "dali"):
+        return (*JOB, *(THREE_RANKS if "three ranks" in name else ()), "--sync", kind, *changes)
+    if not (out / "images").exists():
+        make_images(out / "images", train=20, val=4)
+    recipe = out / f"{kind}.toml"
+    recipe.write_text(OF_IMAGES.format(loader=kind))
+    return ("--recipe", str(recipe), "--nproc", "2", "--data", str(out / "images"), *changes)
 
 
 @cache
-def _alone(out: Path, setting: str, job: tuple[str, ...]) -> str:
+def _alone(out: Path, name: str, job: tuple[str, ...]) -> str:
     """The digest of the run that nobody disturbs."""
-    folder = out / f"alone-{re.sub('[, ]+', '-', setting)}"
+    folder = out / f"alone-{re.sub('[, ]+', '-', name)}"
     found = train(folder, job=job)
     shutil.rmtree(folder)
     return found
@@ -121,10 +115,9 @@ class Launch:
         return self.log.read_text(errors="replace")
 
     @property
-    def step(self) -> int:
-        """The last one it has printed; its record in the directory may be damaged."""
-        steps = re.findall(r"^epoch .* step (\d+)/", self.printed, re.MULTILINE)
-        return int(steps[-1]) if steps else 0
+    def steps(self) -> list[int]:
+        """Those it has printed; its record in the directory may be damaged."""
+        return [int(step) for step in re.findall(r"^epoch .* step (\d+)/", self.printed, re.MULTILINE)] or [0]
 
 
 @dataclass
@@ -149,14 +142,17 @@ class Round:
             self._play(str(number), command)
             for damage in command.afterwards:
                 self._hurt(damage)
-        self._unlock()
         if self._end(self._begin("last", "auto")) in _FINISHED and program.again:
             self._end(self._begin("again", "auto"))
 
     def end_all(self) -> None:
-        """Leave no process behind, and nothing locked."""
-        self._kill_all()
-        unlock(self.out)
+        """Leave no process behind."""
+        for command in self._commands:
+            if command.command.poll() is None:
+                command.kill_at_once()
+        for process in self._processes:
+            with suppress(psutil.Error):
+                process.kill()
 
     def remove(self) -> None:
         shutil.rmtree(self.out, ignore_errors=True)
@@ -166,7 +162,7 @@ class Round:
     def _play(self, name: str, command: Command) -> None:
         launch = self._begin(name, command.form)
         deadline = time.monotonic() + LIMIT_S
-        while launch.step < command.step and time.monotonic() < deadline and launch.running.command.poll() is None:
+        while launch.steps[-1] < command.step and time.monotonic() < deadline and launch.running.command.poll() is None:
             self._watch(launch, 0.02)
         self._watch(launch, command.delay_s)
         match command.disturbance:
@@ -230,10 +226,6 @@ class Round:
             self._hurts[path.relative_to(self.out)] = damage
         self.happened.append(str(damage) + ("" if path is not None else " (not there)"))
 
-    def _unlock(self) -> None:
-        unlock(self.out)
-        self._hurts = {path: damage for path, damage in self._hurts.items() if damage.how != "lock"}
-
     def _end(self, launch: Launch, waits: bool = True) -> int | None:
         """Wait for its end, and judge it; the exit code, None where it had to be ended."""
         self._watch(launch, LIMIT_S)
@@ -245,21 +237,13 @@ class Round:
         elif alive:
             self._blame(launch.name, f"{len(alive)} ranks are there {_OUTLIVING_S:g} s after their launcher")
         if code is None or alive:
-            self._kill_all()
+            self.end_all()
         sentences = re.findall(r"^(?:error|failed): .*", launch.printed, re.MULTILINE)
-        self.happened.append(f"{launch.name}: exit code {code} at step {launch.step}; {' | '.join(sentences)}")
+        self.happened.append(f"{launch.name}: exit code {code} at step {launch.steps[-1]}; {' | '.join(sentences)}")
         self._judge_words(launch, code, sentences)
         self._judge_work(launch, code)
         self.finished |= code in _FINISHED
         return code
-
-    def _kill_all(self) -> None:
-        for command in self._commands:
-            if command.command.poll() is None:
-                command.kill_at_once()
-        for process in self._processes:
-            with suppress(psutil.Error):
-                process.kill()
 
     def _judge_words(self, launch: Launch, code: int | None, sentences: list[str]) -> None:
         """Its exit code, and what it printed."""
@@ -270,31 +254,26 @@ class Round:
         if len(sentences) > 1:
             self._blame(launch.name, f"says {len(sentences)} sentences: {' | '.join(sentences)}")
         left_alone = not (launch.signalled or launch.killed)
-        match code:
-            case 1 | 2 if not launch.signalled:
-                if not sentences:
-                    self._blame(launch.name, f"ends with exit code {code} without a sentence")
-                if left_alone and not launch.hurt and not launch.rival and not _rightly_refused(launch, sentences):
-                    self._blame(launch.name, f"fails though nothing was damaged: {' | '.join(sentences)}")
-            case 1 | 2 | None | 0 | 3:
-                pass
-            case 4:
-                if not launch.signalled:
-                    self._blame(launch.name, "ends with exit code 4 though no signal was sent")
-                if "; the same " not in printed:
-                    self._blame(launch.name, "ends with exit code 4 without a sentence")
-            case _ if code < 0 and not left_alone:
-                pass
-            case _:
-                self._blame(launch.name, f"ends with exit code {code}")
+        innocent = left_alone and not launch.hurt and not launch.rival
+        if code in (1, 2) and not launch.signalled:
+            if not sentences:
+                self._blame(launch.name, f"ends with exit code {code} without a sentence")
+            if innocent and not _rightly_refused(launch, sentences):
+                self._blame(launch.name, f"fails though nothing was damaged: {' | '.join(sentences)}")
+        if code == 4 and not launch.signalled:
+            self._blame(launch.name, "ends with exit code 4 though no signal was sent")
+        if code == 4 and "; the same " not in printed:
+            self._blame(launch.name, "ends with exit code 4 without a sentence")
+        if code not in (None, 0, 1, 2, 3, 4) and (code > 0 or left_alone):
+            self._blame(launch.name, f"ends with exit code {code}")
 
     def _judge_work(self, launch: Launch, code: int | None) -> None:
         """What it made of what there was."""
         before, after = launch.before, self._before()
-        first = re.search(r"^epoch .* step (\d+)/", launch.printed, re.MULTILINE)
+        first = launch.steps[0]
         warned = "warning: " in launch.printed
-        if first and int(first[1]) <= before.step and not warned:
-            self._blame(launch.name, f"goes on at step {first[1]} without a sentence; step {before.step} was saved")
+        if 0 < first <= before.step and not warned:
+            self._blame(launch.name, f"goes on at step {first} without a sentence; step {before.step} was saved")
         if after.step < before.step and not self._is_hurt(before.checkpoint):
             self._blame(launch.name, f"the checkpoint of step {before.step} is gone")
         if code in _FINISHED and not self._is_hurt(Path("checkpoints/final.safetensors")):

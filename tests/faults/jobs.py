@@ -13,12 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.command import COMMAND, environment, events_of
+from tests.e2e.command import COMMAND, environment, events_of, setting
 
 SMALL = (
-    "--recipe", "smoke", "--nproc", "3", "--set", "ranks=3", "--set", "global_batch=12", "--set", "epochs=2",
-    "--set", "schedule.warmup_epochs=0", "--set", "data.train_images=120", "--set", "data.val_images=12",
-    "--set", "log_every=1", "--set", "checkpoint.every_steps=4", "--set", "optim.lr=0.05",
+    "--recipe", "smoke", "--nproc", "3",
+    *setting("ranks=3", "global_batch=12", "epochs=2", "schedule.warmup_epochs=0", "data.train_images=120"),
+    *setting("data.val_images=12", "log_every=1", "checkpoint.every_steps=4", "optim.lr=0.05"),
 )  # fmt: skip
 """Twenty steps, with a checkpoint after every fourth and after each of two evaluations."""
 
@@ -43,6 +43,13 @@ class Running:
             return max((event["step"] for event in events_of(self.out, "train")), default=0)
         return 0
 
+    @property
+    def printed(self) -> str:
+        """What it has printed, without a traceback."""
+        text = (self.out.parent / f"{self.out.name}.log").read_text()
+        assert "Traceback" not in text, text[-3000:]
+        return text
+
     def ended(self, within_s: float) -> int:
         try:
             return self.command.wait(within_s)
@@ -55,14 +62,9 @@ class Running:
             os.killpg(self.command.pid, signal.SIGKILL)
 
 
-def start(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> Running:
-    """The small run, or what is left of it."""
-    return start_any(out, *job, "--resume", "auto", *arguments)
-
-
-def start_any(out: Path, *arguments: str) -> Running:
-    """What it prints goes to a file beside ``out``."""
-    return start_logged(out, out.parent / f"{out.name}.log", "--out", str(out), *arguments)
+def start(out: Path, *arguments: str, job: Sequence[str] = (*SMALL, "--resume", "auto")) -> Running:
+    """The small run, or what is left of it; what it prints goes to a file beside ``out``."""
+    return start_logged(out, out.parent / f"{out.name}.log", "--out", str(out), *job, *arguments)
 
 
 def start_logged(out: Path, log: Path, *arguments: str) -> Running:
@@ -77,8 +79,8 @@ def start_logged(out: Path, log: Path, *arguments: str) -> Running:
 
 def train(out: Path, *arguments: str, job: Sequence[str] = SMALL) -> str:
     """To the end; the final weights' digest."""
-    running = start(out, *arguments, job=job)
-    assert running.ended(240) == 0, (out.parent / f"{out.name}.log").read_text()[-2000:]
+    running = start(out, *arguments, job=(*job, "--resume", "auto"))
+    assert running.ended(240) == 0, running.printed[-2000:]
     return digest(out)
 
 

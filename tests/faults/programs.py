@@ -5,50 +5,36 @@ from __future__ import annotations
 import random
 import shutil
 import signal
-import subprocess
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from tests.e2e.command import setting
+
 Who = Literal["rank 0", "rank 1", "launcher", "all"]
 Form = Literal["auto", "run", "fresh"]
 """``auto``: the recipe and ``--resume auto``; ``run``: ``--resume DIR`` alone; ``fresh``: no ``--resume``."""
-How = Literal["truncate", "delete", "flip", "directory", "lock"]
+How = Literal["truncate", "delete", "flip", "directory"]
 
 STEPS = 10
 JOB = (
-    "--recipe", "smoke", "--nproc", "2", "--set", "global_batch=4", "--set", "micro_batch=2", "--set", "epochs=2",
-    "--set", "schedule.warmup_epochs=0", "--set", "data.train_images=20", "--set", "data.val_images=4",
-    "--set", "log_every=1", "--set", "checkpoint.every_steps=3", "--set", "precision.kind=fp32",
-    "--set", "optim.lr=0.01",
+    "--recipe", "smoke", "--nproc", "2",
+    *setting("global_batch=4", "micro_batch=2", "epochs=2", "schedule.warmup_epochs=0", "data.train_images=20"),
+    *setting("data.val_images=4", "log_every=1", "checkpoint.every_steps=3", "precision.kind=fp32", "optim.lr=0.01"),
 )  # fmt: skip
 """Five steps an epoch, an evaluation after each; about nine seconds on two cores, of which training takes three."""
-THREE_RANKS = ("--nproc", "3", "--set", "ranks=3", "--set", "global_batch=6", "--set", "data.train_images=30")
-SETTINGS: dict[str, tuple[str, ...]] = {
-    "lazy": ("--sync", "lazy"),
-    "hybrid": ("--sync", "hybrid"),
-    "dear": ("--sync", "dear"),
-    "lazy int8": ("--sync", "lazy", "--set", "sync.wire=int8"),
-    "lazy, average": ("--sync", "lazy", "--set", "ema_decay=0.9"),
-    "allreduce": ("--sync", "allreduce"),
-    "ring": ("--sync", "ring"),
-    "ddp": ("--sync", "ddp"),
-    "auto": ("--sync", "auto", "--set", "sync.wire=fp32"),
-    "powersgd": ("--sync", "powersgd"),
-    "sparse": ("--sync", "sparse", "--set", "sync.dense_epochs=0.2", "--set", "sync.ramp_epochs=0.2"),
-    "lazy fp16": ("--sync", "lazy", "--set", "sync.wire=fp16"),
-    "hybrid int8": ("--sync", "hybrid", "--set", "sync.wire=int8"),
-    "dear int8": ("--sync", "dear", "--set", "sync.wire=int8"),
-    "ring fp8": ("--sync", "ring", "--set", "sync.wire=fp8"),
-    "hybrid, three ranks": (*THREE_RANKS, "--sync", "hybrid", "--set", "sync.fuse_mb=1"),
-    "lazy int8, three ranks": (*THREE_RANKS, "--sync", "lazy", "--set", "sync.wire=int8"),
-    "sparse, three ranks": (*THREE_RANKS, "--sync", "sparse", "--set", "sync.dense_epochs=0.2"),
-    "folder": ("--recipe", "folder"),
-    "dali": ("--recipe", "dali"),
-    "folder, cached": ("--recipe", "folder", "--set", "data.cache=cache"),
-}
-"""What is trained; a recipe that is named after its loader is of image files, which the round makes.
+THREE_RANKS = ("--nproc", "3", *setting("ranks=3", "global_batch=6", "data.train_images=30"))
+SETTINGS = {
+    "lazy": "", "hybrid": "", "dear": "", "lazy int8": "sync.wire=int8", "lazy, average": "ema_decay=0.9",
+    "allreduce": "", "ring": "", "ddp": "", "auto": "sync.wire=fp32", "powersgd": "",
+    "sparse": "sync.dense_epochs=0.2 sync.ramp_epochs=0.2", "lazy fp16": "sync.wire=fp16",
+    "hybrid int8": "sync.wire=int8", "dear int8": "sync.wire=int8", "ring fp8": "sync.wire=fp8",
+    "hybrid, three ranks": "sync.fuse_mb=1", "lazy int8, three ranks": "sync.wire=int8",
+    "sparse, three ranks": "sync.dense_epochs=0.2", "folder": "", "dali": "", "folder, cached": "data.cache=CACHE",
+}  # fmt: skip
+"""What is trained, and what that changes of the recipe. The first word is an engine; or a loader, whose recipe is of
+image files.
 
 Whichever engine ``auto`` chooses, two ranks add the same numbers.
 """
@@ -81,19 +67,12 @@ class Send:
     who: Who
     again_after_s: float | None = None
 
-    def __str__(self) -> str:
-        again = f", again {self.again_after_s:.1f} s later" if self.again_after_s is not None else ""
-        return f"{self.number.name} to {self.who}{again}"
-
 
 @dataclass(frozen=True)
 class Second:
     """Another launch into the same directory, while the first is at work."""
 
     form: Form
-
-    def __str__(self) -> str:
-        return f"a second launch ({self.form})"
 
 
 @dataclass(frozen=True)
@@ -104,10 +83,6 @@ class Hurt:
     file: str
     part: float
     """Where in the file, as a share of its length."""
-
-    def __str__(self) -> str:
-        where = f" at {self.part:.2f}" if self.how in ("truncate", "flip") else ""
-        return f"{self.how} {self.file}{where}"
 
 
 Disturbance = Send | Second | Hurt
@@ -126,12 +101,6 @@ class Command:
     afterwards: tuple[Hurt, ...]
     """Done to the run once the command has ended."""
 
-    def __str__(self) -> str:
-        moment = f"{self.delay_s:.2f} s after " + (f"step {self.step}" if self.step else "its start")
-        happens = "left alone" if self.disturbance is None else f"{moment} {self.disturbance}"
-        hurry = ["nobody waits for its ranks"] if self.hurry else []
-        return "; ".join([f"train ({self.form}), {happens}", *hurry, *(f"then {hurt}" for hurt in self.afterwards)])
-
 
 @dataclass(frozen=True)
 class Program:
@@ -140,11 +109,6 @@ class Program:
     commands: tuple[Command, ...]
     again: bool
     """Whether the run is resumed once more when it has ended."""
-
-    def lines(self) -> list[str]:
-        """Say it, a launch a line."""
-        last = "left alone, to its end" + (", twice" if self.again else "")
-        return [f"seed {self.seed}, {self.setting}", *(f"{n}. {c}" for n, c in enumerate(self.commands, 1)), last]
 
 
 def draw_program(seed: str, kills: bool = False) -> Program:
@@ -187,14 +151,14 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
         case "damage":
             disturbance = _draw_hurt(draw)
     damages = draw.choices((0, 1, 2), (4, 4, 2))[0]
-    hurry = str(disturbance).startswith("SIGKILL") and draw.random() < 0.5
+    hurry = isinstance(disturbance, Send) and disturbance.number == signal.SIGKILL and draw.random() < 0.5
     return Command(form, step, delay_s, disturbance, hurry, tuple(_draw_hurt(draw) for _ in range(damages)))
 
 
 def _draw_hurt(draw: random.Random) -> Hurt:
     file = draw.choice(FILES)
     is_folder = file == "checkpoints" or file.endswith(("newest", "oldest"))
-    ways: tuple[How, ...] = ("delete", "directory", "lock") if is_folder else get_args(How)
+    ways: tuple[How, ...] = ("delete", "directory") if is_folder else get_args(How)
     return Hurt(draw.choice(ways), file, draw.random())
 
 
@@ -216,31 +180,18 @@ def hurt(out: Path, damage: Hurt) -> Path | None:
     path = find(out, damage.file)
     if path is None or not out.is_dir():
         return None
-    with suppress(OSError):  # a locked one, or one that is being replaced just now
+    with suppress(OSError):  # it is being replaced just now
         match damage.how:
             case "delete":
                 _remove(path)
             case "directory":
                 _remove(path)
                 path.mkdir(parents=True)
-            case "lock":
-                if not path.exists():
-                    return None
-                path.chmod(0o555 if path.is_dir() else 0o444)
-                _freeze(path, "+i")  # root writes in spite of modes
-            case _:
-                if not path.is_file():
-                    return None
+            case "truncate" | "flip" if path.is_file():
                 _spoil(path, damage)
+            case _:
+                return None
     return path
-
-
-def unlock(out: Path) -> None:
-    """Let go of what was locked, so that it can be removed."""
-    for path in (out, *out.rglob("*")):
-        _freeze(path, "-i")
-        with suppress(OSError):
-            path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _spoil(path: Path, damage: Hurt) -> None:
@@ -261,9 +212,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _freeze(path: Path, flag: Literal["+i", "-i"]) -> None:
-    """Where the user is root and the file system has this flag; else modes do."""
-    with suppress(OSError):
-        subprocess.run(["chattr", flag, path], capture_output=True, check=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener
-from tests.e2e.command import events_of, outcome_of, wait_for
+from tests.e2e.command import events_of, outcome_of, setting, wait_for
 from tests.faults.jobs import Running, start
 from tests.ports import free_port
 
@@ -52,8 +52,7 @@ def test_a_node_that_is_killed_leaves_the_others_to_go_on_to_the_end(node: Start
 
 
 def test_nodes_that_join_or_are_told_to_leave_cost_no_step(node: Start, tmp_path: Path):
-    options = ("--nodes", "1:2", "--set", "epochs=1000", "--set", "checkpoint.every_steps=0")
-    options += ("--set", "eval_every=1000")
+    options = ("--nodes", "1:2", *setting("epochs=1000", "checkpoint.every_steps=0", "eval_every=1000"))
     run = tmp_path / "run"
 
     def resumed() -> list[int]:

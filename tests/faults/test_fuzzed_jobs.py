@@ -9,7 +9,7 @@ from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 import pytest
 
 from tests.faults.fuzzing import play
-from tests.faults.programs import Command, Disturbance, Program, Send, draw_program
+from tests.faults.programs import Command, Disturbance, Program, Second, Send, draw_program
 
 pytestmark = pytest.mark.weekly
 
@@ -21,14 +21,16 @@ NAMED: dict[str, tuple[str, list[tuple[int, float, Disturbance]], list[int]]] = 
         [4, 4, 4],
     ),
     "Ctrl-C in a terminal is heard by all": ("dear", [(5, 0, Send(SIGINT, "all"))], [4]),
-    "INT at the start": ("lazy", [(0, 2.0, Send(SIGINT, "launcher")), (0, 5.0, Send(SIGINT, "launcher"))], [4, 4]),
-    "TERM at the start": ("lazy", [(0, 3.0, Send(SIGTERM, "launcher")), (0, 6.0, Send(SIGTERM, "launcher"))], [4, 4]),
-    "USR1 at the start": ("lazy", [(0, 4.0, Send(SIGUSR1, "launcher")), (0, 7.0, Send(SIGUSR1, "launcher"))], [4, 4]),
+    **{
+        f"{number.name} at the start": ("lazy", [(0, at, Send(number, "launcher")) for at in times], [4, 4])
+        for number, times in ((SIGINT, (2.0, 5.0)), (SIGTERM, (3.0, 6.0)), (SIGUSR1, (4.0, 7.0)))
+    },
     "a rank, then all are killed": (
         "hybrid, three ranks",
         [(5, 0.1, Send(SIGKILL, "rank 1")), (8, 0.2, Send(SIGKILL, "all"))],
         [1, -9],
     ),
+    "a second launch beside one that trains is refused": ("ring", [(3, 0, Second("auto"))], [2, 0]),
     "the launcher is killed": ("lazy int8, three ranks", [(4, 0.2, Send(SIGKILL, "launcher"))], [-9]),
     "all, then a rank are killed": (
         "sparse, three ranks",
@@ -47,13 +49,14 @@ with what had been measured before its checkpoint, but one that was killed befor
 def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not(name: str, tmp_path: Path):
     setting, disturbances, codes = NAMED[name]
     commands = tuple(Command("auto", step, delay, what, False, ()) for step, delay, what in disturbances)
-    row = play(tmp_path, Program(name, setting, commands, again=True))
-    assert row["faults"] == [], row
-    ended = [int(code) for code in re.findall(r"exit code (-?\d+)", " ".join(row["happened"]))]
-    assert ended == [*codes, 0, 0], row["happened"]
+    played = play(tmp_path, Program(name, setting, commands, again=True))
+    assert played.faults == [], played.happened
+    ended = [int(code) for code in re.findall(r"exit code (-?\d+)", " ".join(played.happened))]
+    assert ended == [*codes, 0, 0], played.happened
 
 
 @pytest.mark.parametrize(("seed", "kills"), [("1/1", False), ("1/3", False), ("2/3", False), ("1/20", True)])
 def test_a_fuzzed_job_ends_with_the_same_bytes_or_a_sentence(seed: str, kills: bool, tmp_path: Path):
-    row = play(tmp_path, draw_program(seed, kills))
-    assert row["faults"] == [], row
+    program = draw_program(seed, kills)
+    played = play(tmp_path, program)
+    assert played.faults == [], (program, played.happened)

@@ -6,10 +6,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -43,25 +43,16 @@ MOMENTS: dict[str, str | int] = {
 """After how many steps, or at which audit event of Python's the rank that has it ends; the others lose it."""
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """The digest of an engine's run that nobody disturbs."""
-    found: dict[str, str] = {}
-
-    def alone(engine: str) -> str:
-        if engine not in found:
-            folder = tmp_path_factory.mktemp("alone")
-            run(2, _train, folder, engine, fresh=True)
-            found[engine] = digest(folder)
-        return found[engine]
-
-    return alone
+@cache
+def alone(engine: str) -> str:
+    """The digest of the run that nobody disturbs."""
+    with TemporaryDirectory() as folder:
+        run(2, _train, Path(folder), engine, fresh=True)
+        return digest(Path(folder))
 
 
 @pytest.mark.parametrize(("moment", "engine"), list(zip(MOMENTS, cycle(ENGINES))))
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
-    moment: str, engine: str, tmp_path: Path, alone: Callable[[str], str]
-):
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(moment: str, engine: str, tmp_path: Path):
     with pytest.raises(AssertionError, match="ended with exit code -9"):
         run(2, _train, tmp_path, engine, MOMENTS[moment], fresh=True)
     run(2, _train, tmp_path, engine, fresh=True)
@@ -73,13 +64,9 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(
 
 
 def _train(folder: Path, engine: str, moment: str | int = 0) -> None:
-    recipe = parse_recipe(
-        "test",
-        tables(
-            model={"kind": "cifarnet", "widths": [8, 8, 8]}, data__train_images=80, data__val_images=6,
-            checkpoint={"every_steps": 3}, sync={"wire": "fp32"} | ENGINES[engine],
-        ),
-    )  # fmt: skip
+    small = {"model": {"kind": "cifarnet", "widths": [8, 8, 8]}, "checkpoint": {"every_steps": 3}}
+    sync = {"wire": "fp32"} | ENGINES[engine]
+    recipe = parse_recipe("test", tables(data__train_images=80, data__val_images=6, sync=sync, **small))
     steps = iter(range(moment if isinstance(moment, int) and moment else sys.maxsize))
 
     def asked() -> bool:

@@ -9,26 +9,20 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import events_of, outcome_of, wait_for
-from tests.faults.jobs import SMALL, Running, start, start_any, train
+from tests.e2e.command import events_of, outcome_of, setting, wait_for
+from tests.faults.jobs import start, train
 
 pytestmark = pytest.mark.weekly
 
 FUSED = ("--set", "sync.threshold_mb=4")  # else each run cuts its messages as it has measured
-LONG_EVALUATIONS = (*SMALL, "--set", "data.val_images=2100", *FUSED)
-
-
-def log_of(running: Running) -> str:
-    text = (running.out.parent / f"{running.out.name}.log").read_text()
-    assert "Traceback" not in text, text[-3000:]
-    return text
+MANY = (*FUSED, "--set", "data.val_images=2100")
 
 
 def test_stop_in_evaluation_drops_it_and_resumes_bitwise(tmp_path: Path):
     undisturbed, out = tmp_path / "undisturbed", tmp_path / "stopped"
-    expected = train(undisturbed, job=LONG_EVALUATIONS)
+    expected = train(undisturbed, *MANY)
     for step in (10, 20):
-        running = start(out, job=LONG_EVALUATIONS)
+        running = start(out, *MANY)
         wait_for(lambda running=running, step=step: running.step >= step)
         time.sleep(0.5)
         begun = time.monotonic()
@@ -36,14 +30,14 @@ def test_stop_in_evaluation_drops_it_and_resumes_bitwise(tmp_path: Path):
             running.command.send_signal(signal.SIGTERM)
         else:
             running.ranks[1].send_signal(signal.SIGUSR1)
-        assert running.ended(60) == 4, log_of(running)
+        assert running.ended(60) == 4, running.printed
         assert time.monotonic() - begun < 20
         outcome = outcome_of(out)
         assert (outcome["status"], outcome["steps"]) == ("preempted", step)
         assert outcome["message"].startswith(f"stopped by a signal after step {step}, and saved; ")
-        assert f"Stopped by a signal after step {step}, and saved" in log_of(running)
+        assert f"Stopped by a signal after step {step}, and saved" in running.printed
         assert len(events_of(out, "eval")) == step // 10 - 1, "dropped"
-    assert train(out, job=LONG_EVALUATIONS) == expected
+    assert train(out, *MANY) == expected
     for name, values in (("train", ("step", "loss")), ("eval", ("step", "top1", "top5"))):
         there, here = ([[e[v] for v in values] for e in events_of(run, name)] for run in (undisturbed, out))
         assert here == there
@@ -51,18 +45,16 @@ def test_stop_in_evaluation_drops_it_and_resumes_bitwise(tmp_path: Path):
 
 def test_a_stop_while_it_compiles_ends_within_its_grace_without_loss(tmp_path: Path):
     run = tmp_path / "run"
-    running = start_any(
-        run, "--recipe", "smoke", "--resume", "auto", "--sync", "allreduce", "--set", "compile=true",
-        "--set", "checkpoint.grace_s=4", "--set", "log_every=1",
-    )  # fmt: skip
+    job = ("--recipe", "smoke", "--resume", "auto", "--sync", "allreduce")
+    running = start(run, *setting("compile=true", "checkpoint.grace_s=4", "log_every=1"), job=job)
     wait_for(lambda: (run / "events.jsonl").exists() and bool(events_of(run, "run")))
     time.sleep(1)
     begun = time.monotonic()
     running.command.send_signal(signal.SIGTERM)
-    assert running.ended(60) == 4, log_of(running)
+    assert running.ended(60) == 4, running.printed
     assert time.monotonic() - begun < 20
     assert outcome_of(run)["status"] == "preempted"
-    assert outcome_of(run)["message"] in log_of(running)
+    assert outcome_of(run)["message"] in running.printed
 
 
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
@@ -74,7 +66,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
     wait_for(lambda: running.step >= 3)
     for process in (running.command, *running.ranks):
         process.send_signal(signal.SIGHUP)
-    assert running.ended(240) == 0, log_of(running)
+    assert running.ended(240) == 0, running.printed
     assert outcome_of(tmp_path / "run")["steps"] == 20
 
 

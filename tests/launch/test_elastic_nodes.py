@@ -1,15 +1,15 @@
-"""Nodes that may leave and join: what can be asked for, and what each number of them trains."""
+"""How many nodes and ranks can be asked for, and what each number of them trains."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import parse_nodes, resolve_nodes
+from imagenet_fast.launch import rendezvous
+from imagenet_fast.launch.rendezvous import local_ranks, parse_nodes, resolve_nodes
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.job_setup import on_ranks, plan_job
 
@@ -27,7 +27,7 @@ def test_nodes_are_a_number_or_a_range(asked: str, nodes: tuple[int | None, int]
 
 @pytest.mark.parametrize(
     "asked",
-    ["4:2", "0:2", "a:b", "2:", ":2", "0", "-1", "", "2:4:8", "2-4", "1.5", " 2", "2:4\n", "1:9999999", "²:4"],
+    ["4:2", "0:2", "a:b", "2:", ":2", "0", "-1", "", "2:4:8", "1.5", " 2", "2:4\n", "1:9999999", "²:4"],
 )
 def test_what_is_neither_is_refused_in_a_sentence(asked: str):
     with pytest.raises(UserError, match=r"is no number of nodes, and no range of them; write for example 4 or 2:4"):
@@ -46,20 +46,17 @@ def test_nodes_that_may_leave_start_again_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (RANGE, "--nodes 1:3 needs --rdzv-endpoint HOST:PORT, the same on every node"),
-        ((*RANGE, *AT), "--nodes 1:3 needs --resume auto --out DIR, a directory that all nodes share"),
-        ((*RANGE, *AT, "--resume", "auto", "--scale-batch"), "--scale-batch shrinks the batch to the ranks there are"),
-        (
-            (*RANGE, *AT, "--resume", "auto"),
-            "does not divide over 3 nodes x 1 rank, only over 1, 2, and --nodes 1:3",
-        ),
+        ((), "--nodes 1:3 needs --rdzv-endpoint HOST:PORT, the same on every node"),
+        (AT, "--nodes 1:3 needs --resume auto --out DIR, a directory that all nodes share"),
+        ((*AT, "--resume", "auto", "--scale-batch"), "--scale-batch shrinks the batch to the ranks there are"),
+        ((*AT, "--resume", "auto"), "does not divide over 3 nodes x 1 rank, only over 1, 2, and --nodes 1:3"),
     ],
 )
-def test_what_a_range_needs_is_said_before_anything_starts(arguments: tuple[str, ...], reason: str, tmp_path: Path):
+def test_what_a_range_needs_is_said_before_anything_starts(
+    arguments: tuple[str, ...], reason: str, tmp_path: Path, refusal: Callable[..., str]
+):
     out = tmp_path / "run"
-    ended = CliRunner().invoke(app, ["train", "--recipe", "smoke", "--out", str(out), *arguments])
-    assert isinstance(ended.exception, UserError)
-    assert reason in str(ended.exception)
+    assert reason in refusal("train", "--recipe", "smoke", "--out", str(out), *RANGE, *arguments)
     assert not out.exists()
 
 
@@ -74,3 +71,10 @@ def test_whoever_is_there_trains_the_same_batch(tmp_path: Path):
         "recipe written for 2 ranks: 4 ranks, micro-batch 6, 1 accumulation step; starts from"
     )
     assert splits[4].agreed() | {"all ranks": 8} == job.agreed()
+
+
+def test_ranks_beyond_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rendezvous, "usable_memory", lambda: 2 * 2**30)
+    assert local_ranks(13) == 13
+    with pytest.raises(UserError, match=r"--nproc 10000 takes more than 1465 GiB of memory.*give at most 13"):
+        local_ranks(10_000)

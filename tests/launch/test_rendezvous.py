@@ -21,7 +21,7 @@ from imagenet_fast.distributed.network_interfaces import parse_endpoint
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import meet
-from tests.e2e.command import imagenet_fast, outcome_of
+from tests.e2e.command import outcome_of
 from tests.hosts import Hosts, hosts
 from tests.ports import free_port
 
@@ -77,31 +77,15 @@ def mean_of_ranks(node: int) -> float:
     return number.item() / world.size
 
 
-@pytest.mark.weekly
-def test_a_node_that_nobody_joins_says_so_and_leaves_nothing(tmp_path: Path):
-    with free_port() as port:
-        options = ("--nodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--join-timeout", "1")
-        ended = imagenet_fast(*TINY, *options, "--out", str(tmp_path / "run"))
-    assert ended.returncode == 2
-    assert ended.stdout == ""
-    assert ended.stderr.startswith(f"error: 1 of 2 nodes came to 127.0.0.1:{port} within 1 s (")
-    assert ended.stderr.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
-def number(endpoint: str, count: int, join_timeout_s: float, late_s: float = 0.0, least: int | None = None) -> int:
-    """This node's number, once all have met."""
-    return named(endpoint, count, join_timeout_s, late_s, least)[0]
-
-
-def named(
-    endpoint: str, count: int, join_timeout_s: float, late_s: float = 0.0, least: int | None = None
-) -> tuple[int, str]:
-    """The number, and the name of the meeting."""
+def met(
+    endpoint: str, count: int, join_timeout_s: float = 20.0, late_s: float = 0.0, least: int | None = None,
+    stays_s: float = 1.0,
+) -> tuple[int, str]:  # fmt: skip
+    """This node's number, once all have met, and the name of the meeting."""
     time.sleep(late_s)
-    met = meet(parse_endpoint(endpoint), count, join_timeout_s, least)
-    time.sleep(1.0)  # the number 0 holds the store, as long as its ranks train
-    return met.number, met.name
+    meeting = meet(parse_endpoint(endpoint), count, join_timeout_s, least)
+    time.sleep(stays_s)  # the number 0 holds the store, as long as its ranks train
+    return meeting.number, meeting.name
 
 
 def said(answers: list[Any]) -> list[str]:
@@ -111,21 +95,21 @@ def said(answers: list[Any]) -> list[str]:
 
 @pytest.mark.ci
 def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
-    met = network.call([(n, named, ("node2:29402", 3, 20.0)) for n in range(3)])
-    assert sorted(place for place, _ in met) == [0, 1, 2]
-    assert met[2][0] == 0
-    assert len({name for _, name in met}) == 1
-    early = network.call([(0, number, ("node1:29402", 2, 20.0)), (1, number, ("node1:29402", 2, 20.0, 0.7))])
-    assert early == [1, 0]
-    again = network.call([(0, named, ("127.0.0.1:29403", 2, 20.0))] * 2)
+    there = network.call([(n, met, ("node2:29402", 3)) for n in range(3)])
+    assert sorted(place for place, _ in there) == [0, 1, 2]
+    assert there[2][0] == 0
+    assert len({name for _, name in there}) == 1
+    early = network.call([(0, met, ("node1:29402", 2)), (1, met, ("node1:29402", 2, 20.0, 0.7))])
+    assert [place for place, _ in early] == [1, 0]
+    again = network.call([(0, met, ("127.0.0.1:29403", 2))] * 2)
     assert sorted(place for place, _ in again) == [0, 1], "on one node the first to come"
-    assert {name for _, name in met}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
+    assert {name for _, name in there}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
 
 
 def placed(endpoint: str, place: int, late_s: float) -> int:
     """The number of the node that the scheduler counts as ``place``."""
     os.environ["SLURM_NODEID"] = str(place)
-    return number(endpoint, 3, 20.0, late_s)
+    return met(endpoint, 3, 20.0, late_s)[0]
 
 
 @pytest.mark.ci
@@ -137,38 +121,27 @@ def test_nodes_are_numbered_as_the_scheduler_counts_them(network: Hosts):
 
 @pytest.mark.weekly
 def test_one_that_is_missing_ends_the_meeting_for_all_in_the_same_words(network: Hosts):
-    answers = network.call([(0, number, ("node0:29404", 3, 1.5)), (1, number, ("node0:29404", 3, 9.0))])
-    (sentence,) = set(said(answers))
+    (sentence,) = set(said(network.call([(n, met, ("node0:29404", 3, (1.5, 9.0)[n])) for n in range(2)])))
     assert sentence == (
         "2 of 3 nodes came to node0:29404 within 1.5 s (node0, node1); start the same command on the others, or wait "
         "longer with --join-timeout"
     )
 
 
-def met_for_long(late_s: float) -> int:
-    """The number of a node that stays until all others have come."""
-    time.sleep(late_s)
-    met = meet(parse_endpoint("node0:29405"), 2, 20.0)
-    time.sleep(4)
-    return met.number
-
-
 @pytest.mark.ci
 def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
-    calls = [(n, met_for_long, (0.0 if n < 2 else 2.0,)) for n in range(3)]
-    *met, third = network.call(calls)
-    assert met == [0, 1]
+    calls = [(n, met, ("node0:29405", 2, 20.0, 0.0 if n < 2 else 2.0, None, 4.0)) for n in range(3)]
+    (first, _), (second, _), third = network.call(calls)
+    assert (first, second) == (0, 1)
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
 
 
 @pytest.mark.ci
 def test_elastic_rendezvous_takes_more_nodes(network: Hosts):
-    calls = [(n, named, ("node1:29408", 2, 20.0, (0.0, 0.0, 0.3)[n], 2)) for n in range(3)]
-    met = network.call(calls)
-    assert sorted(place for place, _ in met) == [0, 1, 2]
-    assert (met[1][0], met[2][0]) == (0, 2)
-    assert len({name for _, name in met}) == 1
-    (alone,) = said(network.call([(0, number, ("node0:29409", 3, 0.5, 0.0, 2))]))
+    there = network.call([(n, met, ("node1:29408", 2, 20.0, (0.0, 0.0, 0.3)[n], 2)) for n in range(3)])
+    assert [place for place, _ in there] == [1, 0, 2]
+    assert len({name for _, name in there}) == 1
+    (alone,) = said(network.call([(0, met, ("node0:29409", 3, 0.5, 0.0, 2))]))
     assert alone.startswith("1 of at least 2 nodes came to node0:29409 within 0.5 s (node0); start the same command")
 
 
@@ -176,22 +149,15 @@ def test_elastic_rendezvous_takes_more_nodes(network: Hosts):
     ("others", "told"), [((3, 20.0), "--nodes 3"), ((2, 20.0, 0.0, 1), "--nodes 1:2")], ids=["number", "range"]
 )
 def test_nodes_that_disagree_refuse_each_other(others: tuple[float, ...], told: str, network: Hosts):
-    answers = network.call([(0, number, ("node0:29407", 2, 20.0)), (1, number, ("node0:29407", *others))])
+    answers = network.call([(0, met, ("node0:29407", 2)), (1, met, ("node0:29407", *others))])
     assert set(said(answers)) == {f"one node was told {told}, the one at node0:29407 --nodes 2; correct one"}
 
 
 @pytest.mark.weekly
 def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     begun = time.monotonic()
-    silent, unknown, refused = said(
-        network.call(
-            [
-                (0, number, ("10.77.9.9:29400", 2, 1.0)),
-                (1, number, ("nowhere:29400", 2, 1.0)),
-                (2, number, ("node1:29400", 2, 1.0)),
-            ]
-        )
-    )
+    places = ("10.77.9.9:29400", "nowhere:29400", "node1:29400")
+    silent, unknown, refused = said(network.call([(n, met, (place, 2, 1.0)) for n, place in enumerate(places)]))
     assert time.monotonic() - begun < 15
     assert "at 10.77.9.9:29400 within 1 s: " in silent
     assert "the name nowhere cannot be resolved here" in unknown
@@ -219,52 +185,56 @@ def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network
     assert here == [None, None], "on one node there is nothing to settle"
 
 
-@pytest.mark.ci
-def test_ranks_with_different_jobs_are_refused(network: Hosts):
-    def job(**changes: Any) -> dict[str, Any]:
-        return {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}} | changes
-
-    jobs = [job(), job(), job(epochs=4, optim={"kind": "sgd", "lr": 2.0, "nesterov": True})]
-    answers = network.call([(n, introduced, (RankInfo(n, 3, 0, 1), jobs[n], 29412)) for n in range(3)])
-    assert set(said(answers)) == {
-        "rank 0 (node0) and rank 2 (node2) were told different things: epochs is 3 and 4, optim.lr is 1.0 and 2.0, "
-        "optim.nesterov is unset and true; give every node the same command"
-    }
+JOB = {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}}
+OTHER = JOB | {"epochs": 4, "optim": {"kind": "sgd", "lr": 2.0, "nesterov": True}}
+TOLD = "were told different things"
 
 
 @pytest.mark.ci
-def test_ranks_of_one_node_with_different_jobs_are_refused(network: Hosts):
-    """As with `srun bash -c 'imagenet-fast train --seed $SLURM_PROCID'`; mostly a node's first rank speaks for it."""
-    calls = [(0, introduced, (RankInfo(n, 2, n, 2), {"seed": n}, 29417, 5.0)) for n in range(2)]
-    assert set(said(network.call(calls))) == {
-        "rank 0 (node0) and rank 1 (node0) were told different things: seed is 0 and 1; give every node the same "
-        "command"
-    }
-
-
-@pytest.mark.ci
-def test_ranks_with_a_gpu_and_without_refuse_each_other(network: Hosts):
-    devices = ["cuda", "cuda", "cpu"]
-    answers = network.call([(n, introduced, (RankInfo(n, 3, 0, 1), {}, 29416, 20.0, devices[n])) for n in range(3)])
-    assert set(said(answers)) == {
-        "ranks compute on devices of one type, but rank 0 (node0) on cuda and rank 2 (node2) on cpu; run "
-        "`imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
-    }
+@pytest.mark.parametrize(
+    ("nodes", "jobs", "devices", "sentence"),
+    [
+        (
+            (0, 1, 2),
+            (JOB, JOB, OTHER),
+            ("cpu",) * 3,
+            f"rank 0 (node0) and rank 2 (node2) {TOLD}: epochs is 3 and 4, optim.lr is 1.0 and 2.0, optim.nesterov is "
+            "unset and true; give every node the same command",
+        ),
+        (  # as with `srun bash -c 'imagenet-fast train --seed $SLURM_PROCID'`; a node's first rank speaks for it
+            (0, 0),
+            ({"seed": 0}, {"seed": 1}),
+            ("cpu",) * 2,
+            f"rank 0 (node0) and rank 1 (node0) {TOLD}: seed is 0 and 1; give every node the same command",
+        ),
+        (
+            (0, 1, 2),
+            ({},) * 3,
+            ("cuda", "cuda", "cpu"),
+            "ranks compute on devices of one type, but rank 0 (node0) on cuda and rank 2 (node2) on cpu; run "
+            "`imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs",
+        ),
+    ],
+    ids=["jobs", "jobs on one node", "devices"],
+)
+def test_ranks_that_differ_are_refused(
+    nodes: tuple[int, ...], jobs: tuple[dict[str, Any], ...], devices: tuple[str, ...], sentence: str, network: Hosts
+):
+    here = len(nodes) // len(set(nodes))
+    places = [RankInfo(n, len(nodes), n % here, here) for n in range(len(nodes))]
+    calls = [(nodes[n], introduced, (place, jobs[n], 29412, 20.0, devices[n])) for n, place in enumerate(places)]
+    assert set(said(network.call(calls))) == {sentence}
 
 
 @pytest.mark.weekly
-def test_ranks_that_do_not_come_are_named(network: Hosts):
+def test_ranks_that_do_not_come_and_a_master_that_is_not_rank_0s_machine_are_named(network: Hosts):
     calls = [(n, introduced, (RankInfo(n + n // 2, 6, 0, 1), {}, 29413, 1.0)) for n in range(3)]  # 0, 1 and 3
     (sentence,) = set(said(network.call(calls, timeout_s=30)))
     assert sentence.startswith("rank 2, 4-5 of 6 did not come within 1 s; see what its node says, or wait longer")
     lonely = network.call([(1, introduced, (RankInfo(1, 2, 0, 1), {}, 29414, 1.0))], timeout_s=30)
     assert "no node could be reached at node0:29414 within 1 s: connection refused" in said(lonely)[0]
-
-
-@pytest.mark.weekly
-def test_a_master_that_is_not_rank_0s_machine_is_named(network: Hosts):
-    (sentence,) = said(network.call([(1, introduced, (RankInfo(0, 2, 0, 1), {}, 29415, 1.0))], timeout_s=30))
-    assert "node0 is no address of the node that has rank 0" in sentence
+    (wrong,) = said(network.call([(1, introduced, (RankInfo(0, 2, 0, 1), {}, 29415, 1.0))], timeout_s=30))
+    assert "node0 is no address of the node that has rank 0" in wrong
 
 
 def joined(place: RankInfo, port: int, interface: str) -> None:

@@ -118,7 +118,7 @@ def test_trainer_by_name_in_a_plain_process(tmp_path: Path):
     """As in a notebook: no launcher, no torchrun."""
     changes = ("epochs=1", "schedule.warmup_epochs=0", *SMALL)
     command = [sys.executable, "-c", BY_NAME, str(tmp_path / "run"), *changes]
-    subprocess.run(command, check=True, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"))
+    subprocess.run(command, check=True, cwd=tmp_path, env=environment())
     assert read_outcome(tmp_path / "run").status == "finished"
     assert (tmp_path / "run/checkpoints/final.safetensors").is_file()
     assert not (tmp_path / "runs").exists(), "single steps leave nothing on the disk"
@@ -131,7 +131,7 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
     started = subprocess.Popen(
         [sys.executable, "-c", f"from imagenet_fast.training.trainer import Trainer; {program}"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
-        env=environment(OMP_NUM_THREADS="1"),
+        env=environment(),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     wait_for(lambda: '"train"' in record.read_text() if (record := tmp_path / "run/events.jsonl").exists() else False)
