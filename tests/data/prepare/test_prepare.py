@@ -34,7 +34,7 @@ from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
 from imagenet_fast.errors import UserError
 from tests.data.encoded import encoded
 from tests.data.prepare import replica
-from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tar_of, tree, write_tar
+from tests.data.prepare.replica import ODD, Images, good, named, small_imagenet, tar_of, tree, write_tar
 from tests.data.small import WHOLE, as_format, put
 from tests.e2e.command import COMMAND, environment, wait_for
 
@@ -231,12 +231,6 @@ def refused(source: Path, told: str, settings: Settings = WHOLE, subset: bool = 
     with pytest.raises(UserError, match=told):
         prepare(source, out, settings, subset=subset, **options)
     assert (others(), [name for name in names(out) if name != ".preparing"]) == before
-
-
-def named(path: str, kind: bytes = tarfile.REGTYPE, leads_to: str = "") -> tarfile.TarInfo:
-    info = tarfile.TarInfo(path)
-    info.type, info.linkname = kind, leads_to
-    return info
 
 
 @pytest.mark.parametrize(
