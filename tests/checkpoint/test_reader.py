@@ -222,14 +222,6 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path: Path):
             open_checkpoint(tmp_path / "step-00000001")
 
 
-def test_any_top1_survives_the_manifest_and_its_checksum(tmp_path: Path):
-    numbers = random.Random(0)
-    for _ in range(30):
-        top1 = numbers.choice([numbers.uniform(0, 100), 100 * numbers.randrange(50_000) / 50_000])
-        Manifest(**dict(stamp(1, top1=top1)), number=1, files={}).write(tmp_path)
-        assert read_manifest(tmp_path).top1 == top1
-
-
 def test_no_digit_of_a_manifest_changes_unnoticed(tmp_path: Path):
     saved(tmp_path, 17, top1=71.5)
     folder = tmp_path / "step-00000017"
