@@ -15,6 +15,7 @@ from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -190,30 +191,8 @@ def saved_beside_collectives(root: Path) -> int:
 
 
 @pytest.mark.ci
-def test_file_size_limit_keeps_last_checkpoint(tmp_path: Path):
-    (told,) = run(1, saved_beyond_a_limit, tmp_path, fresh=True)
-    assert told == (
-        f"the checkpoint of step 2 failed: {tmp_path}/step-00000002/shared.safetensors cannot be written (File too "
-        "large); raise `ulimit -f`, then resume from step-00000001"
-    )
-
-
-def saved_beyond_a_limit(root: Path) -> str:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
-    with CheckpointWriter(root, ALONE) as writer:
-        writer.save(stamp(1), state(1), state(1, rank=1))
-        writer.save(stamp(2), state(2, values=1_000_000))
-        (told,) = failures([writer])
-        assert names(root) == ["step-00000001"]
-        assert found_step(root) == 1
-        writer.save(stamp(3), state(3), state(3, rank=1))
-    assert found_step(root) == 3
-    return told
-
-
-@pytest.mark.ci
 @pytest.mark.usefixtures("root")
-def test_a_full_disk_a_read_only_one_and_none_are_told_apart(tmp_path: Path):
+def test_a_full_disk_a_read_only_one_none_and_a_limit_are_told_apart(tmp_path: Path):
     (told,) = run(1, saved_on_a_small_disk, tmp_path, fresh=True)
     where = f"the checkpoint of step {{}} failed: {tmp_path}/checkpoints"
     assert told == [
@@ -223,6 +202,8 @@ def test_a_full_disk_a_read_only_one_and_none_are_told_apart(tmp_path: Path):
         "from step-00000003",
         f"{where.format(5)} cannot be written (No such file or directory); have every node see that directory, and "
         "nobody remove it, then start again",
+        f"{where.format(6)}/step-00000006/shared.safetensors cannot be written (File too large); raise `ulimit -f`, "
+        "then start again",
     ]
 
 
@@ -250,6 +231,10 @@ def saved_on_a_small_disk(disk: Path) -> list[str]:
         writer.save(stamp(5), state(5))
         told += failures([writer])
         disk.mkdir()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        root.mkdir()
+        writer.save(stamp(6), state(6, values=1_000_000))
+        told += failures([writer])
     return told
 
 
@@ -294,24 +279,17 @@ def save_until_killed(root: Path) -> None:
             writer.save(stamp(step), state(step), state(step, rank=1))
 
 
-@pytest.mark.parametrize("niceness", [0, 15, "refused"])
+@pytest.mark.parametrize(("niceness", "asked"), [(0, 10), (15, 15)])
 def test_a_job_with_a_niceness_of_its_own_saves_too(
-    niceness: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    niceness: int, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Only root may lower a niceness: a thread under `nice -n 15` keeps its 15."""
-    asked: list[int] = []
-
-    def setpriority(which: int, who: int, priority: int) -> None:
-        asked.append(priority)
-        if niceness == "refused" or priority < int(niceness):
-            raise PermissionError(1, "Operation not permitted")
-
+    setpriority = Mock(side_effect=PermissionError)
     monkeypatch.setattr(os, "setpriority", setpriority)
-    monkeypatch.setattr(os, "getpriority", lambda *_: 0 if niceness == "refused" else niceness)
-    with CheckpointWriter(tmp_path, ALONE) as writer:
-        writer.save(stamp(4), state(4))
-        assert writer.wait() == tmp_path / "step-00000004"
-    assert asked == [15 if niceness == 15 else 10]
+    monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
+    saved(tmp_path, 4)
+    assert setpriority.call_args.args[2] == asked
+    assert found_step(tmp_path) == 4
 
 
 def test_no_error_of_the_thread_counts_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -222,14 +222,6 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path: Path):
             open_checkpoint(tmp_path / "step-00000001")
 
 
-def test_any_top1_survives_the_manifest_and_its_checksum(tmp_path: Path):
-    numbers = random.Random(0)
-    for _ in range(30):
-        top1 = numbers.choice([numbers.uniform(0, 100), 100 * numbers.randrange(50_000) / 50_000])
-        Manifest(**dict(stamp(1, top1=top1)), number=1, files={}).write(tmp_path)
-        assert read_manifest(tmp_path).top1 == top1
-
-
 def test_no_digit_of_a_manifest_changes_unnoticed(tmp_path: Path):
     saved(tmp_path, 17, top1=71.5)
     folder = tmp_path / "step-00000017"
@@ -247,14 +239,15 @@ def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     saved(tmp_path / "sound", 2, 3)
-    fell_back = 0
+    fell_back: dict[bool, list[bool]] = {True: [], False: []}  # of files whose bytes are others, of wrecks
     for seed in range(200):
         chance = random.Random(seed)
         root = Path(shutil.copytree(tmp_path / "sound", tmp_path / f"{seed}"))
         last = root / "step-00000003"
-        wreck(last, root / "step-00000002", chance)
+        of_bytes = wreck(last, root / "step-00000002", chance)
+        fell_back[of_bytes].append(False)
         with suppress(UserError):  # where files of both were exchanged none is whole
-            fell_back += found_step(root) == 2
+            fell_back[of_bytes][-1] = found_step(root) == 2
             if seed % 20 == 0:
                 saved(root, 4)  # the run goes on
                 assert found_step(root) == 4, seed
@@ -264,12 +257,13 @@ def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(
                 tree = asked.shared() if name == "shared" else asked.part(0)
                 assert same(tree, state(asked.manifest.step, rank)), seed
         shutil.rmtree(root)
-    assert fell_back > 160
+    assert sum(fell_back[True]) >= 0.95 * len(fell_back[True])  # all but changed blanks of a manifest
+    assert sum(fell_back[False]) >= 0.8 * len(fell_back[False])
     assert all(line.startswith("warning: checkpoint ") for line in capsys.readouterr().err.splitlines())
 
 
-def wreck(last: Path, before: Path, chance: random.Random) -> None:
-    """The checkpoint ``last``, which has another one beside it."""
+def wreck(last: Path, before: Path, chance: random.Random) -> bool:
+    """The checkpoint ``last``, which has another one beside it; whether a file of it now has other bytes."""
     victim = chance.choice(sorted(last.iterdir()))
     manifest = last / "manifest.json"
     match chance.randrange(16):
@@ -306,6 +300,8 @@ def wreck(last: Path, before: Path, chance: random.Random) -> None:
             manifest.write_text(text.replace("{", "{" + more, 1) if chance.random() < 0.5 else text[:-2] + more + "}")
         case _:
             victim.write_bytes(corrupted(victim.read_bytes(), chance))
+            return True
+    return False
 
 
 def test_what_is_set_aside_is_gone_on_from_by_nobody_and_lost_to_nobody(tmp_path: Path):

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from tests.data.encoded import BAD, JPEG
+from tests.data.encoded import BAD
 from tests.data.small import LOADERS, one_class, opened, with_bad_images
 
 ALL = pytest.mark.parametrize("loader", LOADERS)
@@ -95,23 +94,3 @@ def test_an_image_that_has_gone_is_named_too(image_dir: Path, tmp_path: Path, lo
     gone.unlink()
     with pytest.raises(UserError, match=rf"{gone} cannot be .*No such file"):
         next(train)
-
-
-@ALL
-def test_images_of_a_shard_that_has_gone_are_named_or_skipped(
-    tmp_path: Path, loader: str, capfd: pytest.CaptureFixture[str]
-):
-    shards = [tmp_path / f"train-{number}.tar" for number in range(4)]
-    for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
-        write_tar(path, [(n, Sample(f"{number}-{n}", JPEG, n % 2)) for n in range(5)])
-
-    def first_batch(on_bad_image: str) -> None:
-        train = opened(tmp_path, loader, Batching(1, 20, 1), on_bad_image=on_bad_image).train
-        shards[1].rename(shards[1].with_suffix(".kept"))
-        assert len(next(train)[0]) == 20
-
-    with pytest.raises(UserError, match=rf"{shards[1]}.*No such file"):
-        first_batch("fail")
-    shards[1].with_suffix(".kept").rename(shards[1])
-    first_batch("skip")
-    assert "bad images so far on this rank: 5" in capfd.readouterr().err

@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import app
 from imagenet_fast.data.format_detection import find_split, open_training
-from imagenet_fast.data.image_names import SUFFIXES, is_class_name, is_image_name
+from imagenet_fast.data.image_names import SUFFIXES
 from imagenet_fast.data.imagefolder import check_folders, scan, scan_training
 from imagenet_fast.data.prepare.prepare import prepare, report
 from imagenet_fast.data.verify import summary, verify
@@ -48,13 +46,6 @@ def there(root: Path) -> set[str]:
 EXPECTED = {f"{split}/{name}/{image}" for split in ("train", "val") for name in CLASSES for image in IMAGES}
 
 
-def test_names_are_judged_by_one_rule():
-    assert all(map(is_image_name, IMAGES))
-    assert not any(map(is_image_name, NO_IMAGES))
-    assert all(map(is_class_name, CLASSES))
-    assert not any(map(is_class_name, NO_CLASSES))
-
-
 def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Path, tmp_path: Path):
     assert there(source) == EXPECTED
     assert scan_training(source).classes == sorted(CLASSES)
@@ -65,6 +56,11 @@ def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Pa
     prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
     assert there(tmp_path / "out") == EXPECTED
     assert [sorted(classes) for classes in prepared.record.splits.values()] == [sorted(CLASSES)] * 2
+    lines = list(report(prepared, tmp_path / "out"))
+    assert any(f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line for line in lines if "no images" in line)
+    (line,) = (line for line in lines if "no classes" in line)
+    assert line.startswith("left out, as hidden folders and those of systems are no classes: train/$RECYCLE.BIN, ")
+    assert set(prepared.record.hidden) == {f"{split}/{name}" for split in ("train", "val") for name in NO_CLASSES}
 
 
 def test_every_suffix_of_an_image_is_read_by_the_loaders(tmp_path: Path):
@@ -98,32 +94,23 @@ def nested(root: Path) -> Path:
     return root
 
 
-def test_prepare_counts_images_in_nested_folders_and_beside_classes(tmp_path: Path):
+def test_prepare_and_verify_count_images_in_nested_folders_and_beside_classes(tmp_path: Path):
     source, out = nested(tmp_path / "source"), tmp_path / "out"
     put(source / "train", "stray.jpg")
-    told = []
-    for _ in range(2):
+    put(source / "train/cat", "phone.heic", "notes.txt", os.fsdecode(b"\xff.txt"))
+    put(source / "train/.ipynb_checkpoints", "1.jpg")
+    lines = list(summary(verify(source), source))
+    assert "ignored: 5 images that lie in no class's own folder, such as train/dog/linked/5.jpg" in lines
+    assert "ignored: 3 files that are no images by their names, such as train/cat/notes.txt" in lines
+    assert "ignored: 1 hidden folders, or those of systems, such as train/.ipynb_checkpoints" in lines
+    for _ in range(2):  # also where there is nothing to do
         prepared = prepare(source, out, WHOLE, subset=True)
-        told.append([line for line in report(prepared, out) if "belong to no class" in line])
-    (line,) = told[0]
-    assert told[0] == told[1], "also where there is nothing to do"
-    assert line.startswith("left out, as they lie in no class's own folder and so belong to no class: 5 images, ")
-    assert "train/dog/linked/5.jpg" in line
-    assert set(prepared.record.apart) == {
-        "train/dog/more/2.jpg", "train/dog/more/3.PNG", "train/dog/more/folder.jpg/4.gif", "train/dog/linked/5.jpg",
-        "train/stray.jpg",
-    }  # fmt: skip
-
-
-def test_prepare_names_folders_that_are_no_classes_and_counts_files_that_are_no_images(source: Path, tmp_path: Path):
-    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
-    assert set(prepared.record.hidden) == {f"{split}/{name}" for split in ("train", "val") for name in NO_CLASSES}
-    assert "photo.heic" in prepared.record.splits["train"]["cat"].left_out
-    lines = list(report(prepared, tmp_path / "out"))
-    (line,) = (line for line in lines if "no classes" in line)
-    assert line.startswith("left out, as hidden folders and those of systems are no classes: train/$RECYCLE.BIN, ")
-    (line,) = (line for line in lines if "no images" in line)
-    assert f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more" in line
+        (line,) = (line for line in report(prepared, out) if "belong to no class" in line)
+        assert line.startswith("left out, as they lie in no class's own folder and so belong to no class: 5 images, ")
+        assert set(prepared.record.apart) == {
+            "train/dog/more/2.jpg", "train/dog/more/3.PNG", "train/dog/more/folder.jpg/4.gif",
+            "train/dog/linked/5.jpg", "train/stray.jpg",
+        }  # fmt: skip
 
 
 def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):
@@ -148,25 +135,6 @@ def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pyt
         assert len(told) == 2
         assert "5 images lie in no class's own folder, as dog/linked/5.jpg, and are left out; move them" in told[0]
         assert "1 files are of kinds that are not read, as cat/phone.HEIC, and are left out; convert them" in told[1]
-
-
-def test_verify_counts_what_it_passes_over(tmp_path: Path):
-    root = nested(tmp_path / "data")
-    put(root / "train/cat", "phone.heic", "notes.txt", os.fsdecode(b"\xff.txt"))
-    put(root / "train/.ipynb_checkpoints", "1.jpg")
-    put(root / "train", "stray.png")
-    lines = list(summary(verify(root), root))
-    assert "ignored: 5 images that lie in no class's own folder, such as train/dog/linked/5.jpg" in lines
-    assert "ignored: 3 files that are no images by their names, such as train/cat/notes.txt" in lines
-    assert "ignored: 1 hidden folders, or those of systems, such as train/.ipynb_checkpoints" in lines
-
-
-def test_verify_prints_names_that_are_no_text(tmp_path: Path):
-    put_classes(tmp_path, "cat")
-    put(tmp_path / "train/cat", os.fsdecode(b"\xff.jpg"), content=b"")
-    done = CliRunner().invoke(app, ["data", "verify", "--data", str(tmp_path)], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert r"bad: 1 empty, such as train/cat/\xff.jpg" in done.stdout
 
 
 # Where prepare writes.

@@ -28,13 +28,8 @@ def test_progressive_sizes_and_eval_size(image_dir: Path, loader: str, augment: 
     images, _ = next(opened(image_dir, loader, first_step=each, augment=augment, **GROWING).train)
     assert images.shape[2:] == (40, 40)
     assert images.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_both_loaders_show_the_same_of_them(image_dir: Path):
-    for changes in (GROWING, {"crop": "window"}, {"augment": False, **GROWING}):
-        dali, folder = opened(image_dir, "dali", **changes), opened(image_dir, "folder", **changes)
-        for (ours, _), (theirs, _) in islice(zip(dali.train, folder.train, strict=True), 8):
-            assert (ours - theirs).abs().mean() < 0.08
+    within = opened(image_dir, loader, augment=augment, sizes=[[1, 36], [2, 48]], size_multiple=4)
+    assert [images.shape[2] for images, _ in islice(within.train, 6)] == [36, 40, 40, 44, 44, 48]
 
 
 def test_before_the_first_size_images_have_the_usual_one():
@@ -71,12 +66,6 @@ def test_sizes_a_step_are_composers():
 def test_every_size_on_the_way_is_known_before():
     data = image_data(image_size=100, resize=232, sizes=[[2, 128], [6, 192]], size_multiple=32)
     assert data.training_sizes == {100, 128, 160, 192}
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_both_loaders_grow_images_within_an_epoch(image_dir: Path, loader: str):
-    dataset = opened(image_dir, loader, sizes=[[1, 36], [2, 48]], size_multiple=4)
-    assert [images.shape[2] for images, _ in islice(dataset.train, 6)] == [36, 40, 40, 44, 44, 48]
 
 
 def test_alexnets_own_windows_are_squares_from_the_middle_square():

@@ -104,21 +104,16 @@ def test_other_means_than_the_references_are_named(tmp_path: Path):
     means = "optim.kind 'sgd', model.blurpool 'conv_maxpool', ema_decay, loss 'bce', data.sizes, model.init"
     assert verdict.endswith(f"other means than {means}")
 
-
-def test_mixed_images_and_inexact_engines_are_other_means(tmp_path: Path):
     changes = ("data.mixup=0.2", "sync={kind='sparse'}")
     verdict = judge_by_reference(past_run(tmp_path, {35: 76.0}, overrides=changes))
     assert verdict.endswith("other means than data.mixup, sync.kind 'sparse'")
 
 
-def test_a_run_that_starts_from_weights_is_not_compared(tmp_path: Path):
+def test_a_run_without_a_recipe_or_that_starts_from_weights_is_not_compared(tmp_path: Path):
+    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its recipe.toml is missing or damaged"
     run = past_run(tmp_path, {3: 76.1})
     (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')
     assert judge_by_reference(run).startswith("not compared: it starts from the weights /w/resnet50.pth")
-
-
-def test_a_record_without_a_recipe_is_named(tmp_path: Path):
-    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its recipe.toml is missing or damaged"
 
 
 def test_the_command_prints_a_line_a_run_and_the_source(tmp_path: Path):

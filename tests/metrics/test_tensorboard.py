@@ -90,6 +90,10 @@ def context_of(logdir: Path) -> Any:
     return TBContext(data_provider=MultiplexerDataProvider(events, str(logdir)), plugin_name_to_instance={})
 
 
+def rows_of(logdir: Path) -> dict[str, dict[str, Any]]:
+    return table_of(logdir)[2]
+
+
 def table_of(logdir: Path) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
     """Keys and metrics of the table of hyper-parameters, in its order; its rows by run: all these, and the status."""
     from tensorboard.context import RequestContext
@@ -108,10 +112,6 @@ def table_of(logdir: Path) -> tuple[list[str], list[str], dict[str, dict[str, An
     return [info.name for info in table.hparam_infos], [info.name.tag for info in table.metric_infos], rows
 
 
-def rows_of(logdir: Path) -> dict[str, dict[str, Any]]:
-    return table_of(logdir)[2]
-
-
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """Three runs as ``compare`` leaves them."""
@@ -122,34 +122,15 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_runs_have_the_names_of_their_directories(runs: Path):
-    assert set(curves_of(runs)) == {"ddp", "lazy", "hybrid"}
+def test_runs_have_their_directories_names_and_curves_are_those_that_they_are_judged_by(runs: Path):
     assert set(curves_of(runs.parent)) == {"runs/ddp", "runs/lazy", "runs/hybrid"}
-
-
-def test_curves_are_those_that_a_run_is_judged_by(runs: Path):
+    assert set(curves_of(runs)) == {"ddp", "lazy", "hybrid"}
     curves = curves_of(runs)["lazy"]
     assert set(curves) == CURVES
     assert curves["eval/top1"] == [(100, 60.0), (200, 60.0), (300, 60.0), (400, 76.0)]
     assert curves["eval/top1_by_second"] == [(53, 60.0), (103, 60.0), (153, 60.0), (203, 76.0)]
     assert curves["compare/time_to_accuracy_s"] == [(400, 203.0)]
     assert curves["compare/step_s"] == [(step, 0.5) for step in (100, 200, 300, 400)]
-
-
-def test_curves_of_the_loss_scale_are_there_if_there_is_one(tmp_path: Path):
-    run = Trained(the_job(tmp_path / "run")).train(to=50)
-    run.record("precision", 50, loss_scale=0.5, skipped_steps=3)
-    run.end("failed")
-    curves = curves_of(tmp_path)["run"]
-    assert curves["precision/loss_scale"] == [(50, 0.5)]
-    assert curves["precision/skipped_steps"] == [(50, 3.0)]
-
-
-def test_relative_time_is_the_run_time(tmp_path: Path):
-    Trained(the_job(tmp_path / "run")).train(to=100).end("preempted")
-    Trained(the_job(tmp_path / "run"), resumed=100).train(to=200).end("finished")
-    events = events_of(tmp_path).Scalars("run", "train/loss")
-    assert [e.wall_time - events[0].wall_time for e in events] == pytest.approx([0.0, 25.0, 50.0, 75.0], abs=1e-3)
 
 
 def test_layout_has_one_chart_of_each_curve_for_all_runs(runs: Path):
@@ -222,51 +203,30 @@ def test_status_is_that_of_the_last_end(before: Status | None, status: Status, s
 
 
 @pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
-def test_a_resumed_run_has_one_curve_whatever_the_clock_says(
+def test_a_resumed_run_has_one_curve_by_the_runs_time_whatever_the_clock_says(
     set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Also of losses that are not finite, and of a loss scale."""
     begun = int(time.time())
-    for part, (resumed, top1) in enumerate([(None, 50.0), (100, 60.0), (200, 70.0)]):
+    for part, (resumed, loss) in enumerate([(None, math.nan), (100, 60.0), (200, 70.0)]):
         now = begun - part * set_back_s
         monkeypatch.setattr(time, "time", lambda now=now: now)
-        Trained(the_job(tmp_path / "run"), resumed).train(to=300, top1=top1, loss=top1).end("failed")
+        run = Trained(the_job(tmp_path / "run"), resumed).train(to=300, top1=10.0 * part, loss=loss)
+        run.record("precision", run.step, loss_scale=0.5, skipped_steps=3)
+        run.end("failed")
     monkeypatch.undo()
     curves = curves_of(tmp_path)
     assert list(curves) == ["run"]
-    assert curves["run"]["eval/top1"] == [(100, 50.0), (200, 60.0), (300, 70.0)]
-    assert curves["run"]["eval/top1_by_second"] == [(53, 50.0), (103, 60.0), (153, 70.0)]
-    losses = [50.0, 50.0, 60.0, 60.0, 70.0, 70.0]
-    assert curves["run"]["train/loss"] == list(zip(range(50, 301, 50), losses, strict=True))
+    assert curves["run"]["eval/top1"] == [(100, 0.0), (200, 10.0), (300, 20.0)]
+    assert curves["run"]["eval/top1_by_second"] == [(53, 0.0), (103, 10.0), (153, 20.0)]
+    assert curves["run"]["precision/loss_scale"] == [(300, 0.5)]
+    assert curves["run"]["precision/skipped_steps"] == [(300, 3.0)]
+    losses = curves["run"]["train/loss"]
+    assert losses[2:] == [(150, 60.0), (200, 60.0), (250, 70.0), (300, 70.0)]
+    assert [(step, math.isnan(loss)) for step, loss in losses[:2]] == [(50, True), (100, True)]
+    events = events_of(tmp_path).Scalars("run", "train/loss")
+    assert [e.wall_time - events[0].wall_time for e in events] == pytest.approx([25.0 * n for n in range(6)], abs=1e-3)
     assert len(list((tmp_path / "run").glob("events.out.tfevents.*"))) == 1
-
-
-def leave_as_earlier_version(folder: Path) -> None:
-    """Write the curves to ``tb/`` with every key of the recipe, as earlier versions did."""
-    from torch.utils.tensorboard import SummaryWriter
-    from torch.utils.tensorboard.summary import hparams
-
-    Trained(the_job(folder)).train(to=200, top1=40.0).record.close()
-    for file in folder.glob("events.out.tfevents.*"):
-        file.unlink()
-    with SummaryWriter(str(folder / "tb")) as writer:
-        for summary in hparams({"channels_last": "True", "sync.kind": "lazy"}, {"eval/top1": 0.0})[:2]:
-            writer._get_file_writer().add_summary(summary)
-        for step in (100, 200):
-            writer.add_scalar("eval/top1", 40.0, step)
-            writer.add_scalar("eval/epoch", step // 100, step)
-
-
-def test_a_run_of_an_earlier_version_is_shown_and_has_one_curve_under_its_name_once_it_resumes(tmp_path: Path):
-    leave_as_earlier_version(tmp_path / "old")
-    Trained(the_job(tmp_path / "new")).train(to=100).end("finished")
-    curves = curves_of(tmp_path)
-    assert set(curves) == set(rows_of(tmp_path)) == {"old/tb", "new"}
-    assert curves["old/tb"]["eval/top1"] == [(100, 40.0), (200, 40.0)]
-    Trained(the_job(tmp_path / "old"), resumed=100).train(to=300, top1=70.0).end("finished")
-    curves = curves_of(tmp_path)
-    assert set(curves) == {"old", "new"}
-    assert curves["old"]["eval/top1"] == [(100, 40.0), (200, 70.0), (300, 70.0)]
-    assert not (tmp_path / "old" / "tb").exists()
 
 
 def test_older_files_stay_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -274,10 +234,3 @@ def test_older_files_stay_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(_UnlessFull, "write", lambda file, data: setattr(file, "is_full", True))
     Trained(the_job(tmp_path / "run"), resumed=200).end("preempted")
     assert curves_of(tmp_path)["run"]["eval/top1"] == [(100, 40.0), (200, 40.0)]
-
-
-def test_a_loss_that_was_not_finite_is_so_after_resuming(tmp_path: Path):
-    Trained(the_job(tmp_path / "run")).train(to=50, loss=math.nan).end("preempted")
-    Trained(the_job(tmp_path / "run"), resumed=50).end("finished")
-    ((_, loss),) = curves_of(tmp_path)["run"]["train/loss"]
-    assert math.isnan(loss)

@@ -166,18 +166,24 @@ def _validation(images: Images) -> dict[str, str]:
     return {name: wnid for split, wnid, name in paths if split == "val"}
 
 
-def tar_of(files: Mapping[str, bytes | tarfile.TarInfo]) -> bytes:
-    """A tar of files by their paths; a TarInfo is a member without content."""
+Members = dict[str, bytes | tarfile.TarInfo]
+"""Files of a tar by their paths; a TarInfo is a member without content, under the name that it has."""
+
+
+def tar_of(files: Mapping[str, bytes | tarfile.TarInfo], format: int = tarfile.PAX_FORMAT) -> bytes:
     written = io.BytesIO()
-    with tarfile.open(fileobj=written, mode="w") as archive:
+    with tarfile.open(fileobj=written, mode="w", format=format) as archive:
         for path, content in files.items():
-            if isinstance(content, tarfile.TarInfo):
-                archive.addfile(content)
-                continue
-            info = tarfile.TarInfo(path)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
+            info = named(path) if isinstance(content, bytes) else content
+            info.size = len(content) if isinstance(content, bytes) else 0
+            archive.addfile(info, io.BytesIO(content) if isinstance(content, bytes) else None)
     return written.getvalue()
+
+
+def named(path: str, kind: bytes = tarfile.REGTYPE, leads_to: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.type, info.linkname = kind, leads_to
+    return info
 
 
 def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo]) -> None:
