@@ -22,20 +22,10 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from imagenet_fast.sync import (
-    AllReduceSync,
-    AutoSync,
-    DearSync,
-    EngineSettings,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    PowerSgdSync,
-    RingSync,
-    SparseSync,
-    build_engine,
-)
+from imagenet_fast import sync
+from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.training import optimizers
+from tests.ranks import lending
 from tests.sync.fuzz_models import Batch, Net, batch_of
 from tests.sync.fuzz_programs import (
     AutogradGrad,
@@ -57,41 +47,39 @@ from tests.sync.fuzz_programs import (
     Warned,
     ZeroGrad,
 )
-from tests.sync.loops import lending
 
 HALF_KIB = 0.0005
 """MiB: a few tensors of the small models."""
 
 EXACT: dict[str, EngineSettings] = {
-    "allreduce": AllReduceSync(wire="fp32"),
-    "ring": RingSync(wire="fp32", bucket_mb=HALF_KIB),
-    "lazy": LazySync(wire="fp32", threshold_mb=0),
-    "lazy auto": LazySync(wire="fp32"),
-    "hybrid": HybridSync(wire="fp32", fuse_mb=0),
-    "hybrid auto": HybridSync(wire="fp32"),
-    "hybrid by size": HybridSync(wire="fp32", policy="by-size", fuse_mb=HALF_KIB),
-    "dear": DearSync(wire="fp32", bucket_mb=0),
-    "dear fused": DearSync(wire="fp32", bucket_mb=HALF_KIB),
-    "auto": AutoSync(wire="fp32"),
-    "sparse whole": SparseSync(wire="fp32", sparsity=0, chunk=16, ramp_epochs=0),
+    "allreduce": sync.AllReduceSync(wire="fp32"),
+    "ring": sync.RingSync(wire="fp32", bucket_mb=HALF_KIB),
+    "lazy": sync.LazySync(wire="fp32", threshold_mb=0),
+    "lazy auto": sync.LazySync(wire="fp32"),
+    "hybrid": sync.HybridSync(wire="fp32", fuse_mb=0),
+    "hybrid auto": sync.HybridSync(wire="fp32"),
+    "hybrid by size": sync.HybridSync(wire="fp32", policy="by-size", fuse_mb=HALF_KIB),
+    "dear": sync.DearSync(wire="fp32", bucket_mb=0),
+    "dear fused": sync.DearSync(wire="fp32", bucket_mb=HALF_KIB),
+    "auto": sync.AutoSync(wire="fp32"),
+    "sparse whole": sync.SparseSync(wire="fp32", sparsity=0, chunk=16, ramp_epochs=0),
 }
 """They average in fp32."""
 INEXACT: dict[str, EngineSettings] = {
-    "lazy bf16": LazySync(wire="bf16", threshold_mb=HALF_KIB),
-    "hybrid bf16": HybridSync(wire="bf16", fuse_mb=0),
-    "lazy int8": LazySync(wire="int8", threshold_mb=HALF_KIB),
-    "hybrid int8": HybridSync(wire="int8", fuse_mb=0),
-    "dear fp8": DearSync(wire="fp8", bucket_mb=HALF_KIB),
-    "powersgd": PowerSgdSync(wire="fp32", rank=1, bucket_mb=HALF_KIB),
-    "powersgd dear": PowerSgdSync(wire="bf16", rank=1, timing="dear", bucket_mb=HALF_KIB),
+    "lazy bf16": sync.LazySync(wire="bf16", threshold_mb=HALF_KIB),
+    "hybrid bf16": sync.HybridSync(wire="bf16", fuse_mb=0),
+    "lazy int8": sync.LazySync(wire="int8", threshold_mb=HALF_KIB),
+    "hybrid int8": sync.HybridSync(wire="int8", fuse_mb=0),
+    "dear fp8": sync.DearSync(wire="fp8", bucket_mb=HALF_KIB),
+    "powersgd": sync.PowerSgdSync(wire="fp32", rank=1, bucket_mb=HALF_KIB),
+    "powersgd dear": sync.PowerSgdSync(wire="bf16", rank=1, timing="dear", bucket_mb=HALF_KIB),
 }
 """They round, and most of them add what they have rounded off to a later gradient."""
+_SPARSE = sync.SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0)
 SPARSE: dict[str, EngineSettings] = {
-    "sparse": SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0),
-    "sparse hybrid": SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0, timing="hybrid"),
-    "sparse corrected": SparseSync(
-        wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0, momentum_correction=True, momentum=0.5
-    ),
+    "sparse": _SPARSE,
+    "sparse hybrid": _SPARSE.model_copy(update={"timing": "hybrid"}),
+    "sparse corrected": _SPARSE.model_copy(update={"momentum_correction": True, "momentum": 0.5}),
 }
 """They keep a part of the gradients back."""
 ENGINES = EXACT | INEXACT | SPARSE
@@ -100,12 +88,12 @@ ENGINES = EXACT | INEXACT | SPARSE
 def as_carried_out(program: Program, engine: str) -> Program:
     """The program as it is under an engine."""
     settings = ENGINES[engine]
-    return program.leaving_gradients(settings.momentum_correction) if isinstance(settings, SparseSync) else program
+    return program.leaving_gradients(settings.momentum_correction) if isinstance(settings, sync.SparseSync) else program
 
 
 def can_carry_out(program: Program, engine: str) -> bool:
     """Whether an optimizer of ours, if the engine needs one, can do the same."""
-    needs_ours = program.optimizers and isinstance(ENGINES[engine], SparseSync)
+    needs_ours = program.optimizers and isinstance(ENGINES[engine], sync.SparseSync)
     return not (needs_ours and program.model.has("cuts", "doubled", "shared memory"))
 
 
@@ -273,7 +261,7 @@ class Pooled(Synchroniser):
 def _keeps_back(engine: str) -> str:
     """How an engine keeps back a part of the gradients, if it does."""
     settings = ENGINES[engine]
-    return f"corrected: {settings.momentum_correction}" if isinstance(settings, SparseSync) else ""
+    return f"corrected: {settings.momentum_correction}" if isinstance(settings, sync.SparseSync) else ""
 
 
 @dataclass(frozen=True)
@@ -732,6 +720,45 @@ class _Own(optim.SGD):
     """torch does not know that it updates parameters one by one."""
 
 
+class Signs(optim.Optimizer):
+    """Somebody's own optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign() * self._rate(group))
+
+    def _rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"]
+
+
+class Counting(Signs):
+    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.one_by_one = True
+        self.steps = 0
+        for group in self.param_groups:
+            group |= {"step": 0, "total": torch.zeros(()), "seen": []}
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            group["total"] += 1
+            group["seen"].append(self.steps)
+        super().step()
+
+    def _rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"] / (group["step"] + group["total"] + self.steps)
+
+
 class _Wrapper(optim.Optimizer):
     """Of the shape of Accelerate's: an optimizer without the attributes that ``Optimizer.__init__`` makes."""
 
@@ -765,6 +792,8 @@ def _optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> optim.Op
             return optim.RMSprop(groups, **settings)
         case "own":
             return _Own(groups, **settings)
+        case "counting":
+            return Counting(groups, **settings)
         case "wrapped":
             return _Wrapper(optim.AdamW(groups, **settings))
         case "our sgd":

@@ -29,8 +29,9 @@ Kind = Literal[
     "attention", "gru", "transposed",
 ]  # fmt: skip
 Rare = Literal[
-    "pruned", "hooked weight norm", "hooked spectral norm", "reads early", "target", "shared memory", "cuts", "doubled"
-]
+    "pruned", "hooked weight norm", "hooked spectral norm", "reads early", "target", "shared memory", "cuts", "doubled",
+    "orthogonal", "lstm", "reentrant",
+]  # fmt: skip
 """Of named programs alone, as not every operation can be done to them."""
 Place = tuple[Literal["forward", "backward"], int]
 """In front of which block a forward fails, or behind which one a backward does."""
@@ -156,18 +157,15 @@ class Net(nn.Module):
     def _through(self, block: Block, part: nn.Module, x: Tensor, batch: Batch) -> Tensor:
         for _ in range(2 if block.twice else 1):
             inputs = (x, batch.tokens) if block.kind == "embedding" else (x,)
-            x = (
-                checkpoint(part, *inputs, use_reentrant=False)
-                if block.checkpointed and self.training
-                else part(*inputs)
-            )
+            again = self.training and (block.checkpointed or block.kind == "reentrant")
+            x = checkpoint(part, *inputs, use_reentrant=block.kind == "reentrant") if again else part(*inputs)
         return x if block.kind in ("scalar", "empty") else x.float().tanh()
 
 
 def _part(block: Block, before: list[nn.Module]) -> nn.Module:
     linear = nn.Linear(WIDTH, WIDTH, bias=block.biased)
     match block.kind:
-        case "linear" | "unused":
+        case "linear" | "unused" | "reentrant":
             return linear
         case "mlp":
             return nn.Sequential(linear, nn.ReLU(), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)))
@@ -202,8 +200,12 @@ def _part(block: Block, before: list[nn.Module]) -> nn.Module:
             return parametrizations.weight_norm(linear)
         case "spectral norm":
             return parametrizations.spectral_norm(linear)
+        case "orthogonal":
+            return parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH, bias=False))
         case "attention":
             return _Attention()
+        case "lstm":
+            return _Lstm(WIDTH, WIDTH)
         case "gru":
             return nn.GRUCell(WIDTH, WIDTH)
         case "transposed":
@@ -316,6 +318,12 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.attention(x[None], x[None], x[None], need_weights=False)[0]
         return out[0]
+
+
+class _Lstm(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)[0]
+        return out
 
 
 class _Transposed(nn.Module):

@@ -7,7 +7,7 @@ All ranks run the same program, on data of their own; which layers they use diff
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -297,7 +297,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Optimizer:
-    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "wrapped", "our sgd", "our lars"]
+    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "counting", "wrapped", "our sgd", "our lars"]
     settings: tuple[tuple[str, Any], ...]
     groups: int = 1
 
@@ -351,12 +351,6 @@ class Program:
 
     def without(self, left_out: Callable[[Line], bool]) -> Program:
         return replace(self, lines=tuple(line for line in self.lines if not left_out(line)))
-
-    def lacking(self, words: Set[str]) -> Program:
-        """Without operations of these names, in lower case; without the whole step that one is essential to."""
-        named = [line for line in self.lines if words & _names_of(line.op)]
-        units = {line.unit for line in named if line.essential}
-        return self.without(lambda line: line in named or line.unit in units)
 
     @property
     def core(self) -> Program | None:
@@ -647,13 +641,6 @@ class _Writer:
 
     def place(self) -> Place:
         return self.draw.choice(("forward", "backward", "backward")), self.draw.randrange(len(self.model.blocks))
-
-
-def _names_of(op: Op) -> set[str]:
-    change = getattr(op, "change", None)
-    how = [getattr(op, "how", ""), getattr(op, "what", ""), change.how if change else ""]
-    by_hand = "optimizer.step" if isinstance(op, Step | ScaledStep) and not op.by_pool else ""
-    return {type(op).__name__.lower(), *how, by_hand} - {""}
 
 
 def parts(program: Program) -> Iterator[Callable[[Line], bool]]:

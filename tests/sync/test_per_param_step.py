@@ -12,9 +12,8 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
-from tests.sync.given import pooled, weights_of, with_ranks
-from tests.sync.loops import HYBRID, LAZY, Layers, images, loss_of, unmeasured
+from imagenet_fast.sync.per_param_step import needs_all, snapshot_step
+from tests.sync.fuzz_loops import Counting, Signs
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
@@ -271,24 +270,10 @@ def test_a_part_has_the_name_of_a_step_in_profiles():
     assert [event.name for event in profile.events()].count("Optimizer.step#SGD.step") == 2
 
 
-class Signs(Optimizer):
-    """Somebody's own optimizer."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.5})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad.sign() * group["lr"])
-
-
 def test_custom_optimizer_at_once_unless_one_by_one():
     params = parameters()
     before = params[0].detach().clone()
-    optimizer = Signs(params)
+    optimizer = Signs(params, 0.5)
     assert needs_all(optimizer)
     with pytest.raises(RuntimeError, match="Signs"):
         put_off(optimizer, params)(params[:1])
@@ -318,73 +303,12 @@ class Searching(Signs):
 @pytest.mark.parametrize("kind", [optim.LBFGS, Searching])
 def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
     with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimizer"):
-        snapshot_step(kind(parameters()))
-
-
-class Half:
-    """A pool of some of the parameters."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params, self.settled = params, 0
-        self.apply: Apply | None = None
-
-    def settle(self) -> None:
-        self.settled += 1
-        assert self.apply is not None
-        self.apply(self.params)
-
-
-def test_what_is_put_off_is_settled_before_the_state_is_read_or_replaced():
-    params, others = parameters(), parameters()
-    optimizer, plain = optim.AdamW(params, lr=0.1), optim.AdamW(others, lr=0.1)
-    pools = Half(params[:3]), Half(params[3:])
-    for step, read in enumerate((True, True, False)):
-        for pool in pools:
-            settle_before_state(optimizer, pool.settle)
-            pool.settled = 0
-        pools[0].apply = pools[1].apply = put_off(optimizer, params, step)
-        give_gradients(others, step)
-        plain.step()
-        if read:
-            state = optimizer.state_dict()["state"]
-            assert all(torch.equal(state[n]["exp_avg"], plain.state[p]["exp_avg"]) for n, p in enumerate(others))
-        else:
-            optimizer.load_state_dict(optim.AdamW(parameters(), lr=0.5).state_dict())
-        assert [pool.settled for pool in pools] == [1, 1]
-        assert equal(params, others), "the step was taken before"
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert not optimizer.state
-
-
-def started() -> dict[str, Any]:
-    return {"step": 0, "total": torch.zeros(()), "seen": []}
-
-
-class Counting(Signs):
-    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params)
-        self.one_by_one = True
-        self.steps = 0
-        for group in self.param_groups:
-            group |= started()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        self.steps += 1
-        for group in self.param_groups:
-            group["step"] += 1
-            group["total"] += 1
-            group["seen"].append(self.steps)
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad.sign() * group["lr"] / (group["step"] + group["total"] + self.steps))
+        snapshot_step(kind(parameters(), 0.5))
 
 
 def test_custom_optimizer_counts_each_step_once():
     params, others = parameters(), parameters()
-    at_once_, parted = Counting(params), Counting(others)
+    at_once_, parted = Counting(params, 0.5), Counting(others, 0.5)
     assert equal(at_once(at_once_, params, step_schedule), in_parts(parted, others, step_schedule))
     assert parted.steps == STEPS
     (group,), (same,) = parted.param_groups, at_once_.param_groups
@@ -399,7 +323,7 @@ def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
                 group["lr"] *= 0.9
 
     params = parameters()
-    optimizer = Damped(params)
+    optimizer = Damped(params, 0.5)
     apply = put_off(optimizer, params)
     optimizer.param_groups[0]["lr"] = 100.0
     for param in params:
@@ -408,35 +332,3 @@ def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
     assert optimizer.param_groups[0]["step"] == 1
     put_off(optimizer, params, 1)(params)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
-
-
-@with_ranks(2)
-@unmeasured()
-def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers() -> None:
-    """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
-
-    def left_out(model: Layers, step: int) -> Tensor:
-        return loss_of(model, step) if step != 3 else model.layer4(images(step)).square().sum()
-
-    def counting(model: Layers) -> Counting:
-        optimizer = Counting([*model.layer0.parameters()])
-        optimizer.add_param_group({"params": [*model.layer4.parameters()]} | started())
-        return optimizer
-
-    weights = []
-    for settings in (LAZY, HYBRID):
-        model = Layers()
-        pool, optimizer = pooled(model, settings), counting(model)
-        for step in range(6):
-            pool.zero_grad()
-            left_out(model, step).backward()
-            if settings is LAZY:
-                pool.finish()
-                optimizer.step()
-            else:
-                pool.step(optimizer)
-        pool.settle()
-        weights.append(weights_of(model))
-        assert [group["step"] for group in optimizer.param_groups] == [6, 6]
-        assert optimizer.steps == 6
-    assert torch.equal(*weights)

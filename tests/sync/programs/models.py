@@ -35,7 +35,9 @@ def idle(name: str, optimizer: Optimizer) -> Program:
     return program(name, *steps, model=model("linear", "linear", "linear"), optimizers=(optimizer,))
 
 
-HOOKED: tuple[Kind | Rare, ...] = ("pruned", "hooked weight norm", "hooked spectral norm", "weight norm", "target")
+HOOKED: tuple[Kind | Rare, ...] = ("pruned", "hooked weight norm", "hooked spectral norm", "weight norm", "target",
+    "orthogonal", "lstm", "reentrant",
+)  # fmt: skip
 CHECKPOINTED = Block("mlp", checkpointed=True)
 
 PROGRAMS = [
@@ -58,5 +60,7 @@ PROGRAMS = [
     idle("a layer that is idle, under SGD", SGD),
     idle("a layer that is idle, under AdamW", ADAMW),
     idle("a layer that is idle, under SGD of ours", OUR_SGD),
+    idle("a layer that is idle, under an optimizer that counts", Optimizer("counting", (("lr", 0.01),), groups=2)),
+    idle("a layer that is idle, under an optimizer with a hook", replace(SGD, kind="hooked")),
     idle("a layer that is idle, under LARS", replace(SGD, kind="our lars")),
 ]  # fmt: skip
