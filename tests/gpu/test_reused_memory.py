@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.sync import (
-    DearSync,
-    EngineSettings,
-    HybridSync,
-    LazySync,
-    PowerSgdSync,
-    RingSync,
-    SparseSync,
-)
+from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, PowerSgdSync, RingSync, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
 from tests.sync.given import SMALL, Given, integers, pooled, weights_of

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -781,29 +782,15 @@ def _optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> optim.Op
         for number in range(optimizer.groups)
         if (part := list(params[number :: optimizer.groups]))
     ]
-    match optimizer.kind:
-        case "sgd":
-            return optim.SGD(groups, **settings)
-        case "adam":
-            return optim.Adam(groups, **settings)
-        case "adamw":
-            return optim.AdamW(groups, **settings)
-        case "rmsprop":
-            return optim.RMSprop(groups, **settings)
-        case "own":
-            return _Own(groups, **settings)
-        case "counting":
-            return Counting(groups, **settings)
-        case "wrapped":
-            return _Wrapper(optim.AdamW(groups, **settings))
-        case "our sgd":
-            return optimizers.SGD(groups, **settings)
-        case "our lars":
-            return optimizers.LARS(groups, trust_coefficient=0.01, eps=1e-9, **settings)
-        case "hooked":
-            hooked = optim.SGD(groups, **settings)
-            hooked.register_step_post_hook(lambda *_: None)
-            return hooked
+    kinds: dict[str, Callable[..., optim.Optimizer]] = {
+        "sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop, "own": _Own,
+        "hooked": optim.SGD, "counting": Counting, "wrapped": optim.AdamW, "our sgd": optimizers.SGD,
+        "our lars": partial(optimizers.LARS, trust_coefficient=0.01, eps=1e-9),
+    }  # fmt: skip
+    made = kinds[optimizer.kind](groups, **settings)
+    if optimizer.kind == "hooked":
+        made.register_step_post_hook(lambda *_: None)
+    return _Wrapper(made) if optimizer.kind == "wrapped" else made
 
 
 def _scheduler(kind: str, optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler | None:
