@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -514,45 +514,37 @@ class Loop:
             self.scaler.update()
 
     def _look(self, op: Look) -> None:
-        model = self.model
+        model, optimizers = self.model, self.optimizers
+        # what is parametrised cannot be pickled
+        pickled = copy.deepcopy if self.program.model.has("weight norm", "spectral norm", "orthogonal") else _pickled
+        weights: dict[str, Callable[[], Iterable[Tensor]]] = {
+            "state_dict": lambda: _sorted(model.state_dict(), self._names),
+            "parameters": model.parameters,
+            "named_parameters": lambda: dict(model.named_parameters()).values(),
+            "deepcopy": lambda: copy.deepcopy(model).parameters(),
+            "pickle": lambda: pickled(model).parameters(),
+            "save": lambda: _saved(model).parameters(),
+            "vector": lambda: [torch.nn.utils.parameters_to_vector(model.parameters())],
+            "optimizer deepcopy": lambda: [param for o in optimizers for param in _params_of(copy.deepcopy(o))],
+            "optimizer pickle": lambda: [param for o in optimizers for param in _params_of(_pickled(o))],
+            "to": lambda: model.double().parameters(),
+        }
+        ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "eval forward": self._evaluating, "train forward": torch.no_grad, "inference forward": torch.inference_mode,
+            "autocast forward": partial(torch.autocast, "cpu", torch.bfloat16),
+        }  # fmt: skip
+        if op.how in weights:
+            self._record(op.how, weights[op.how](), shared=True)
+        if op.how in ways:
+            with ways[op.how]():
+                self._record(op.how, [model(self._batch(op.data))])
         match op.how:
             case "state_dict":
-                state = model.state_dict()
-                names = {name for name, _ in Net(self.program.model).named_parameters()}
-                self._record("state_dict()", (state[name] for name in state if name in names), shared=True)
-                self._record("state_dict()'s buffers", (state[name] for name in state if name not in names))
-            case "parameters":
-                self._record("parameters()", model.parameters(), shared=True)
-            case "named_parameters":
-                self._record("named_parameters()", dict(model.named_parameters()).values(), shared=True)
-            case "deepcopy":
-                self._record("deepcopy(model)", copy.deepcopy(model).parameters(), shared=True)
-            case "pickle":
-                # what is parametrised cannot be pickled
-                parametrised = self.program.model.has("weight norm", "spectral norm")
-                twin = copy.deepcopy(model) if parametrised else _pickled(model)
-                self._record("a pickled model", twin.parameters(), shared=True)
-            case "save":
-                self._record("a saved model", _saved(model).parameters(), shared=True)
-            case "vector":
-                self._record("a vector", [torch.nn.utils.parameters_to_vector(model.parameters())], shared=True)
+                self._record("buffers", _sorted(model.state_dict(), model.state_dict().keys() - self._names))
             case "optimizer state":
-                for optimizer in self.optimizers:
-                    self._record("optimizer.state_dict()", _state_of(optimizer.state_dict()))
+                self._record(op.how, [value for o in optimizers for value in _state_of(o.state_dict())])
             case "optimizer deepcopy":
-                for optimizer in self.optimizers:
-                    twin = copy.deepcopy(optimizer)
-                    self._record("deepcopy(optimizer)'s parameters", _params_of(twin), shared=True)
-                    self._record("deepcopy(optimizer)'s state", _state_of(twin.state_dict()))
-            case "optimizer pickle":
-                for optimizer in self.optimizers:
-                    self._record("a pickled optimizer's parameters", _params_of(_pickled(optimizer)), shared=True)
-            case "eval forward":
-                with self._evaluating():
-                    self._record("the output in eval()", [model(self._batch(op.data))])
-            case "train forward":
-                with torch.no_grad():
-                    self._record("the output in train()", [model(self._batch(op.data))])
+                self._record(op.how, [v for o in optimizers for v in _state_of(copy.deepcopy(o).state_dict())])
             case "part":
                 with self._evaluating():
                     self._record("blocks alone", self._parts(op))
@@ -568,14 +560,7 @@ class Loop:
                     copies = [copied(block) for copied in COPIES]
                     self._record(f"block {number}", [*state.values(), *named.values()])
                     self._record(f"copies of block {number}", [p for other in copies for p in other.parameters()])
-            case "inference forward":
-                with torch.inference_mode():
-                    self._record("the output in inference mode", [model(self._batch(op.data))])
-            case "autocast forward":
-                with torch.autocast("cpu", torch.bfloat16):
-                    self._record("the output under autocast", [model(self._batch(op.data))])
             case "to":
-                self._record("model.double()", model.double().parameters(), shared=True)
                 model.float()
             case "threads":
                 self._evaluate_at_once(op)
@@ -593,6 +578,10 @@ class Loop:
                 model.train()
             case "settle":
                 self.sync.settle()
+
+    @property
+    def _names(self) -> set[str]:
+        return {name for name, _ in Net(self.program.model).named_parameters()}
 
     def _parts(self, op: Look, in_eval: bool = False) -> list[Tensor]:
         """What every block alone makes of the data."""
@@ -640,7 +629,9 @@ class Loop:
         self.model.train()
 
     def _do_simply(self, what: str, which: int) -> None:
-        model = self.model
+        model, params = self.model, self.sync.params
+        own = [p for module in model.modules() for p in module._parameters.values() if p is not None]
+        children = [p for module in model.children() for p in module._parameters.values() if p is not None]
         match what:
             case "schedule":
                 for scheduler in self.schedulers:
@@ -649,21 +640,17 @@ class Loop:
                 keepers = [model, *self.optimizers, *self.schedulers, *([self.scaler] if self.scaler else [])]
                 states = [(keeper, copy.deepcopy(keeper.state_dict())) for keeper in keepers]
                 self.saved = [states, self.sync.save()]
-            case "restore":
-                if self.saved is not None:
-                    for keeper, state in self.saved[0]:
-                        keeper.load_state_dict(copy.deepcopy(state))
-                    self.sync.load(self.saved[1])
+            case "restore" if self.saved is not None:
+                for keeper, state in self.saved[0]:
+                    keeper.load_state_dict(copy.deepcopy(state))
+                self.sync.load(self.saved[1])
             case "swap":
                 self.sync.swap(which)
             case "renew":
                 self.sync.renew()
-            case "freeze":
-                for param in self.sync.params[which::3]:
-                    param.requires_grad_(False)
-            case "unfreeze":
-                for param in self.sync.params:
-                    param.requires_grad_(True)
+            case "freeze" | "unfreeze":
+                for param in params[which::3] if what == "freeze" else params:
+                    param.requires_grad_(what == "unfreeze")
             case "leave":
                 self.sync.close()
                 self.sync.close()
@@ -678,15 +665,13 @@ class Loop:
             case "shrink by apply":
                 model.apply(lambda module: _shrink(module.parameters(recurse=False)))
             case "shrink by groups":
-                for optimizer in self.optimizers:
-                    _shrink(_params_of(optimizer))
-            case "shrink by modules" | "shrink by children":
-                for module in model.modules() if what == "shrink by modules" else model.children():
-                    _shrink(param for param in module._parameters.values() if param is not None)
-            case "double":
-                model.double()
-            case "float":
-                model.float()
+                _shrink(param for optimizer in self.optimizers for param in _params_of(optimizer))
+            case "shrink by modules":
+                _shrink(own)
+            case "shrink by children":
+                _shrink(children)
+            case "double" | "float":
+                getattr(model, what)()
             case "contiguous":
                 model.to(memory_format=torch.contiguous_format)
             case "float64":
@@ -694,7 +679,7 @@ class Loop:
             case "vector":
                 vector = torch.nn.utils.parameters_to_vector(model.parameters())
                 torch.nn.utils.vector_to_parameters(0.99 * vector.detach(), model.parameters())
-            case _:
+            case "average" | "average and look" | "swap average":
                 self._do_with_average(what)
 
     def _do_with_average(self, what: str) -> None:
@@ -845,6 +830,10 @@ def _saved(value: Any) -> Any:
 
 
 COPIES = (copy.deepcopy, _pickled, _saved)
+
+
+def _sorted(state: dict[str, Tensor], names: Collection[str]) -> list[Tensor]:
+    return [state[name] for name in sorted(names) if name in state]
 
 
 def _params_of(optimizer: optim.Optimizer) -> list[Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, product
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
@@ -20,28 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from examples.own_engine import by_pairs
+from imagenet_fast import sync as engines
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
-from imagenet_fast.sync import (
-    AllReduceSync,
-    AutoSync,
-    DdpSync,
-    DearSync,
-    Engine,
-    EngineSettings,
-    GradientPool,
-    GradientSync,
-    HybridSync,
-    LazySync,
-    PowerSgdSync,
-    RingSync,
-    SparseSync,
-    attach,
-    build_engine,
-    declare,
-)
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, attach, build_engine, declare
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -115,37 +99,36 @@ class Case:
         return f"{self.engine}-{self.wire}-{self.collective}-{self.place}-{rest}"
 
 
-def settings_of(case: Case) -> EngineSettings | Engine | DdpSync:
-    wire, collective, fusion, servers = case.wire, case.collective, case.fusion, case.servers
-    other = COLLECTIVES[COLLECTIVES.index(collective) - 1]
-    by_size = case.policy == "by-size"
+def settings_of(case: Case) -> EngineSettings | Engine | engines.DdpSync:
+    wire, fusion, by_size = case.wire, case.fusion, case.policy == "by-size"
+    ways: dict[str, Any] = {"wire": wire, "collective": case.collective}
+    served: dict[str, Any] = ways | {"servers": case.servers}
     match case.engine:
         case "allreduce":
-            return AllReduceSync(wire=wire, collective=collective, servers=servers)
+            return engines.AllReduceSync(**served)
         case "ring":
-            return RingSync(wire=wire, bucket_mb=fusion)
+            return engines.RingSync(wire=wire, bucket_mb=fusion)
         case "lazy":
-            return LazySync(wire=wire, threshold_mb=fusion, collective=collective, servers=servers)
+            return engines.LazySync(**served, threshold_mb=fusion)
         case "hybrid":
-            return HybridSync(
-                wire=wire, policy=case.policy, fuse_mb=fusion, small=collective, large=other, servers=servers
+            small, large = case.collective, COLLECTIVES[COLLECTIVES.index(case.collective) - 1]
+            return engines.HybridSync(
+                wire=wire, policy=case.policy, fuse_mb=fusion, small=small, large=large, servers=case.servers
             )
         case "dear":
-            return replace(declare(DearSync(wire=wire, bucket_mb=fusion)), collective=collective, servers=servers)
+            dear = declare(engines.DearSync(wire=wire, bucket_mb=fusion))
+            return replace(dear, collective=case.collective, servers=case.servers)
         case "sparse":
-            when: Literal["lazy", "hybrid"] = "lazy" if by_size else "hybrid"
-            return SparseSync(
-                wire=wire, sparsity=0.0, chunk=64, threshold_mb=fusion, timing=when, collective=collective
-            )
+            when: Any = "lazy" if by_size else "hybrid"
+            return engines.SparseSync(**ways, sparsity=0.0, chunk=64, threshold_mb=fusion, timing=when)
         case "powersgd":  # of a rank at which nothing becomes smaller
-            timing: Literal["allreduce", "dear"] = "allreduce" if by_size else "dear"
-            return PowerSgdSync(wire=wire, rank=64, timing=timing, collective=collective)
+            return engines.PowerSgdSync(**ways, rank=64, timing="allreduce" if by_size else "dear")
         case "auto":
-            return AutoSync(wire=wire)
+            return engines.AutoSync(wire=wire)
         case "by pairs":
             return by_pairs(wire_dtype(wire))
         case "ddp":
-            return DdpSync(wire=wire)
+            return engines.DdpSync(wire=wire)
 
 
 def pairs(places: Sequence[Place]) -> list[Case]:
@@ -232,7 +215,7 @@ def _topologies(place: Place) -> Iterator[list[Topology]]:
 
 def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
     model, settings = Given(*LAYERS).to(case.dtype), settings_of(case)
-    if isinstance(settings, DdpSync):
+    if isinstance(settings, engines.DdpSync):
         forward, sync = attach(model, settings)
         return _digest(model, forward, sync, topology.ranks, case)
     pool = GradientPool(model, topology=topology)
@@ -246,7 +229,7 @@ def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
 
 def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> object:
     """With a plan at once, where the engine makes one."""
-    if isinstance(settings, SparseSync | AutoSync):
+    if isinstance(settings, engines.SparseSync | engines.AutoSync):
         return build_engine(settings, pool)
     engine = settings if isinstance(settings, Engine) else declare(settings)
     rising = tuple(1e-3 * number for number in range(len(pool.slots)))
@@ -292,24 +275,16 @@ def _digest(
 
 @pytest.mark.ci
 def test_an_engine_of_ones_own_is_measured_beside_the_others():
-    rows = bench_sync(
-        PROFILE, [("by pairs", by_pairs(torch.bfloat16)), LazySync()], hosts=2, ranks_per_host=1, rate=None, scale=1,
-        rounds=1, steps=1,
-    )  # fmt: skip
+    layers = tuple(layer_profile.Layer(f"{n}", "Linear", ((40, 100), (40,)), 0.5, 1.0) for n in range(4))
+    profile = layer_profile.Profile("small", "made up for a test", layers)
+    measured = [("by pairs", by_pairs(torch.bfloat16)), engines.LazySync()]
+    rows = bench_sync(profile, measured, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
     assert [(row.engine, row.wire) for row in rows] == [("by pairs", "bf16"), ("lazy", "bf16"), ("ddp", "bf16")]
-    own = rows[0]
+    own, lazy, _ = rows
     assert own.launches == 2 * 2, "two halves of each of two pairs"
-    assert own.sent_bytes == pytest.approx(2 * PROFILE.elements, rel=0.05)  # two ranks send half of all, and then half
-    lazy = rows[1]
+    assert own.sent_bytes == pytest.approx(2 * profile.elements, rel=0.05)  # two ranks send half of all, and then half
     assert max(own.compute_s, own.raw_s) <= own.limit_s <= lazy.limit_s, "it may await a layer until it is read"
-    assert own.predicted_s >= PROFILE.compute_s
-
-
-PROFILE = layer_profile.Profile(
-    "small",
-    "made up for a test",
-    tuple(layer_profile.Layer(f"{n}", "Linear", ((40, 100), (40,)), 0.5, 1.0) for n in range(4)),
-)
+    assert own.predicted_s >= profile.compute_s
 
 
 @with_ranks(3)
@@ -320,7 +295,7 @@ def test_process_groups_that_a_user_makes_beside_are_not_disturbed() -> None:
     with process_groups((0, 2), (0, 1, 2)) as (pair, _):
         if inside:
             model = Given(*LAYERS)
-            pool = pooled(model, DearSync(wire="fp32", bucket_mb=0.0), group=pair)
+            pool = pooled(model, engines.DearSync(wire="fp32", bucket_mb=0.0), group=pair)
             _digest(model, model, pool, (0, 2), dear)
         for number in range(2):
             total = torch.tensor(dist.get_rank())
@@ -331,22 +306,22 @@ def test_process_groups_that_a_user_makes_beside_are_not_disturbed() -> None:
                 assert pool.topology.size == 2
                 _digest(model, model, pool, (0, 2), dear, 1 + number)
         model = Given(*LAYERS)
-        _digest(model, model, pooled(model, LazySync(wire="fp32", collective="pairwise")), (0, 1, 2), lazy)
+        _digest(model, model, pooled(model, engines.LazySync(wire="fp32", collective="pairwise")), (0, 1, 2), lazy)
 
 
-NAMED: dict[str, EngineSettings | Engine | DdpSync] = {
-    "allreduce": AllReduceSync(),
-    "allreduce fused": AllReduceSync(fused=True),
-    "lazy one by one": LazySync(wire="fp32", threshold_mb=0, collective="pairwise"),
-    "lazy": LazySync(wire="fp32", threshold_mb=1),
-    "ring": RingSync(wire="fp32", bucket_mb=1),
-    "hybrid": HybridSync(wire="fp32", fuse_mb=0.0005),
-    "dear": DearSync(wire="fp32", bucket_mb=0.0),
-    "sparse": SparseSync(wire="fp32", sparsity=0.0, chunk=4),
-    "sparse hybrid": SparseSync(wire="fp32", sparsity=0.0, chunk=4, timing="hybrid"),
-    "powersgd": PowerSgdSync(wire="fp32", rank=64),
+NAMED: dict[str, EngineSettings | Engine | engines.DdpSync] = {
+    "allreduce": engines.AllReduceSync(),
+    "allreduce fused": engines.AllReduceSync(fused=True),
+    "lazy one by one": engines.LazySync(wire="fp32", threshold_mb=0, collective="pairwise"),
+    "lazy": engines.LazySync(wire="fp32", threshold_mb=1),
+    "ring": engines.RingSync(wire="fp32", bucket_mb=1),
+    "hybrid": engines.HybridSync(wire="fp32", fuse_mb=0.0005),
+    "dear": engines.DearSync(wire="fp32", bucket_mb=0.0),
+    "sparse": engines.SparseSync(wire="fp32", sparsity=0.0, chunk=4),
+    "sparse hybrid": engines.SparseSync(wire="fp32", sparsity=0.0, chunk=4, timing="hybrid"),
+    "powersgd": engines.PowerSgdSync(wire="fp32", rank=64),
     "by pairs": by_pairs(torch.float32),
-    "ddp": DdpSync(),
+    "ddp": engines.DdpSync(),
 }
 
 
@@ -421,7 +396,7 @@ def test_micro_steps_add_up(name: str) -> None:
 
 def _synced(model: nn.Module, name: str) -> tuple[nn.Module, GradientSync]:
     settings = NAMED[name]
-    return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
+    return attach(model, settings) if isinstance(settings, engines.DdpSync) else (model, pooled(model, settings))
 
 
 POOLED = [name for name in NAMED if name != "ddp"]
@@ -457,7 +432,7 @@ def test_a_weight_that_is_used_twice_has_one_gradient(name: str) -> None:
 @with_ranks(2)
 def test_lazy_fuses_until_its_threshold(threshold: float, wire: Wire) -> None:
     model = Given(*LAYERS)
-    pool = pooled(model, LazySync(wire=wire, threshold_mb=threshold))
+    pool = pooled(model, engines.LazySync(wire=wire, threshold_mb=threshold))
     pool.zero_grad()
     model(integers(SHAPES, 0, 0, 2)).backward()
     stats = pool.end_backward()

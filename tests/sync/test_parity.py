@@ -12,19 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from imagenet_fast import sync
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.sync_config import Sync
-from imagenet_fast.sync import (
-    AllReduceSync,
-    AutoSync,
-    DdpSync,
-    DearSync,
-    EngineSettings,
-    HybridSync,
-    LazySync,
-    RingSync,
-)
+from imagenet_fast.sync import EngineSettings
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
 from tests.sync.given import Given, integers, tiers, weights_of
@@ -38,14 +30,14 @@ own_sgd = partial(build_optimizer, SGD)
 def exact(mb: float) -> dict[str, EngineSettings]:
     """Every exact engine, with messages of so many MiB where it does not choose."""
     return {
-        "allreduce": AllReduceSync(wire="fp32", collective="pairwise"),
-        "allreduce fused": AllReduceSync(wire="fp32", fused=True),
-        "ring": RingSync(wire="fp32", bucket_mb=mb),
-        "lazy": LazySync(wire="fp32", threshold_mb=mb),
-        "hybrid": HybridSync(wire="fp32", fuse_mb=mb),
-        "hybrid by size": HybridSync(wire="fp32", policy="by-size"),
-        "dear": DearSync(wire="fp32", bucket_mb=mb),
-        "auto": AutoSync(wire="fp32"),
+        "allreduce": sync.AllReduceSync(wire="fp32", collective="pairwise"),
+        "allreduce fused": sync.AllReduceSync(wire="fp32", fused=True),
+        "ring": sync.RingSync(wire="fp32", bucket_mb=mb),
+        "lazy": sync.LazySync(wire="fp32", threshold_mb=mb),
+        "hybrid": sync.HybridSync(wire="fp32", fuse_mb=mb),
+        "hybrid by size": sync.HybridSync(wire="fp32", policy="by-size"),
+        "dear": sync.DearSync(wire="fp32", bucket_mb=mb),
+        "auto": sync.AutoSync(wire="fp32"),
     }
 
 
@@ -110,13 +102,13 @@ def _losses(settings: Sync, steps: int) -> list[float]:
 @pytest.mark.ci
 @pytest.mark.parametrize(("world", "name"), [(1, "hybrid"), (2, "hybrid"), *((3, name) for name in [*NAMES, "ddp"])])
 def test_exact_engines_follow_one_process_on_the_joined_batch(world: int, name: str):
-    settings = (exact(0.01) | {"ddp": DdpSync()})[name]
+    settings = (exact(0.01) | {"ddp": sync.DdpSync()})[name]
     assert run(world, _losses, settings, 100)[0] == pytest.approx(joined(100), rel=5e-5)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", [DdpSync, AllReduceSync, LazySync, HybridSync, DearSync])
+@pytest.mark.parametrize("kind", [sync.DdpSync, sync.AllReduceSync, sync.LazySync, sync.HybridSync, sync.DearSync])
 def test_16_bit_wires_stay_near_it(kind: Callable[..., Sync], wire: str):
     assert run(2, _losses, kind(wire=wire), 20)[0] == pytest.approx(joined(20), rel=2e-2)
 

@@ -19,7 +19,6 @@ from imagenet_fast.sync.powersgd import PowerSGD, _each_orthonormal, matrix_shap
 from tests.sync.given import (
     Given,
     Gradients,
-    Shapes,
     applied,
     engine_of,
     mean_over_ranks,
@@ -44,9 +43,7 @@ def settings(**changes: object) -> PowerSgdSync:
     )
 
 
-def started(
-    layers: Sequence[Shapes] = LAYERS, dtype: torch.dtype = torch.float32, **changes: object
-) -> tuple[Given, Any]:
+def started(layers: Any = LAYERS, dtype: torch.dtype = torch.float32, **changes: object) -> tuple[Given, Any]:
     model = Given(*layers).to(dtype)
     return model, pooled(model, settings(**changes))
 

@@ -11,33 +11,24 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast import sync
 from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
-from imagenet_fast.sync import (
-    AllReduceSync,
-    DearSync,
-    Engine,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    RingSync,
-    SparseSync,
-    declare,
-)
+from imagenet_fast.sync import Engine, GradientPool, declare
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.sync.given import tiers, with_ranks
 
 OURS: tuple[Sync, ...] = (
-    AllReduceSync(wire="bf16"), RingSync(), LazySync(), HybridSync(), HybridSync(policy="by-size"), DearSync(),
-    SparseSync(), LazySync(wire="fp32", threshold_mb=0), LazySync(collective="parameter_server"),
+    sync.AllReduceSync(wire="bf16"), sync.RingSync(), sync.LazySync(), sync.HybridSync(), sync.DearSync(),
+    sync.SparseSync(), sync.HybridSync(policy="by-size"), sync.LazySync(wire="fp32", threshold_mb=0),
+    sync.LazySync(collective="parameter_server"),
 )  # fmt: skip
-
-USUAL: tuple[Sync, ...] = (*OURS[:4], DearSync(), SparseSync(), DdpSync(wire="bf16"))
+USUAL: tuple[Sync, ...] = (*OURS[:6], DdpSync(wire="bf16"))
 
 
 class Hosts(Topology):
@@ -142,7 +133,7 @@ def test_ddp_in_fp32_and_every_step_of_the_ladder_take_what_was_measured():
 def test_hybrid_is_near_its_limit_where_much_is_ready_last_and_needed_first():
     profile = load_profile("random:7").scaled_to(1.021)
     least = step_lower_bound(profile.timing, profile.all_reduce_seconds(1.340), "read")
-    hybrid = predicted(profile, [HybridSync()], link_of(1.340, profile))["hybrid"]
+    hybrid = predicted(profile, [sync.HybridSync()], link_of(1.340, profile))["hybrid"]
     assert least < hybrid < 1.04 * least, "its two collectives do not share the wire at the end of backward"
 
 
@@ -151,7 +142,7 @@ def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():
     profile = transformer()
 
     def step_s(latency_s: float) -> dict[str, float]:
-        return predicted(profile, [HybridSync(), DearSync()], LinkModel(latency_s, 1e-12))
+        return predicted(profile, [sync.HybridSync(), sync.DearSync()], LinkModel(latency_s, 1e-12))
 
     none, some = step_s(0.0), step_s(0.05)
     waited = {name: some[name] - none[name] for name in none}
@@ -176,8 +167,10 @@ def test_no_engine_is_predicted_below_its_limit(hosts: int):
             assert step_s >= 0.999 * least, (seed, settings)
 
 
-@pytest.mark.parametrize("settings", tiers([LazySync(wire="fp32")], [DearSync(wire="fp32")]), ids=lambda s: s.kind)
-def test_the_best_threshold_is_never_worse_than_none_or_all(settings: LazySync | DearSync):
+@pytest.mark.parametrize(
+    "settings", tiers([sync.LazySync(wire="fp32")], [sync.DearSync(wire="fp32")]), ids=lambda s: s.kind
+)
+def test_the_best_threshold_is_never_worse_than_none_or_all(settings: sync.LazySync | sync.DearSync):
     engine = declare(settings)
     pool, timing = pooled(ALEXNET, 4)
     sizes = [size for size in THRESHOLDS if not engine.prioritized or size >= piece_bytes(pool.topology.layout)]
@@ -195,7 +188,7 @@ def test_the_best_threshold_is_never_worse_than_none_or_all(settings: LazySync |
 
 def test_eight_bits_pay_where_the_wire_is_slower_than_their_codec():
     pool, timing = pooled(ALEXNET, 4)
-    hybrid = declare(HybridSync())
+    hybrid = declare(sync.HybridSync())
 
     def step_s(wire: torch.dtype, link: LinkModel, encode: float) -> float:
         network = NetworkProbe(pool.topology, wire, link, codecs={torch.int8: CodecCost(encode, encode)})
