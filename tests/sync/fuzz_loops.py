@@ -498,19 +498,19 @@ class Loop:
             self.sync.finish()
 
     def _scaled_step(self, op: ScaledStep) -> None:
-        (optimizer,) = self.optimizers
         if self.scaler is None:
-            self.sync.step(optimizer)
+            self.sync.step(self.optimizers[0])
             return
         if op.clips:
             self._finish()
-            self.scaler.unscale_(optimizer)
+            self.scaler.unscale_(self.optimizers[0])
             torch.nn.utils.clip_grad_norm_(self.sync.params, 0.1)
         if op.by_pool:
-            self.sync.step(optimizer, self.scaler)
+            self.sync.step(self.optimizers[0], self.scaler)
         else:
             self._finish()
-            self.scaler.step(optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
             self.scaler.update()
 
     def _look(self, op: Look) -> None:

@@ -573,24 +573,6 @@ def test_a_disabled_scaler_is_none(engine: str) -> None:
         assert first.reducer.deferral.waits(first.slots[0])
 
 
-@with_ranks(2)
-def test_two_optimizers_may_step_by_hand_with_one_scaler() -> None:
-    ends = []
-    for pools in (True, False):
-        model, scaler = Layers(), torch.amp.GradScaler("cpu", 2.0**10, growth_interval=1)
-        pool = pooled(model, ENGINES["lazy"]) if pools else None
-        optimizers = [sgd(model.layer0), sgd(model.layer1)]
-        scaler.scale(model(torch.ones(3, 8)).square().sum()).backward()
-        if pool is not None:
-            pool.finish()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 2.0**11
-        ends.append(weights_of(model))
-    assert torch.equal(*ends)
-
-
 def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
     model = nn.Linear(3, 3)
     with pytest.raises(ZeroDivisionError):
@@ -615,62 +597,45 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("how", ["list", "compiled", "compiled, by name"])
+@pytest.mark.parametrize("how", ["list", pytest.param("compiled", marks=pytest.mark.ci)])
 @with_ranks(2)
 def test_ranks_that_fail_before_and_in_backward_stay_in_step(how: str) -> None:
     """Also where the pool's model is not called itself."""
     torch._dynamo.reset()
     inner = Layers()
-    forward = inner if how == "list" else torch.compile(inner, backend="eager")
-    if "name" in how:
-        pool = GradientPool(inner.named_parameters(), model=forward)
-        pool.attach(build_engine(ENGINES["lazy"], pool))
-    else:
-        pool = pooled(nn.ModuleList([inner]) if how == "list" else forward, ENGINES["lazy"])
-    optimizer = sgd(inner)
-    for step in range(4):
-        pool.zero_grad()
-        loss = loss_of(forward, step)
-        if step == 2:
-            if dist.get_rank() == 1:
-                hook = inner.layer2.weight.register_hook(_no_memory)
-                with pytest.raises(MemoryError):
-                    loss.backward()
-                hook.remove()
-            continue
-        loss.backward()
-        pool.step(optimizer)
-    pool.close()
+    forward = torch.compile(inner, backend="eager") if how == "compiled" else inner
+    pool, optimizer = pooled(forward if how == "compiled" else nn.ModuleList([inner]), ENGINES["lazy"]), sgd(inner)
+    train(forward, pool, optimizer, range(2))
+    pool.zero_grad()
+    loss = loss_of(forward, 2)
+    if dist.get_rank() == 1:
+        hook = inner.layer2.weight.register_hook(_no_memory)
+        with pytest.raises(MemoryError):
+            loss.backward()
+        hook.remove()
+    train(forward, pool, optimizer, range(3, 4))
     same_on_ranks(weights_of(inner))
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("zeroes", [False, True], ids=["", "zeroed before"])
 @pytest.mark.parametrize("missing", [0, 2], ids=["at first", "later"])
 @pytest.mark.parametrize("engine", ["lazy", "hybrid"])
 @with_ranks(2)
 @unmeasured()
-def test_a_step_that_one_rank_never_began_is_dropped_by_all(engine: str, missing: int, zeroes: bool) -> None:
+def test_a_step_that_one_rank_never_began_is_dropped_by_all(engine: str, missing: int) -> None:
     """Say for a bad image: no forward has run there that the pool could have seen."""
     model, pool, optimizer = started(ENGINES[engine])
     pool.guard(3e38)
-    taken = 0
     for step in range(4):
-        if zeroes:
-            pool.zero_grad()
         if step == missing and dist.get_rank() == 1:
             pool.zero_grad(drop=True)
             continue
         begin(model, pool, step)
         pool.finish()
-        assert pool.found_inf is not None
-        if pool.found_inf:
-            assert step == missing
-            continue
-        pool.step(optimizer)
-        taken += 1
+        assert bool(pool.found_inf) == (step == missing)
+        if step != missing:
+            pool.step(optimizer)
     pool.settle()
-    assert taken == 3
     same_on_ranks(weights_of(model))
 
 

@@ -75,6 +75,10 @@ PROGRAMS = [
     ),
     program("a backward after the step", *(*STEP, *unseen(Backward())) * 7),
     program("a loss scale", *SCALED * 2, scaled=True),
+    program(
+        "a loss scale for two optimizers, stepped by hand",
+        *(ZeroGrad(), Backward(), ScaledStep(by_pool=False)) * 6, optimizers=(SGD, ADAMW), scaled=True,
+    ),
     program("a loss scale, and the scaler's own step", *OWN * 4, scaled=True),
     program(
         "a loss scale, and clipping", *(
