@@ -12,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
-from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SparseSync, attach
+from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, attach
 from imagenet_fast.training import optimizers
 from tests.sync.given import pooled
 
 # Every tensor travels by itself, so that there is something to lose between two of them.
 HYBRID, DEAR = HybridSync(wire="fp32", fuse_mb=0), DearSync(wire="fp32", bucket_mb=0)
 LAZY = LazySync(wire="fp32", threshold_mb=0)
-DENSE = SparseSync(wire="fp32", sparsity=0.0, chunk=16, ramp_epochs=0)
-"""Sparse while it sends everything."""
 Model = TypeVar("Model", bound=nn.Module)
 
 

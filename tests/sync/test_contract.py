@@ -388,9 +388,7 @@ def test_micro_steps_add_up(name: str) -> None:
     expected = means([[sum(parts) for parts in zip(*of_one, strict=True)] for of_one in everyone])
     for _ in range(2):  # the second step must not see the first
         moved = applied(sync, forward, *everyone[dist.get_rank()])
-        assert all(
-            torch.equal(moved[param].double(), mean) for param, mean in zip(model.weights, expected, strict=True)
-        )
+        assert all(torch.equal(moved[p].double(), mean) for p, mean in zip(model.weights, expected, strict=True))
 
 
 def _synced(model: nn.Module, name: str) -> tuple[nn.Module, GradientSync]:

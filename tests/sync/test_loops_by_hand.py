@@ -18,26 +18,10 @@ from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.sync.reshard_state import reshard_sync_state
 from tests.ranks import lending, run
+from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import on_ranks, pooled, tiers, weights_of, with_ranks
-from tests.sync.loops import (
-    DENSE,
-    HYBRID,
-    LAZY,
-    Layers,
-    alike,
-    backward,
-    begin,
-    end_step,
-    images,
-    loss_of,
-    ours,
-    sgd,
-    started,
-    state,
-    train,
-    unmeasured,
-)
+from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 SPARSE = ENGINES["sparse"]
 DEFERRED = pytest.mark.parametrize("engine", ["hybrid", "dear"])
@@ -46,17 +30,17 @@ DEFERRED = pytest.mark.parametrize("engine", ["hybrid", "dear"])
 # Failures
 
 
-@pytest.mark.parametrize("settings", [HYBRID, LAZY, DENSE], ids=["hybrid", "lazy", "sparse whole"])
-def test_nobody_overlooks_a_backward_that_fails_on_one_rank(settings: EngineSettings):
-    for weights in on_ranks(2, _failing_on_rank_1, settings, 2, 2):
+@pytest.mark.parametrize("engine", ["hybrid", "lazy", "sparse whole"])
+def test_nobody_overlooks_a_backward_that_fails_on_one_rank(engine: str):
+    for weights in on_ranks(2, _failing_on_rank_1, ENGINES[engine], 2, 2):
         assert all(weights[f"layer{layer}.weight"].isnan().all() for layer in (0, 1, 2))
 
 
 def _failing_on_rank_1(settings: EngineSettings, layer: int, fails: int) -> dict[str, Tensor]:
     """Weights after a step in which that layer's backward fails there, and one more."""
-    model, pool, optimizer = started(settings, lambda model: ours(model, lr=0.01, weight_decay=1e-4))
+    model, pool, optimizer = started(settings, lambda model: loops.ours(model, lr=0.01, weight_decay=1e-4))
     for step in range(fails + 2):
-        if backward(model, pool, step, layer if step == fails and dist.get_rank() == 1 else None):
+        if loops.backward(model, pool, step, layer if step == fails and dist.get_rank() == 1 else None):
             pool.step(optimizer)
     pool.settle()
     return state(model)
@@ -84,7 +68,7 @@ FEW_CHUNKS = SPARSE.model_copy(update={"sparsity": 0.8, "chunk": 16})
 
 
 def test_a_failing_close_is_a_note_on_the_users_exception():
-    model, pool, optimizer = started(HYBRID)
+    model, pool, optimizer = started(ENGINES["hybrid"])
 
     def failing_update(params: list[nn.Parameter]) -> None:
         raise MemoryError("no memory for the update")
@@ -122,7 +106,7 @@ def check_scales(engine: str, scales: list[float], by_optimizer: bool) -> None:
 def _scaled(engine: str, scales: list[float], by_optimizer: bool) -> Tensor:
     """Weights after steps with these loss scales, of which the optimizer knows, or its rate, and the pool."""
     corrected = ENGINES[engine].velocity_momentum is not None
-    model, pool, optimizer = started(ENGINES[engine], lambda model: ours(model, lr=0.02, corrected=corrected))
+    model, pool, optimizer = started(ENGINES[engine], lambda model: loops.ours(model, lr=0.02, corrected=corrected))
     known = torch.ones(())
     for step, scale in enumerate(scales):
         known.fill_(scale)
@@ -206,7 +190,7 @@ def test_what_came_together_is_updated_together(engine: str) -> None:
     updated: list[list[nn.Parameter]] = []
     pool = pooled(model, ENGINES[engine].model_copy(update={"fuse_mb" if engine == "hybrid" else "bucket_mb": 1}))
     ones = torch.ones(1, 1, 2, 2)
-    take_recorded_steps(pool, ours(model), updated, lambda: model(ones).sum())
+    take_recorded_steps(pool, loops.ours(model), updated, lambda: model(ones).sum())
     model(ones)
     assert sum(map(len, updated)) == 40
     assert len(updated) <= 2, "one message, but for what a plan wants first"
@@ -220,7 +204,7 @@ def test_methods_that_a_user_had_set_are_called_and_put_back():
         return model.layer0
 
     model.layer0.train = disabled_train  # type: ignore[method-assign]
-    with closing(pooled(model, HYBRID)):
+    with closing(pooled(model, ENGINES["hybrid"])):
         model.train()
     assert calls == ["train"]
     assert model.layer0.train is disabled_train
@@ -230,7 +214,7 @@ def test_methods_that_a_user_had_set_are_called_and_put_back():
 @with_ranks(2)
 def test_the_pool_learns_in_which_order_gradients_come() -> None:
     model, orders = Layers((3, 0, 4, 1, 2)), []
-    pool = pooled(model, LAZY)
+    pool = pooled(model, ENGINES["lazy"])
     for _ in range(2):
         orders.append([int(slot.layer[-1]) for slot in pool.slots][::2])
         train(model, pool, sgd(model), range(2))
@@ -251,7 +235,7 @@ def _left_without_close(engine: str) -> bool:
     model = Layers()
     pool = GradientPool(model, topology=lending())
     pool.attach(build_engine(ENGINES[engine], pool))
-    optimizer = ours(model)
+    optimizer = loops.ours(model)
     train(model, pool, optimizer, range(2))
     pool.settle()
     known = weakref.ref(model)
@@ -299,14 +283,14 @@ def _dcgan(engine: str | None, guarded: bool) -> dict[str, Tensor]:
     for number in range(5):
         (pools or optimizers)[0].zero_grad()
         with first.no_sync() if first else nullcontext():
-            critic(images(number)).mean().backward()
-        fake = maker(images(100 + number))
+            critic(loops.images(number)).mean().backward()
+        fake = maker(loops.images(100 + number))
         critic(fake.detach()).square().mean().backward()
-        end_step(first, critic, optimizers[0])
+        loops.end_step(first, critic, optimizers[0])
         (pools or optimizers)[1].zero_grad()
         with first.no_sync() if first and guarded else nullcontext():
             (-critic(fake).mean()).backward()
-        end_step(second, maker, optimizers[1])
+        loops.end_step(second, maker, optimizers[1])
     for pool in pools:
         pool.settle()
     return state(maker) | {f"critic.{name}": value for name, value in state(critic).items()}

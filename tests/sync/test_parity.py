@@ -106,13 +106,6 @@ def test_exact_engines_follow_one_process_on_the_joined_batch(world: int, name: 
     assert run(world, _losses, settings, 100)[0] == pytest.approx(joined(100), rel=5e-5)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("wire", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", [sync.DdpSync, sync.AllReduceSync, sync.LazySync, sync.HybridSync, sync.DearSync])
-def test_16_bit_wires_stay_near_it(kind: Callable[..., Sync], wire: str):
-    assert run(2, _losses, kind(wire=wire), 20)[0] == pytest.approx(joined(20), rel=2e-2)
-
-
 WHOLE = [(world, name) for world in (2, 3) for name in NAMES if name not in ("hybrid by size", "auto")]
 
 

@@ -16,20 +16,8 @@ from torch.nn import functional as F
 
 from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, attach
 from imagenet_fast.sync.powersgd import PowerSGD, _each_orthonormal, matrix_shape
-from tests.sync.given import (
-    Given,
-    Gradients,
-    applied,
-    engine_of,
-    mean_over_ranks,
-    normals,
-    on_ranks,
-    pooled,
-    same_on_ranks,
-    tiers,
-    weights_of,
-    with_ranks,
-)
+from tests.sync import given
+from tests.sync.given import Given, Gradients, mean_over_ranks, on_ranks, pooled, same_on_ranks, tiers, with_ranks
 from tests.sync.loops import unmeasured
 
 SHAPES = [(12, 3, 3, 3), (12,), (40, 30), (30, 40), (), (1, 50), (64, 9)]
@@ -49,12 +37,12 @@ def started(layers: Any = LAYERS, dtype: torch.dtype = torch.float32, **changes:
 
 
 def drawn(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return normals(SHAPES, step, rank, dtype)
+    return given.normals(SHAPES, step, rank, dtype)
 
 
 def moved(pool: GradientPool, model: Given, gradients: Gradients) -> list[Tensor | None]:
     """What a step updates the layers with, in memory's order."""
-    seen = applied(pool, model, gradients)
+    seen = given.applied(pool, model, gradients)
     return [in_memory_order(seen[param]) if param in seen else None for param in model.weights]
 
 
@@ -64,7 +52,7 @@ def in_memory_order(values: Tensor) -> Tensor:
 
 def kept(pool: GradientPool, which: str) -> dict[int, Tensor]:
     """Errors, or Q, by layer."""
-    memory = engine_of(pool).state_dict()["memory"]
+    memory = given.engine_of(pool).state_dict()["memory"]
     return {int(name.split(".")[1]): own[which] for name, own in memory.items()}
 
 
@@ -141,7 +129,7 @@ def test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype: torch.
     shape = (40, 30)
     model, pool = started([[shape]], dtype, timing="allreduce")
     for step, rank in enumerate((1,) if dtype == torch.bfloat16 else (1, 0, 1, 0, 0, 1)):
-        left, right = normals([(size, rank) for size in shape], step + 1, dist.get_rank(), torch.float64)
+        left, right = given.normals([(size, rank) for size in shape], step + 1, dist.get_rank(), torch.float64)
         gradient = (left @ right.T).to(dtype)
         (result,) = moved(pool, model, [gradient])
         expected = mean_over_ranks(gradient.double()).view(-1)
@@ -221,7 +209,7 @@ def test_a_state_dict_continues_to_the_bit(timing: str, dense: int, taken: int) 
     (model, pool), (other, again) = (started(timing=timing, dense_epochs=dense, bucket_mb=0.005) for _ in range(2))
     for step in range(taken + 4):
         if step == taken:
-            engine_of(again).load_state_dict(engine_of(pool).state_dict())
+            given.engine_of(again).load_state_dict(given.engine_of(pool).state_dict())
         gradients = drawn(step, dist.get_rank())
         result = moved(pool, model, gradients)
         assert step < taken or alike(result, moved(again, other, gradients)), step
@@ -234,7 +222,7 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
     shapes = [(8, 8)] * 2
     pool = pooled(model, chosen)
     for step in range(3):
-        applied(pool, model, normals(shapes, step, dist.get_rank()))
+        given.applied(pool, model, given.normals(shapes, step, dist.get_rank()))
     state = copy.deepcopy(pool.state_dict())
     assert state["engine"]["memory"]
     for own in state["engine"]["memory"].values():  # as of layers twice as large, of which this is a shard now
@@ -243,7 +231,7 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
     again = pooled(model, chosen)
     again.load_state_dict(state)
     for step in range(3):
-        seen = applied(again, model, normals(shapes, step, dist.get_rank()))
+        seen = given.applied(again, model, given.normals(shapes, step, dist.get_rank()))
         assert all(values.isfinite().all() for values in seen.values())
 
 
@@ -281,7 +269,7 @@ def _trained(chosen: PowerSgdSync | DdpSync) -> tuple[list[float], list[int], Te
         sent.append(sync.step(optimizer).sent_bytes)
         losses.append(float(mean_over_ranks(loss.detach())))
     sync.close()
-    return losses, sent, weights_of(model)
+    return losses, sent, given.weights_of(model)
 
 
 def test_matrices_made_orthonormal_together_are_those_made_so_alone():

@@ -198,15 +198,6 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
     assert torch.equal(first.whole, again.whole)
 
 
-@with_ranks(2)
-def test_the_first_steps_travel_in_16_bits_where_so_wished() -> None:
-    steps = Steps(LazySync(wire="int8", bf16_steps=2)).take(1)
-    assert steps.lost == 0.0
-    assert steps.engine.state_dict()["left"] is None, "nothing has had a code yet"
-    steps.take(2)
-    assert steps.engine.state_dict()["left"].any()
-
-
 @with_ranks(1)
 def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
     steps = Steps(LazySync(wire="int8")).take(2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.sync import loops
@@ -298,3 +302,27 @@ def test_it_takes_every_dtype(dtype: torch.dtype) -> None:
         model(torch.full((2, 8), 0.1 * step, dtype=dtype)).square().mean().backward()
         pool.step(optimizer)
     assert weights_of(model).isfinite().all()
+
+
+@with_ranks(2)
+def test_chunks_on_their_way_are_kept_until_they_have_landed() -> None:
+    """Also under streams: `tests/gpu/test_streams.py`."""
+    model = Layers()
+    pool = pooled(model, settings(sparsity=0.5, chunk=16, timing="hybrid"))
+    engine = engine_of(pool)
+    for step in range(2):  # in the first there is no telling who reads what
+        gate = threading.Event()
+        engine._topology.stream((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())
+        loops.begin(model, pool, step)
+        pool.end_backward()
+        phases = [weakref.ref(phase) for message in engine._messages for phase in message.phases]
+        gc.collect()
+        assert phases
+        assert all(phase() is not None for phase in phases)
+        gate.set()
+        pool.update(lambda params, elements=None: None)
+        if step == 1:
+            assert engine._messages, "the next forward waits for them"
+        model(torch.ones(1, 8))
+        gc.collect()
+        assert all(phase() is None for phase in phases), "but no longer"

@@ -18,24 +18,8 @@ from tests.sync.loops import DEAR, HYBRID, LAZY, alike, images, started, state, 
 Forward = Callable[[Tensor], Tensor]
 
 
-class Wrapped(nn.Module):
-    """Its model is no child of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.models = [model]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.models[0](x)
-        return out
-
-
 def exported(model: nn.Module) -> Forward:
     return torch.export.export(model, (images(0),)).module()
-
-
-def exported_around(model: nn.Module) -> Forward:
-    return torch.export.export(Wrapped(model), (images(0),)).module()
 
 
 def jit_traced(model: nn.Module) -> Forward:
@@ -56,18 +40,13 @@ def fake(model: nn.Module) -> Forward:
     return model
 
 
-def of_fake_images(model: nn.Module) -> Forward:
-    model(FakeTensorMode(allow_non_fake_inputs=True).from_tensor(images(0)))
-    return model
-
-
 def after_steps(settings: EngineSettings, steps: int = 4) -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
     model, pool, optimizer = started(settings)
     train(model, pool, optimizer, range(steps))
     return model, pool, optimizer
 
 
-WAYS = [exported, exported_around, jit_traced, fx_made, fx_traced, fake, of_fake_images]
+WAYS = [exported, jit_traced, fx_made, fx_traced, fake]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
