@@ -22,9 +22,8 @@ from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
-from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.ranks import run
+from tests.ranks import lending
 from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
 from tests.sync.loops import Layers, unmeasured
 
@@ -175,36 +174,23 @@ def test_auto_says_at_once_that_it_may_leave_elements_behind():
         pool.close()
 
 
-@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["small", "as for training"])
-def test_what_is_measured_is_the_same_on_every_rank(large: bool):
-    ours, theirs = run(2, _measure if large else _measure_small)
-    assert ours == theirs
-    latency_s, s_per_byte, call_s, encode, decode = ours
-    assert latency_s > 0
-    assert min(s_per_byte, call_s) >= 0
-    assert min(encode, decode) > 0
-
-
+@with_ranks(2)
 @patch("imagenet_fast.sync.network_benchmark.piece_elements", lambda *_: 2**13)
-def _measure_small() -> list[float]:
-    with patch(SIZES, SMALL):
-        return _measure()
-
-
-def _measure() -> list[float]:
-    topology = Topology(torch.device("cpu"))
+@patch(SIZES, SMALL)
+def test_what_is_measured_is_the_same_on_every_rank_and_measured_once() -> None:
+    topology = lending()
     network = NetworkProbe(topology, torch.bfloat16)
-    link = network.link("butterfly")
-    assert network.link("butterfly") is link, "measured once"
-    assert network.seconds("butterfly", 1e6) == link.seconds(1e6)
-    one, two = (network.seconds("parameter_server", 1e6, servers) for servers in (1, 2))
-    assert one == network.link("parameter_server").seconds(1e6 * cost_of("parameter_server", topology.layout, 1))
-    assert two == network.link("parameter_server").seconds(1e6 * cost_of("parameter_server", topology.layout, 2))
-    codec = network.codec(torch.int8)
-    assert network.codec(torch.int8) is codec, "measured once"
+    link, codec = network.link("butterfly"), network.codec(torch.int8)
+    assert network.link("butterfly") is link
+    assert network.codec(torch.int8) is codec
+    same_on_ranks(torch.tensor([link.latency_s, link.s_per_byte, codec.encode_s_per_byte, codec.decode_s_per_byte]))
+    assert min(link.latency_s, codec.encode_s_per_byte, codec.decode_s_per_byte) > 0
+    assert min(link.s_per_byte, link.call_s) >= 0
     assert network.codec(torch.bfloat16) == NO_CODEC
-    topology.close()
-    return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]
+    for servers in (1, 2):
+        share = cost_of("parameter_server", topology.layout, servers)
+        expected = network.link("parameter_server").seconds(1e6 * share)
+        assert network.seconds("parameter_server", 1e6, servers) == expected
 
 
 @with_ranks(2)
