@@ -631,7 +631,6 @@ class Loop:
     def _do_simply(self, what: str, which: int) -> None:
         model, params = self.model, self.sync.params
         own = [p for module in model.modules() for p in module._parameters.values() if p is not None]
-        children = [p for module in model.children() for p in module._parameters.values() if p is not None]
         match what:
             case "schedule":
                 for scheduler in self.schedulers:
@@ -668,8 +667,6 @@ class Loop:
                 _shrink(param for optimizer in self.optimizers for param in _params_of(optimizer))
             case "shrink by modules":
                 _shrink(own)
-            case "shrink by children":
-                _shrink(children)
             case "double" | "float":
                 getattr(model, what)()
             case "contiguous":

@@ -42,7 +42,6 @@ PROGRAMS = [
     ),
     program("another pool now and then", *(*STEP * 2, Do("renew")) * 4, *STEP),
     program("a pool that is closed leaves the model to others", *STEP * 7, Do("leave"), *STEP * 2),
-    program("a pool that is closed early", *STEP, Do("leave"), *STEP * 2),
     program(
         "a pool closed while one rank's gradients have left, and the other's never come", *STEP * 3, ZeroGrad(),
         Fail((("forward", 0), None)), Do("renew"), *STEP * 7, ZeroGrad(), Fail((None, ("forward", 0))), Do("renew"),

@@ -18,7 +18,7 @@ from tests.sync.fuzz_programs import (
     ZeroGrad,
     program,
 )
-from tests.sync.programs.common import ADAMW, ODDLY, STEP, WITH_ALL, skipping
+from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping
 
 IDLE = [((), ()), ((1,), (1,)), ((1,), (1,)), ((1,), ()), ((1,), (1,)), ((), ()), ((1,), (1,)), ((), (1,))]
 """On which ranks layer 1 has nothing to do, step for step."""
@@ -46,7 +46,6 @@ PROGRAMS = [
         "parameters read by other modules", model("embedding", "attention", "scalar", "unused", "linear", tied=True),
     ),
     trained("blocks that read and merge weights by themselves", WITH_ALL),
-    trained("layers registered in another order", ODDLY),
     trained(
         "a convolution, norms and a checkpointed block", model("conv", "batch norm", "group norm", CHECKPOINTED),
     ),
