@@ -15,8 +15,8 @@ from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, PowerSgdSync, RingSync, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.loops import pooled, unmeasured
-from tests.sync.test_overflow import Given, integers, weights
+from tests.sync.given import SMALL, Given, integers, pooled, weights_of
+from tests.sync.loops import unmeasured
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 SPARSE = SparseSync(wire="bf16", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0, threshold_mb=0)
@@ -47,20 +47,20 @@ def _each(some: Sequence[EngineSettings]) -> list[Tensor]:
 
 def trained(settings: EngineSettings, device: str, steps: int) -> Tensor:
     """Weights after some steps, between and in which memory is allocated and written."""
-    model = Given().to(device)
+    model = Given(*([shape] for shape in SMALL)).to(device)
     with unmeasured():
         pool = pooled(model, settings)
     optimizer = build_optimizer(Sgd(kind="sgd", lr=2.0**-7, momentum=0.5, weight_decay=0.0), model)
     for step in range(steps):
         pool.zero_grad()
-        model([gradient.to(device) for gradient in integers(step + 10, 0)]).backward()
+        model([gradient.to(device) for gradient in integers(SMALL, step, 0, 2)]).backward()
         scribble(device)
         pool.end_backward()
         scribble(device)
         pool.step(optimizer)
         scribble(device)
     pool.settle()
-    result = weights(model).cpu()
+    result = weights_of(model).cpu()
     pool.close()
     return result
 

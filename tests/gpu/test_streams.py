@@ -11,8 +11,7 @@ from imagenet_fast.sync import EngineSettings, LazySync, PowerSgdSync, SparseSyn
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.gpu.test_checkpoints import moved
-from tests.sync.loops import pooled
-from tests.sync.test_overflow import Given, integers, weights
+from tests.sync.given import SMALL, Given, integers, pooled, weights_of
 
 
 def test_sparse_chooses_the_same_chunks_though_its_norms_are_read_late():
@@ -40,20 +39,20 @@ def resumed(settings: EngineSettings, place: torch.device) -> Tensor:
         model(images).square().mean().backward()
         pool.step(optimizer)
     pool.close()
-    return weights(model).cpu()
+    return weights_of(model).cpu()
 
 
 def sparsely_trained(device: torch.device) -> Tensor:
     """With gradients of integers, so that sums have no order."""
-    model = Given().to(device)
+    model = Given(*([shape] for shape in SMALL)).to(device)
     settings = SparseSync(wire="fp32", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0)
     pool = pooled(model, settings)
     optimizer = build_optimizer(Sgd(kind="sgd", lr=2.0**-7, momentum=0.5, weight_decay=0.0), model)
     engine = pool.reducer.engine
     assert isinstance(engine, Sparse)
-    for step in range(10, 34):  # none of them overflows
+    for step in range(24):
         pool.zero_grad()
-        model([gradient.to(device) for gradient in integers(step, 0)]).backward()
+        model([gradient.to(device) for gradient in integers(SMALL, step, 0, 2)]).backward()
         if device.type == "cuda":
             with torch.cuda.stream(engine._topology.stream((), "packing")._stream):
                 torch.cuda._sleep(10**7)
@@ -62,4 +61,4 @@ def sparsely_trained(device: torch.device) -> Tensor:
             torch.full((elements,), 1e9 * step, device=device)
         pool.step(optimizer)
     pool.close()
-    return weights(model).cpu()
+    return weights_of(model).cpu()

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+import torch
 
 from imagenet_fast.bench.collectives import measure
 from imagenet_fast.recipe.engine_table import Collective
 from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
+from tests.sync import test_powersgd as powersgd
 from tests.sync.given import on_ranks
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
@@ -52,3 +54,12 @@ def test_all_reduces_are_timed_by_message_size():
     for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.1, True, backend="nccl"):
         assert list(blocks) == [(name, size) for size in (4, 2**20) for name in means]
         assert all(block.latency_s > 0 for of_kind in blocks.values() for block in of_kind)
+
+
+def test_products_of_powersgd_are_of_fp32_where_others_are_of_tf32():
+    on_ranks(2, _recovered_beside_tf32, backend="nccl", fresh=True)
+
+
+def _recovered_beside_tf32() -> None:
+    torch.set_float32_matmul_precision("high")
+    powersgd.test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype=torch.float32, near=1e-4)

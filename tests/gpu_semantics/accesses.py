@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.gpu_semantics.race_detector import Positions
 
@@ -24,30 +25,15 @@ def inner_of(x: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Those in lists and tuples of lists and tuples."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [x for part in value for x in tensors_in(part)]
-    return []
-
-
-def mapped(act: Callable[[Any], Any], value: Any) -> Any:
-    """``act`` of everything in lists, tuples and dicts."""
-    if isinstance(value, tuple | list):
-        return type(value)([mapped(act, x) for x in value])
-    if isinstance(value, dict):
-        return {name: mapped(act, x) for name, x in value.items()}
-    return act(value)
+    """Those in lists, tuples and dicts."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 _ROWS = {"aten::index_select": 2, "aten::index_copy_": 2, "aten::index_fill_": 2}
 """Operations on some rows of their first argument, and where their numbers stand among the arguments."""
 _INDEXING = frozenset({"aten::index", "aten::index_put_", "aten::_index_put_impl_"})
 _MASKS = (torch.bool, torch.uint8)
-_SYNCHRONISING = frozenset(
-    {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::is_nonzero"}
-)
+_SYNCHRONISING = {"aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::is_nonzero"}
 """The host waits for how large their result is, or what it is."""
 
 

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from imagenet_fast.sync import comm_stream
-from tests.gpu_semantics.accesses import asks_for_values, inner_of, mapped, positions, tensors_in, touched
+from tests.gpu_semantics.accesses import asks_for_values, inner_of, positions, tensors_in, touched
 from tests.gpu_semantics.pretended_nccl import collectives
 from tests.gpu_semantics.race_detector import HOST, Access, RaceDetector
 from tests.gpu_semantics.random_orders import Place, Recording
@@ -224,7 +225,7 @@ class PretendedGpu:
         """An operation of torch's, on the current stream."""
         if func is torch.ops.aten.scalar_tensor.default:  # C++ makes it where it takes us to be
             kwargs = kwargs | {"device": CUDA}
-        tensors = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        tensors = tensors_in((args, kwargs))
         arrives = kwargs.get("device")
         here = [x for x in tensors if isinstance(x, OnGpu)]
         if not here and (arrives is None or torch.device(arrives).type != "cuda"):
@@ -233,17 +234,17 @@ class PretendedGpu:
         leaves = func is torch.ops.aten._local_scalar_dense.default or torch.device(arrives or CUDA).type == "cpu"
         if leaves and not kwargs.get("non_blocking"):
             self._read_by_host(here, func.name())
-            return mapped(_copied, func(*mapped(inner_of, args), **mapped(inner_of, kwargs)))
+            return tree_map(_copied, func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs)))
         if arrives is not None and torch.device(arrives).type == "cuda":
             kwargs = kwargs | {"device": CPU}
         kwargs.pop("pin_memory", None)
         self._look_for_crossings(func, args, kwargs, tensors)
         inners = {id(x.held): x for x in here}
-        given = mapped(self._given, (args, kwargs)) if self.recording is not None else ()
+        given = tree_map(self._given, (args, kwargs)) if self.recording is not None else ()
         if (how := asks_for_values(func, args)) is not None:
             self.host_waits(how)
         uses = list(touched(func, args, kwargs))
-        result = func(*mapped(inner_of, args), **mapped(inner_of, kwargs))
+        result = func(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
         accesses = []
         for x, rows, writes in uses:
             inner = x.held if isinstance(x, OnGpu) else x
@@ -259,7 +260,7 @@ class PretendedGpu:
             self.detector.launch(self.current.number, func.name(), accesses)
             if self.recording is not None:
                 self.recording.add(self.detector.last, func, *given, [_place(x) for x in fresh])
-        return mapped(lambda x: self._wrapped(x, inners, on_gpu), result)
+        return tree_map(lambda x: self._wrapped(x, inners, on_gpu), result)
 
     def launch(
         self, stream: Stream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], before: dict[int, Tensor]

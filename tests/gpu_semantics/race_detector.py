@@ -99,9 +99,6 @@ class RaceDetector:
             moment = 0
         self._blocks[block] = _Block(stream, _here(), np.full(size, moment, np.int32), np.full(size, stream, np.int16))
 
-    def knows(self, block: int) -> bool:
-        return block in self._blocks
-
     def share(self, block: int, stream: int) -> None:
         """The allocator is told that ``stream`` uses a block."""
         self._blocks[block].shared_with.add(stream)

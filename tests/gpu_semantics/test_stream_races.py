@@ -13,27 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast import sync
 from imagenet_fast.checkpoint import serialization
 from imagenet_fast.checkpoint.staging import StagingBuffer
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
-from imagenet_fast.sync import (
-    AllReduceSync,
-    AutoSync,
-    DearSync,
-    EngineSettings,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    PowerSgdSync,
-    RingSync,
-    SparseSync,
-    attach,
-    build_engine,
-    factory,
-    network_benchmark,
-    sparse,
-)
+from imagenet_fast.sync import EngineSettings, GradientPool, factory, network_benchmark, sparse
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu
@@ -47,23 +32,21 @@ FUSED = 0.01  # MiB: some of the model's tensors together
 def engines(wire: Wire) -> dict[str, EngineSettings]:
     """By name; those that keep chunks or factors have no codes."""
     coding: dict[str, EngineSettings] = {
-        "allreduce": AllReduceSync(wire=wire),
-        "ring": RingSync(wire=wire, bucket_mb=FUSED),
-        "lazy": LazySync(wire=wire, threshold_mb=0),
-        "lazy butterfly": LazySync(wire=wire, threshold_mb=FUSED, collective="butterfly"),
-        "hybrid": HybridSync(wire=wire, fuse_mb=FUSED),
-        "dear": DearSync(wire=wire, bucket_mb=FUSED),
+        "allreduce": sync.AllReduceSync(wire=wire),
+        "ring": sync.RingSync(wire=wire, bucket_mb=FUSED),
+        "lazy": sync.LazySync(wire=wire, threshold_mb=0),
+        "lazy butterfly": sync.LazySync(wire=wire, threshold_mb=FUSED, collective="butterfly"),
+        "hybrid": sync.HybridSync(wire=wire, fuse_mb=FUSED),
+        "dear": sync.DearSync(wire=wire, bucket_mb=FUSED),
     }
     if wire not in get_args(Cast):
         return coding
-    sparse = SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4)
-    powersgd = PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED)
+    chunks = sync.SparseSync(wire=wire, sparsity=0.5, chunk=256, ramp_epochs=0, threshold_mb=FUSED / 4)
+    factors = sync.PowerSgdSync(wire=wire, rank=2, bucket_mb=FUSED)
     return coding | {
-        "sparse": sparse,
-        "sparse hybrid": sparse.model_copy(update={"timing": "hybrid"}),
-        "powersgd": powersgd,
-        "powersgd dear": powersgd.model_copy(update={"timing": "dear"}),
-    }
+        "sparse": chunks, "sparse hybrid": chunks.model_copy(update={"timing": "hybrid"}),
+        "powersgd": factors, "powersgd dear": factors.model_copy(update={"timing": "dear"}),
+    }  # fmt: skip
 
 
 OPTIM = Lars(kind="lars", lr=0.1, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
@@ -103,7 +86,7 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
     gpu.detector.found.clear()
     model = gpu.move(Model())
     pool = GradientPool(model, topology=topology)
-    pool.attach(build_engine(settings, pool))
+    pool.attach(sync.build_engine(settings, pool))
     if settings.wire == "fp16":
         pool.guard(torch.finfo(torch.float16).max)
     optimizer, copy = build_optimizer(OPTIM, model), StagingBuffer()
@@ -174,7 +157,13 @@ def test_so_they_do_on_nodes_of_two_gpus(wire: Wire):
     _in_order(4, list(engines(wire).values())[WIRES.index(wire) % 2 :: 2], 2, "", 2)
 
 
-LEARNING = [HybridSync(wire="bf16"), DearSync(wire="int8"), LazySync(), AutoSync(), AutoSync(inexact=True)]
+LEARNING = [
+    sync.HybridSync(wire="bf16"),
+    sync.DearSync(wire="int8"),
+    sync.LazySync(),
+    sync.AutoSync(),
+    sync.AutoSync(inexact=True),
+]
 
 
 @pytest.mark.ci
@@ -189,7 +178,7 @@ def test_all_that_is_allowed_is_met_by_an_engine():
     assert met == MAY_WAIT | HARMLESS
 
 
-LAZY, SPARSE = LazySync(wire="bf16", threshold_mb=FUSED), engines("bf16")["sparse"]
+LAZY, SPARSE = sync.LazySync(wire="bf16", threshold_mb=FUSED), engines("bf16")["sparse"]
 
 
 @pytest.mark.parametrize("left_out", ["wait_event", "wait_stream"])
@@ -236,7 +225,7 @@ def test_collectives_in_different_orders_are_found():
 
 
 def _unlike() -> tuple[dict[str, list[str]], set[str]]:
-    mine = LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
+    mine = sync.LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
     with patch.object(factory, "compare_engines", lambda *_: None):
         return _found([mine])
 
@@ -256,15 +245,10 @@ def _timed() -> list[tuple[float, ...]]:
     return [astuple(link) for link in links]
 
 
-def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits():
-    for wire, device, considered in (
-        ("bf16", CUDA, True),
-        ("fp16", CUDA, True),
-        ("fp32", CUDA, False),
-        ("bf16", CPU, False),
-    ):
-        names = [candidate.name for candidate in factory._candidates(AutoSync(wire=wire), 1, device)]
-        assert ("lazy native" in names) is considered
+@pytest.mark.parametrize(("wire", "place"), [("bf16", CUDA), ("fp16", CUDA), ("fp32", CUDA), ("bf16", CPU)])
+def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits(wire: Wire, place: torch.device):
+    names = [candidate.name for candidate in factory._candidates(sync.AutoSync(wire=wire), 1, place)]
+    assert ("lazy native" in names) is (wire != "fp32" and place == CUDA)
     assert len(set(names)) == len(names)
 
 
@@ -272,21 +256,22 @@ def test_nccl_takes_as_many_thread_blocks_for_a_group_as_it_may():
     assert run(2, _limits) == [[{4}, {None}, {4}]] * 2
 
 
+@unmeasured()
 def _limits() -> list[set[int | None]]:
     """As training attaches an engine; and of one that ``auto`` builds in its place."""
+    chooser = sync.AutoSync(inexact=True, max_ctas=4)
+    build = next(c.build for c in factory._candidates(chooser, 1, CUDA) if c.build is not None)
     found = []
-    for settings in (DearSync(wire="bf16", bucket_mb=0, max_ctas=4), DearSync(wire="bf16", bucket_mb=0)):
-        with unmeasured(), PretendedGpu() as gpu:
-            _, synced = attach(gpu.move(Model()), settings)
+    for settings in (
+        sync.DearSync(wire="bf16", bucket_mb=0, max_ctas=4),
+        sync.DearSync(wire="bf16", bucket_mb=0),
+        build,
+    ):
+        with PretendedGpu() as gpu:
+            pool = GradientPool(gpu.move(Model()))
+            pool.attach(settings(pool) if settings is build else sync.build_engine(settings, pool))
             found.append(set(gpu.group_limits))
-            synced.close()
-    with unmeasured(), PretendedGpu() as gpu:
-        pool = GradientPool(gpu.move(Model()))
-        chooser = AutoSync(inexact=True, max_ctas=4)
-        build = next(c.build for c in factory._candidates(chooser, 1, CUDA) if c.build is not None)
-        pool.attach(build(pool))
-        found.append(set(gpu.group_limits))
-        pool.close()
+            pool.close()
     return found
 
 

@@ -10,9 +10,10 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +23,10 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from imagenet_fast.sync import (
-    AllReduceSync,
-    AutoSync,
-    DearSync,
-    EngineSettings,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    PowerSgdSync,
-    RingSync,
-    SparseSync,
-    build_engine,
-)
+from imagenet_fast import sync
+from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.training import optimizers
+from tests.ranks import lending
 from tests.sync.fuzz_models import Batch, Net, batch_of
 from tests.sync.fuzz_programs import (
     AutogradGrad,
@@ -57,41 +48,39 @@ from tests.sync.fuzz_programs import (
     Warned,
     ZeroGrad,
 )
-from tests.sync.loops import lending
 
 HALF_KIB = 0.0005
 """MiB: a few tensors of the small models."""
 
 EXACT: dict[str, EngineSettings] = {
-    "allreduce": AllReduceSync(wire="fp32"),
-    "ring": RingSync(wire="fp32", bucket_mb=HALF_KIB),
-    "lazy": LazySync(wire="fp32", threshold_mb=0),
-    "lazy auto": LazySync(wire="fp32"),
-    "hybrid": HybridSync(wire="fp32", fuse_mb=0),
-    "hybrid auto": HybridSync(wire="fp32"),
-    "hybrid by size": HybridSync(wire="fp32", policy="by-size", fuse_mb=HALF_KIB),
-    "dear": DearSync(wire="fp32", bucket_mb=0),
-    "dear fused": DearSync(wire="fp32", bucket_mb=HALF_KIB),
-    "auto": AutoSync(wire="fp32"),
-    "sparse whole": SparseSync(wire="fp32", sparsity=0, chunk=16, ramp_epochs=0),
+    "allreduce": sync.AllReduceSync(wire="fp32"),
+    "ring": sync.RingSync(wire="fp32", bucket_mb=HALF_KIB),
+    "lazy": sync.LazySync(wire="fp32", threshold_mb=0),
+    "lazy auto": sync.LazySync(wire="fp32"),
+    "hybrid": sync.HybridSync(wire="fp32", fuse_mb=0),
+    "hybrid auto": sync.HybridSync(wire="fp32"),
+    "hybrid by size": sync.HybridSync(wire="fp32", policy="by-size", fuse_mb=HALF_KIB),
+    "dear": sync.DearSync(wire="fp32", bucket_mb=0),
+    "dear fused": sync.DearSync(wire="fp32", bucket_mb=HALF_KIB),
+    "auto": sync.AutoSync(wire="fp32"),
+    "sparse whole": sync.SparseSync(wire="fp32", sparsity=0, chunk=16, ramp_epochs=0),
 }
 """They average in fp32."""
 INEXACT: dict[str, EngineSettings] = {
-    "lazy bf16": LazySync(wire="bf16", threshold_mb=HALF_KIB),
-    "hybrid bf16": HybridSync(wire="bf16", fuse_mb=0),
-    "lazy int8": LazySync(wire="int8", threshold_mb=HALF_KIB),
-    "hybrid int8": HybridSync(wire="int8", fuse_mb=0),
-    "dear fp8": DearSync(wire="fp8", bucket_mb=HALF_KIB),
-    "powersgd": PowerSgdSync(wire="fp32", rank=1, bucket_mb=HALF_KIB),
-    "powersgd dear": PowerSgdSync(wire="bf16", rank=1, timing="dear", bucket_mb=HALF_KIB),
+    "lazy bf16": sync.LazySync(wire="bf16", threshold_mb=HALF_KIB),
+    "hybrid bf16": sync.HybridSync(wire="bf16", fuse_mb=0),
+    "lazy int8": sync.LazySync(wire="int8", threshold_mb=HALF_KIB),
+    "hybrid int8": sync.HybridSync(wire="int8", fuse_mb=0),
+    "dear fp8": sync.DearSync(wire="fp8", bucket_mb=HALF_KIB),
+    "powersgd": sync.PowerSgdSync(wire="fp32", rank=1, bucket_mb=HALF_KIB),
+    "powersgd dear": sync.PowerSgdSync(wire="bf16", rank=1, timing="dear", bucket_mb=HALF_KIB),
 }
 """They round, and most of them add what they have rounded off to a later gradient."""
+_SPARSE = sync.SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0)
 SPARSE: dict[str, EngineSettings] = {
-    "sparse": SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0),
-    "sparse hybrid": SparseSync(wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0, timing="hybrid"),
-    "sparse corrected": SparseSync(
-        wire="fp32", sparsity=0.5, chunk=32, ramp_epochs=0, threshold_mb=0, momentum_correction=True, momentum=0.5
-    ),
+    "sparse": _SPARSE,
+    "sparse hybrid": _SPARSE.model_copy(update={"timing": "hybrid"}),
+    "sparse corrected": _SPARSE.model_copy(update={"momentum_correction": True, "momentum": 0.5}),
 }
 """They keep a part of the gradients back."""
 ENGINES = EXACT | INEXACT | SPARSE
@@ -100,12 +89,12 @@ ENGINES = EXACT | INEXACT | SPARSE
 def as_carried_out(program: Program, engine: str) -> Program:
     """The program as it is under an engine."""
     settings = ENGINES[engine]
-    return program.leaving_gradients(settings.momentum_correction) if isinstance(settings, SparseSync) else program
+    return program.leaving_gradients(settings.momentum_correction) if isinstance(settings, sync.SparseSync) else program
 
 
 def can_carry_out(program: Program, engine: str) -> bool:
     """Whether an optimizer of ours, if the engine needs one, can do the same."""
-    needs_ours = program.optimizers and isinstance(ENGINES[engine], SparseSync)
+    needs_ours = program.optimizers and isinstance(ENGINES[engine], sync.SparseSync)
     return not (needs_ours and program.model.has("cuts", "doubled", "shared memory"))
 
 
@@ -273,7 +262,7 @@ class Pooled(Synchroniser):
 def _keeps_back(engine: str) -> str:
     """How an engine keeps back a part of the gradients, if it does."""
     settings = ENGINES[engine]
-    return f"corrected: {settings.momentum_correction}" if isinstance(settings, SparseSync) else ""
+    return f"corrected: {settings.momentum_correction}" if isinstance(settings, sync.SparseSync) else ""
 
 
 @dataclass(frozen=True)
@@ -509,61 +498,53 @@ class Loop:
             self.sync.finish()
 
     def _scaled_step(self, op: ScaledStep) -> None:
-        (optimizer,) = self.optimizers
         if self.scaler is None:
-            self.sync.step(optimizer)
+            self.sync.step(self.optimizers[0])
             return
         if op.clips:
             self._finish()
-            self.scaler.unscale_(optimizer)
+            self.scaler.unscale_(self.optimizers[0])
             torch.nn.utils.clip_grad_norm_(self.sync.params, 0.1)
         if op.by_pool:
-            self.sync.step(optimizer, self.scaler)
+            self.sync.step(self.optimizers[0], self.scaler)
         else:
             self._finish()
-            self.scaler.step(optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.step(optimizer)
             self.scaler.update()
 
     def _look(self, op: Look) -> None:
-        model = self.model
+        model, optimizers = self.model, self.optimizers
+        # what is parametrised cannot be pickled
+        pickled = copy.deepcopy if self.program.model.has("weight norm", "spectral norm", "orthogonal") else _pickled
+        weights: dict[str, Callable[[], Iterable[Tensor]]] = {
+            "state_dict": lambda: _sorted(model.state_dict(), self._names),
+            "parameters": model.parameters,
+            "named_parameters": lambda: dict(model.named_parameters()).values(),
+            "deepcopy": lambda: copy.deepcopy(model).parameters(),
+            "pickle": lambda: pickled(model).parameters(),
+            "save": lambda: _saved(model).parameters(),
+            "vector": lambda: [torch.nn.utils.parameters_to_vector(model.parameters())],
+            "optimizer deepcopy": lambda: [param for o in optimizers for param in _params_of(copy.deepcopy(o))],
+            "optimizer pickle": lambda: [param for o in optimizers for param in _params_of(_pickled(o))],
+            "to": lambda: model.double().parameters(),
+        }
+        ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+            "eval forward": self._evaluating, "train forward": torch.no_grad, "inference forward": torch.inference_mode,
+            "autocast forward": partial(torch.autocast, "cpu", torch.bfloat16),
+        }  # fmt: skip
+        if op.how in weights:
+            self._record(op.how, weights[op.how](), shared=True)
+        if op.how in ways:
+            with ways[op.how]():
+                self._record(op.how, [model(self._batch(op.data))])
         match op.how:
             case "state_dict":
-                state = model.state_dict()
-                names = {name for name, _ in Net(self.program.model).named_parameters()}
-                self._record("state_dict()", (state[name] for name in state if name in names), shared=True)
-                self._record("state_dict()'s buffers", (state[name] for name in state if name not in names))
-            case "parameters":
-                self._record("parameters()", model.parameters(), shared=True)
-            case "named_parameters":
-                self._record("named_parameters()", dict(model.named_parameters()).values(), shared=True)
-            case "deepcopy":
-                self._record("deepcopy(model)", copy.deepcopy(model).parameters(), shared=True)
-            case "pickle":
-                # what is parametrised cannot be pickled
-                parametrised = self.program.model.has("weight norm", "spectral norm")
-                twin = copy.deepcopy(model) if parametrised else _pickled(model)
-                self._record("a pickled model", twin.parameters(), shared=True)
-            case "save":
-                self._record("a saved model", _saved(model).parameters(), shared=True)
-            case "vector":
-                self._record("a vector", [torch.nn.utils.parameters_to_vector(model.parameters())], shared=True)
+                self._record("buffers", _sorted(model.state_dict(), model.state_dict().keys() - self._names))
             case "optimizer state":
-                for optimizer in self.optimizers:
-                    self._record("optimizer.state_dict()", _state_of(optimizer.state_dict()))
+                self._record(op.how, [value for o in optimizers for value in _state_of(o.state_dict())])
             case "optimizer deepcopy":
-                for optimizer in self.optimizers:
-                    twin = copy.deepcopy(optimizer)
-                    self._record("deepcopy(optimizer)'s parameters", _params_of(twin), shared=True)
-                    self._record("deepcopy(optimizer)'s state", _state_of(twin.state_dict()))
-            case "optimizer pickle":
-                for optimizer in self.optimizers:
-                    self._record("a pickled optimizer's parameters", _params_of(_pickled(optimizer)), shared=True)
-            case "eval forward":
-                with self._evaluating():
-                    self._record("the output in eval()", [model(self._batch(op.data))])
-            case "train forward":
-                with torch.no_grad():
-                    self._record("the output in train()", [model(self._batch(op.data))])
+                self._record(op.how, [v for o in optimizers for v in _state_of(copy.deepcopy(o).state_dict())])
             case "part":
                 with self._evaluating():
                     self._record("blocks alone", self._parts(op))
@@ -579,14 +560,7 @@ class Loop:
                     copies = [copied(block) for copied in COPIES]
                     self._record(f"block {number}", [*state.values(), *named.values()])
                     self._record(f"copies of block {number}", [p for other in copies for p in other.parameters()])
-            case "inference forward":
-                with torch.inference_mode():
-                    self._record("the output in inference mode", [model(self._batch(op.data))])
-            case "autocast forward":
-                with torch.autocast("cpu", torch.bfloat16):
-                    self._record("the output under autocast", [model(self._batch(op.data))])
             case "to":
-                self._record("model.double()", model.double().parameters(), shared=True)
                 model.float()
             case "threads":
                 self._evaluate_at_once(op)
@@ -604,6 +578,10 @@ class Loop:
                 model.train()
             case "settle":
                 self.sync.settle()
+
+    @property
+    def _names(self) -> set[str]:
+        return {name for name, _ in Net(self.program.model).named_parameters()}
 
     def _parts(self, op: Look, in_eval: bool = False) -> list[Tensor]:
         """What every block alone makes of the data."""
@@ -651,7 +629,8 @@ class Loop:
         self.model.train()
 
     def _do_simply(self, what: str, which: int) -> None:
-        model = self.model
+        model, params = self.model, self.sync.params
+        own = [p for module in model.modules() for p in module._parameters.values() if p is not None]
         match what:
             case "schedule":
                 for scheduler in self.schedulers:
@@ -660,21 +639,17 @@ class Loop:
                 keepers = [model, *self.optimizers, *self.schedulers, *([self.scaler] if self.scaler else [])]
                 states = [(keeper, copy.deepcopy(keeper.state_dict())) for keeper in keepers]
                 self.saved = [states, self.sync.save()]
-            case "restore":
-                if self.saved is not None:
-                    for keeper, state in self.saved[0]:
-                        keeper.load_state_dict(copy.deepcopy(state))
-                    self.sync.load(self.saved[1])
+            case "restore" if self.saved is not None:
+                for keeper, state in self.saved[0]:
+                    keeper.load_state_dict(copy.deepcopy(state))
+                self.sync.load(self.saved[1])
             case "swap":
                 self.sync.swap(which)
             case "renew":
                 self.sync.renew()
-            case "freeze":
-                for param in self.sync.params[which::3]:
-                    param.requires_grad_(False)
-            case "unfreeze":
-                for param in self.sync.params:
-                    param.requires_grad_(True)
+            case "freeze" | "unfreeze":
+                for param in params[which::3] if what == "freeze" else params:
+                    param.requires_grad_(what == "unfreeze")
             case "leave":
                 self.sync.close()
                 self.sync.close()
@@ -689,15 +664,11 @@ class Loop:
             case "shrink by apply":
                 model.apply(lambda module: _shrink(module.parameters(recurse=False)))
             case "shrink by groups":
-                for optimizer in self.optimizers:
-                    _shrink(_params_of(optimizer))
-            case "shrink by modules" | "shrink by children":
-                for module in model.modules() if what == "shrink by modules" else model.children():
-                    _shrink(param for param in module._parameters.values() if param is not None)
-            case "double":
-                model.double()
-            case "float":
-                model.float()
+                _shrink(param for optimizer in self.optimizers for param in _params_of(optimizer))
+            case "shrink by modules":
+                _shrink(own)
+            case "double" | "float":
+                getattr(model, what)()
             case "contiguous":
                 model.to(memory_format=torch.contiguous_format)
             case "float64":
@@ -705,7 +676,7 @@ class Loop:
             case "vector":
                 vector = torch.nn.utils.parameters_to_vector(model.parameters())
                 torch.nn.utils.vector_to_parameters(0.99 * vector.detach(), model.parameters())
-            case _:
+            case "average" | "average and look" | "swap average":
                 self._do_with_average(what)
 
     def _do_with_average(self, what: str) -> None:
@@ -732,6 +703,45 @@ class _Own(optim.SGD):
     """torch does not know that it updates parameters one by one."""
 
 
+class Signs(optim.Optimizer):
+    """Somebody's own optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad.sign() * self._rate(group))
+
+    def _rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"]
+
+
+class Counting(Signs):
+    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.one_by_one = True
+        self.steps = 0
+        for group in self.param_groups:
+            group |= {"step": 0, "total": torch.zeros(()), "seen": []}
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            group["total"] += 1
+            group["seen"].append(self.steps)
+        super().step()
+
+    def _rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"] / (group["step"] + group["total"] + self.steps)
+
+
 class _Wrapper(optim.Optimizer):
     """Of the shape of Accelerate's: an optimizer without the attributes that ``Optimizer.__init__`` makes."""
 
@@ -754,27 +764,15 @@ def _optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> optim.Op
         for number in range(optimizer.groups)
         if (part := list(params[number :: optimizer.groups]))
     ]
-    match optimizer.kind:
-        case "sgd":
-            return optim.SGD(groups, **settings)
-        case "adam":
-            return optim.Adam(groups, **settings)
-        case "adamw":
-            return optim.AdamW(groups, **settings)
-        case "rmsprop":
-            return optim.RMSprop(groups, **settings)
-        case "own":
-            return _Own(groups, **settings)
-        case "wrapped":
-            return _Wrapper(optim.AdamW(groups, **settings))
-        case "our sgd":
-            return optimizers.SGD(groups, **settings)
-        case "our lars":
-            return optimizers.LARS(groups, trust_coefficient=0.01, eps=1e-9, **settings)
-        case "hooked":
-            hooked = optim.SGD(groups, **settings)
-            hooked.register_step_post_hook(lambda *_: None)
-            return hooked
+    kinds: dict[str, Callable[..., optim.Optimizer]] = {
+        "sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop, "own": _Own,
+        "hooked": optim.SGD, "counting": Counting, "wrapped": optim.AdamW, "our sgd": optimizers.SGD,
+        "our lars": partial(optimizers.LARS, trust_coefficient=0.01, eps=1e-9),
+    }  # fmt: skip
+    made = kinds[optimizer.kind](groups, **settings)
+    if optimizer.kind == "hooked":
+        made.register_step_post_hook(lambda *_: None)
+    return _Wrapper(made) if optimizer.kind == "wrapped" else made
 
 
 def _scheduler(kind: str, optimizer: optim.Optimizer) -> lr_scheduler.LRScheduler | None:
@@ -829,6 +827,10 @@ def _saved(value: Any) -> Any:
 
 
 COPIES = (copy.deepcopy, _pickled, _saved)
+
+
+def _sorted(state: dict[str, Tensor], names: Collection[str]) -> list[Tensor]:
+    return [state[name] for name in sorted(names) if name in state]
 
 
 def _params_of(optimizer: optim.Optimizer) -> list[Tensor]:

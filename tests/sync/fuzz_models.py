@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,15 +29,27 @@ Kind = Literal[
     "attention", "gru", "transposed",
 ]  # fmt: skip
 Rare = Literal[
-    "pruned", "hooked weight norm", "hooked spectral norm", "reads early", "target", "shared memory", "cuts", "doubled"
-]
+    "pruned", "hooked weight norm", "hooked spectral norm", "reads early", "target", "shared memory", "cuts", "doubled",
+    "orthogonal", "lstm", "reentrant",
+]  # fmt: skip
 """Of named programs alone, as not every operation can be done to them."""
 Place = tuple[Literal["forward", "backward"], int]
 """In front of which block a forward fails, or behind which one a backward does."""
 
 
-@dataclass(frozen=True)
-class Block:
+operation = dataclass(frozen=True, repr=False)
+
+
+class Written:
+    """Its ``repr`` is what one writes to make it."""
+
+    def __repr__(self) -> str:
+        given = [(field.name, value) for field in fields(self) if (value := getattr(self, field.name)) != field.default]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given)})"
+
+
+@operation
+class Block(Written):
     """One part of a model."""
 
     kind: Kind | Rare
@@ -46,8 +58,8 @@ class Block:
     biased: bool = True
 
 
-@dataclass(frozen=True)
-class Model:
+@operation
+class Model(Written):
     """What :func:`build` makes a model of."""
 
     seed: int
@@ -59,16 +71,6 @@ class Model:
     """The order in which the blocks are called, where it is not their own."""
     offset: bool = False
     """Whether the model has a parameter of its own, which it reads before it calls the first block."""
-
-    def __str__(self) -> str:
-        lines = [f"model: seed {self.seed}, registered as {list(self.registered)}"]
-        lines += [f"  called as {list(self.called)}"] * bool(self.called) + ["  an offset"] * self.offset
-        for number, block in enumerate(self.blocks):
-            flags = [name for name in ("twice", "checkpointed") if getattr(block, name)]
-            lines.append(
-                f"  {number}: {block.kind}{'' if block.biased else ' without bias'} {' '.join(flags)}".rstrip()
-            )
-        return "\n".join([*lines, f"  head: {'tied to the embedding' if self.tied_head else 'linear'}"])
 
     def has(self, *kinds: Kind | Rare) -> bool:
         """Whether a block is one of these."""
@@ -156,72 +158,48 @@ class Net(nn.Module):
     def _through(self, block: Block, part: nn.Module, x: Tensor, batch: Batch) -> Tensor:
         for _ in range(2 if block.twice else 1):
             inputs = (x, batch.tokens) if block.kind == "embedding" else (x,)
-            x = (
-                checkpoint(part, *inputs, use_reentrant=False)
-                if block.checkpointed and self.training
-                else part(*inputs)
-            )
+            again = self.training and (block.checkpointed or block.kind == "reentrant")
+            x = checkpoint(part, *inputs, use_reentrant=block.kind == "reentrant") if again else part(*inputs)
         return x if block.kind in ("scalar", "empty") else x.float().tanh()
 
 
 def _part(block: Block, before: list[nn.Module]) -> nn.Module:
     linear = nn.Linear(WIDTH, WIDTH, bias=block.biased)
-    match block.kind:
-        case "linear" | "unused":
-            return linear
-        case "mlp":
-            return nn.Sequential(linear, nn.ReLU(), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)))
-        case "layer norm":
-            return nn.LayerNorm(WIDTH)
-        case "batch norm":
-            return nn.BatchNorm1d(WIDTH)
-        case "group norm":
-            return nn.GroupNorm(2, WIDTH)
-        case "conv":
-            return _Conv(block.biased)
-        case "embedding":
-            return _Embedding()
-        case "tied" | "tied transposed":
-            weights = [part.weight for part in before if type(part) is nn.Linear and part.weight.requires_grad]
-            return _Tied(weights[-1] if weights else linear.weight, block.kind == "tied transposed")
-        case "scalar":
-            return _Scalar()
-        case "empty":
-            return _Empty()
-        case "frozen":
-            return linear.requires_grad_(False)
-        case "reader":
-            return _Reader(linear, "always")
-        case "reader in eval":
-            return _Reader(linear, "eval")
-        case "reader in train":
-            return _Reader(linear, "train")
-        case "lora":
-            return _Lora()
-        case "weight norm":
-            return parametrizations.weight_norm(linear)
-        case "spectral norm":
-            return parametrizations.spectral_norm(linear)
-        case "attention":
-            return _Attention()
-        case "gru":
-            return nn.GRUCell(WIDTH, WIDTH)
-        case "transposed":
-            return _Transposed()
-        case "pruned":
-            return prune.l1_unstructured(linear, "weight", 0.3)
-        case "hooked weight norm":
-            return weight_norm(linear)
-        case "hooked spectral norm":
-            return spectral_norm(linear)
-        case "reads early":
-            return _ReadsEarly()
-        case "target":
-            return _Target(linear)
-        case "shared memory":
-            return _SharedMemory()
-        case "cuts" | "doubled":
-            return _Cuts(doubled=block.kind == "doubled")
+    weights = [part.weight for part in before if type(part) is nn.Linear and part.weight.requires_grad]
+    tied = weights[-1] if weights else linear.weight
+    made: dict[str, Callable[[], nn.Module]] = {
+        "mlp": lambda: nn.Sequential(linear, nn.ReLU(), nn.Sequential(nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH))),
+        "layer norm": lambda: nn.LayerNorm(WIDTH),
+        "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+        "group norm": lambda: nn.GroupNorm(2, WIDTH),
+        "conv": lambda: _Conv(block.biased),
+        "embedding": _Embedding,
+        "tied": lambda: _Tied(tied, False),
+        "tied transposed": lambda: _Tied(tied, True),
+        "scalar": _Scalar,
+        "empty": _Empty,
+        "frozen": lambda: linear.requires_grad_(False),
+        "reader": lambda: _Reader(linear, "always"),
+        "reader in eval": lambda: _Reader(linear, "eval"),
+        "reader in train": lambda: _Reader(linear, "train"),
+        "lora": _Lora,
+        "weight norm": lambda: parametrizations.weight_norm(linear),
+        "spectral norm": lambda: parametrizations.spectral_norm(linear),
+        "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH, bias=False)),
+        "attention": _Attention,
+        "gru": lambda: nn.GRUCell(WIDTH, WIDTH),
+        "lstm": lambda: _Lstm(WIDTH, WIDTH),
+        "transposed": _Transposed,
+        "pruned": lambda: prune.l1_unstructured(linear, "weight", 0.3),
+        "hooked weight norm": lambda: weight_norm(linear),
+        "hooked spectral norm": lambda: spectral_norm(linear),
+        "reads early": _ReadsEarly,
+        "target": lambda: _Target(linear),
+        "shared memory": _SharedMemory,
+        "cuts": lambda: _Cuts(doubled=False),
+        "doubled": lambda: _Cuts(doubled=True),
+    }
+    return made.get(block.kind, lambda: linear)()
 
 
 class _Conv(nn.Module):
@@ -316,6 +294,12 @@ class _Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.attention(x[None], x[None], x[None], need_weights=False)[0]
         return out[0]
+
+
+class _Lstm(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)[0]
+        return out
 
 
 class _Transposed(nn.Module):

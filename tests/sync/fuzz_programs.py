@@ -7,31 +7,27 @@ All ranks run the same program, on data of their own; which layers they use diff
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from tests.sync.fuzz_models import LAYERS, Model, Place, random_model
+from tests.sync.fuzz_models import LAYERS, Model, Place, Written, operation, random_model
 
 Skipped = tuple[frozenset[int], ...]
 """By rank: the blocks that its forward does not use; (): none on any."""
 
 
-@dataclass(frozen=True)
-class ZeroGrad:
+@operation
+class ZeroGrad(Written):
     by_pool: bool = True
     """Else by every optimizer."""
     also: bool = False
     """Whether optimizers fill gradients with zeros first."""
 
-    def __str__(self) -> str:
-        also = "optimizer.zero_grad(set_to_none=False); " if self.also else ""
-        return also + ("pool.zero_grad()" if self.by_pool else "optimizer.zero_grad()  # every optimizer's")
 
-
-@dataclass(frozen=True)
-class Backward:
+@operation
+class Backward(Written):
     data: int = 0
     skipped: Skipped = ()
     sync: bool = True
@@ -46,30 +42,17 @@ class Backward:
     between: tuple[Op, ...] = ()
     """What happens between forward and backward."""
 
-    def __str__(self) -> str:
-        how = "" if self.how == "call" else f", by {self.how}"
-        decay = f", decay {self.decay}" if self.decay else ""
-        text = f"loss({self.data}{_skips(self.skipped)}{', penalty' if self.penalty else ''}{how}{decay}).backward()"
-        text += "" if self.overflows is None else f"  # infinite on rank {self.overflows}"
-        text += f"  # between: {'; '.join(map(str, self.between))}" if self.between else ""
-        return text if self.sync else f"with pool.no_sync(): {text}"
 
-
-@dataclass(frozen=True)
-class AutogradGrad:
+@operation
+class AutogradGrad(Written):
     """Gradients from ``torch.autograd.grad``, which the user assigns."""
 
     data: int = 0
     skipped: Skipped = ()
 
-    def __str__(self) -> str:
-        return (
-            f"for p, g in zip(params, torch.autograd.grad(loss({self.data}{_skips(self.skipped)}), params)): p.grad = g"
-        )
 
-
-@dataclass(frozen=True)
-class Fail:
+@operation
+class Fail(Written):
     """A forward or backward that an exception ends, on some ranks; the step is nobody's."""
 
     places: tuple[Place | None, ...]
@@ -79,183 +62,85 @@ class Fail:
     data: int = 0
     skipped: Skipped = ()
 
-    def __str__(self) -> str:
-        places = [f"rank {n} in {p[0]} at {p[1]}" for n, p in enumerate(self.places) if p]
-        then = "; the others: finish(), found_inf is 1" if self.guarded else "; nobody finishes"
-        return f"loss({self.data}{_skips(self.skipped)}).backward()  # fails: {', '.join(places)}{then}"
 
-
-@dataclass(frozen=True)
-class Change:
+@operation
+class Change(Written):
     """What a user does to gradients. ``which`` picks parameters by remainder of their number; -1: all."""
 
     how: str
     which: int = -1
 
-    def __str__(self) -> str:
-        which = "all" if self.which < 0 else f"parameters {self.which}, {self.which + 3}, ..."
-        return f"{CHANGES[self.how]}  # {which}"
+
+CHANGES = ("halve", "half", "none", "clamp", "noise", "clip norm", "clip value", "log", "none to half")
 
 
-CHANGES = {
-    "halve": "p.grad.mul_(0.5)", "half": "p.grad = p.grad / 2", "none": "p.grad = None",
-    "clamp": "p.grad = p.grad.clamp(-0.01, 0.01)", "noise": "p.grad.add_(0.01)",
-    "clip norm": "clip_grad_norm_(params, 0.1)", "clip value": "clip_grad_value_(params, 0.01)",
-    "log": "log p.grad", "none to half": "p.grad = None, p.grad / 2 of the next, in turn",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Locally:
+@operation
+class Locally(Written):
     """After a micro-step, in ``no_sync``: the gradients are the user's own."""
 
     change: Change
 
-    def __str__(self) -> str:
-        return f"with pool.no_sync(): {self.change}"
 
-
-@dataclass(frozen=True)
-class Cancel:
+@operation
+class Cancel(Written):
     """Between the last backward and ``finish``."""
 
     which: int
     to: Literal["none", "zero"] = "none"
 
-    def __str__(self) -> str:
-        if self.to == "zero":
-            return "model.zero_grad(set_to_none=False)  # before finish()"
-        return f"p.grad = None  # parameters {self.which}, {self.which + 3}, ..., before finish()"
 
-
-@dataclass(frozen=True)
-class Peek:
+@operation
+class Peek(Written):
     """Looks at gradients that are under way, or changes them."""
 
     writes: bool
 
-    def __str__(self) -> str:
-        if self.writes:
-            return "p.grad.mul_(2)  # under way: None, or refused"
-        return "p.grad.sum()  # under way: None, or refused, or of no consequence"
 
-
-@dataclass(frozen=True)
-class Finished:
+@operation
+class Finished(Written):
     """``finish()``, and then gradients are the user's."""
 
     change: Change | None = None
 
-    def __str__(self) -> str:
-        return "pool.finish()" + ("" if self.change is None else f"; {self.change}")
 
-
-@dataclass(frozen=True)
-class Step:
+@operation
+class Step(Written):
     optimizer: int = 0
     by_pool: bool = True
 
-    def __str__(self) -> str:
-        number = f"optimizers[{self.optimizer}]"
-        return f"pool.step({number})" if self.by_pool else f"pool.finish(); {number}.step()"
 
-
-@dataclass(frozen=True)
-class ScaledStep:
+@operation
+class ScaledStep(Written):
     by_pool: bool = True
     clips: bool = False
 
-    def __str__(self) -> str:
-        clip = "pool.finish(); scaler.unscale_(optimizer); clip_grad_norm_(params, 0.1); " if self.clips else ""
-        own = (
-            "pool.step(optimizer, scaler)" if self.by_pool else "pool.finish(); scaler.step(optimizer); scaler.update()"
-        )
-        return clip + own
 
-
-@dataclass(frozen=True)
-class Look:
-    """Reads weights, without changing them: see :data:`LOOKS` and :data:`RARE_LOOKS`."""
+@operation
+class Look(Written):
+    """Reads weights, without changing them: as :data:`LOOKS` say, or as named programs alone can bear."""
 
     how: str
     alone: bool = False
     """Whether rank 0 does it, and no other."""
     data: int = 0
 
-    def __str__(self) -> str:
-        return (LOOKS | RARE_LOOKS)[self.how] + ("  # rank 0 alone" if self.alone else "")
+
+LOOKS = (
+    "state_dict", "parameters", "named_parameters", "deepcopy", "pickle", "vector", "optimizer state",
+    "optimizer deepcopy", "eval forward", "train forward", "part", "functional_call", "toggle", "settle",
+)  # fmt: skip
 
 
-LOOKS = {
-    "state_dict": "model.state_dict()",
-    "parameters": "model.parameters()",
-    "named_parameters": "model.named_parameters()",
-    "deepcopy": "copy.deepcopy(model)",
-    "pickle": "pickle.loads(pickle.dumps(model))",
-    "vector": "parameters_to_vector(model.parameters())",
-    "optimizer state": "optimizer.state_dict()",
-    "optimizer deepcopy": "copy.deepcopy(optimizer)",
-    "eval forward": "model.eval(); no_grad: model(x); model.train()",
-    "train forward": "no_grad: model(x)",
-    "part": "model.eval(); no_grad: every block alone; model.train()",
-    "functional_call": "functional_call(model, dict(model.named_parameters()), x)",
-    "toggle": "model.eval(); model.train()",
-    "settle": "pool.settle()",
-}
-RARE_LOOKS = {
-    "inference forward": "inference_mode: model(x)",
-    "autocast forward": "autocast: model(x)",
-    "part in train": "every block alone, recorded",
-    "part in eval": "of every block: block.eval(); no_grad: block(x); block.train()",
-    "states of parts": "state_dict(), named_parameters() and a copy of every block alone",
-    "save": "torch.save(model), torch.load()",
-    "optimizer pickle": "pickle.loads(pickle.dumps(optimizer))",
-    "to": "model.double(), looked at; model.float()",
-    "threads": "four threads at once: no_grad: model(x)",
-    "twin": "copies of the model take a step by themselves, and another in a pool of their own",
-}
-"""Of named programs alone: not every model can bear them, or they take long."""
-
-
-@dataclass(frozen=True)
-class Do:
-    """What needs no details: see :data:`DOES`."""
+@operation
+class Do(Written):
+    """What needs no details."""
 
     what: str
     which: int = 0
 
-    def __str__(self) -> str:
-        return DOES[self.what].format(which=self.which)
 
-
-DOES = {
-    "schedule": "scheduler.step()  # every scheduler",
-    "save": "save model, optimizers, schedulers, scaler and pool",
-    "restore": "load what was saved",
-    "swap": "pool.attach(build_engine(another engine, {which}))",
-    "renew": "pool.close(); pool = GradientPool(model); pool.attach(...)",
-    "leave": "pool.close(); pool.close(); gradients are averaged by hand from here on",
-    "freeze": "p.requires_grad_(False)  # pooled parameters {which}, {which} + 3, ...",
-    "unfreeze": "p.requires_grad_(True)  # pooled parameters that were frozen",
-    "load part": "block{which}.load_state_dict(ones)",
-    "shrink": "no_grad: for p in model.parameters(): p.mul_(0.99)",
-    "shrink by apply": "no_grad: model.apply(for p of each module itself: p.mul_(0.99))",
-    "shrink by groups": "no_grad: for p in the parameters of optimizer.param_groups: p.mul_(0.99)",
-    "shrink by modules": "no_grad: for p in the parameters of each of model.modules() itself: p.mul_(0.99)",
-    "shrink by children": "no_grad: for p in the parameters of each of model.children() itself: p.mul_(0.99)",
-    "vector": "vector_to_parameters(0.99 * parameters_to_vector(params), params)",
-    "double": "model.double()",
-    "float": "model.float()",
-    "contiguous": "model.to(memory_format=torch.contiguous_format)",
-    "float64": "torch.set_default_dtype(torch.float64)",
-    "average": "ema.update_parameters(model)",
-    "average and look": "ema.update_parameters(model); ema.eval(); no_grad: ema(x)",
-    "swap average": "weights of ema into the model; model.eval(); no_grad: model(x); model.train(); weights back",
-}
-
-
-@dataclass(frozen=True)
-class Refused:
+@operation
+class Refused(Written):
     """What a pool refuses with a sentence that has this pattern in it; by hand it is left out."""
 
     op: Op
@@ -263,19 +148,13 @@ class Refused:
     by_deferring: bool = False
     """Whether engines that defer updates refuse it, and end there, and others carry it out."""
 
-    def __str__(self) -> str:
-        return f"{self.op}  # refused{' by engines that defer' * self.by_deferring}: {self.words}"
 
-
-@dataclass(frozen=True)
-class Warned:
+@operation
+class Warned(Written):
     """What a pool warns of."""
 
     op: Op
     words: str
-
-    def __str__(self) -> str:
-        return f"{self.op}  # warns: {self.words}"
 
 
 Op = (
@@ -284,8 +163,8 @@ Op = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Line:
+@operation
+class Line(Written):
     """An operation. Those of one ``unit`` belong to one step, and what is no ``essential`` of it may be left out."""
 
     op: Op
@@ -295,14 +174,11 @@ class Line:
     """Whether weights are the same, under any engine, without it."""
 
 
-@dataclass(frozen=True)
-class Optimizer:
-    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "wrapped", "our sgd", "our lars"]
+@operation
+class Optimizer(Written):
+    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "counting", "wrapped", "our sgd", "our lars"]
     settings: tuple[tuple[str, Any], ...]
     groups: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.kind}({', '.join(f'{k}={v}' for k, v in self.settings)}), {self.groups} groups"
 
 
 SGD = Optimizer("sgd", (("lr", 0.05), ("momentum", 0.9), ("weight_decay", 0.05)))
@@ -310,8 +186,8 @@ OUR_SGD = replace(SGD, kind="our sgd")
 """Which knows what to do where only a part of a gradient has come."""
 
 
-@dataclass(frozen=True)
-class Program:
+@operation
+class Program(Written):
     """A model, what trains it, and how."""
 
     name: str
@@ -331,12 +207,7 @@ class Program:
     """Whether weights are nearly those by hand, as sums are rounded in another order."""
 
     def __str__(self) -> str:
-        flags = [name for name in ("scaled", "guarded", "autocast", "averaged") if getattr(self, name)]
-        flags += [f"in {self.pools} pools"] * (self.pools > 1)
-        head = [f"{self.name}, on {self.ranks} ranks {' '.join(flags)}".rstrip(), str(self.model)]
-        head += [f"optimizers[{n}]: {optimizer}" for n, optimizer in enumerate(self.optimizers)]
-        head += [f"schedule: {self.schedule or 'none'}"]
-        return "\n".join([*head, *(f"{n:3}  {line.op}" for n, line in enumerate(self.lines))])
+        return "\n".join([repr(replace(self, lines=())), *(f"{n:3}  {line.op}" for n, line in enumerate(self.lines))])
 
     @property
     def named(self) -> bool:
@@ -351,12 +222,6 @@ class Program:
 
     def without(self, left_out: Callable[[Line], bool]) -> Program:
         return replace(self, lines=tuple(line for line in self.lines if not left_out(line)))
-
-    def lacking(self, words: Set[str]) -> Program:
-        """Without operations of these names, in lower case; without the whole step that one is essential to."""
-        named = [line for line in self.lines if words & _names_of(line.op)]
-        units = {line.unit for line in named if line.essential}
-        return self.without(lambda line: line in named or line.unit in units)
 
     @property
     def core(self) -> Program | None:
@@ -649,13 +514,6 @@ class _Writer:
         return self.draw.choice(("forward", "backward", "backward")), self.draw.randrange(len(self.model.blocks))
 
 
-def _names_of(op: Op) -> set[str]:
-    change = getattr(op, "change", None)
-    how = [getattr(op, "how", ""), getattr(op, "what", ""), change.how if change else ""]
-    by_hand = "optimizer.step" if isinstance(op, Step | ScaledStep) and not op.by_pool else ""
-    return {type(op).__name__.lower(), *how, by_hand} - {""}
-
-
 def parts(program: Program) -> Iterator[Callable[[Line], bool]]:
     """What could be left out of a program, the largest parts first: whole steps, then single operations.
 
@@ -670,9 +528,3 @@ def parts(program: Program) -> Iterator[Callable[[Line], bool]]:
     for line in reversed(program.lines):
         if not line.essential:
             yield lambda other, line=line: other is line
-
-
-def _skips(skipped: Skipped) -> str:
-    if not any(skipped):
-        return ""
-    return ", without " + " | ".join(",".join(map(str, sorted(own))) or "none" for own in skipped)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncStats, build_engine
 from imagenet_fast.sync.topology import Topology
-from tests.ranks import run
+from tests.ranks import lending, run
 
 Shapes = Sequence[tuple[int, ...]]
 Gradients = Sequence[Tensor | None]
+SMALL: Shapes = [(64,), (16, 4), (64,), (4, 16), (64,)]
 
 
 class Layer(nn.Module):
@@ -103,7 +104,9 @@ def pooled(
     model: nn.Module, settings: EngineSettings | Engine, *, topology: Topology | None = None,
     group: dist.ProcessGroup | None = None, steps_per_epoch: int = 1,
 ) -> GradientPool:  # fmt: skip
-    """A pool of all parameters, with its engine."""
+    """A pool of all parameters, with its engine, on streams that other cases use too where it is one of all ranks."""
+    if topology is None and group is None and dist.is_initialized() and torch.get_default_device().type == "cpu":
+        topology = lending()
     pool = GradientPool(model, group, topology=topology)
     if _pools is not None:
         _pools.append(pool)
@@ -111,9 +114,11 @@ def pooled(
     return pool
 
 
-def on_ranks(world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
+def on_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", fresh: bool = False
+) -> list[Any]:
     """``run``, after which the pools that ``pooled`` has made are closed."""
-    return run(world, _closing, function, arguments, backend=backend)
+    return run(world, _closing, function, arguments, backend=backend, fresh=fresh)
 
 
 def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Small training loops, which tests bend in one place each."""
+"""A small model and its training loop, which tests bend in one place each."""
 
 from __future__ import annotations
 
@@ -12,29 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
-from imagenet_fast.sync import (
-    DdpSync,
-    DearSync,
-    EngineSettings,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    SparseSync,
-    attach,
-    build_engine,
-)
+from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, attach
 from imagenet_fast.training import optimizers
-from tests.ranks import lending
+from tests.sync.given import pooled
 
 # Every tensor travels by itself, so that there is something to lose between two of them.
 HYBRID, DEAR = HybridSync(wire="fp32", fuse_mb=0), DearSync(wire="fp32", bucket_mb=0)
 LAZY = LazySync(wire="fp32", threshold_mb=0)
-DENSE = SparseSync(wire="fp32", sparsity=0.0, chunk=16, ramp_epochs=0)
-"""Sparse while it sends everything."""
-DEFERRING: tuple[EngineSettings, ...] = (HYBRID, DEAR)
-
-Bend = Callable[[Any, Any, Any, int], object]
-"""What happens around a step: it is given the pool, the model, the optimizer and the step's number."""
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -74,20 +58,45 @@ def images(step: int) -> Tensor:
     return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
+    return model(images(step)).square().sum()
+
+
+def begin(model: Callable[[Tensor], Tensor], pool: GradientPool, step: int) -> None:
+    """All of a step but its end."""
+    pool.zero_grad()
+    loss_of(model, step).backward()
+
+
 def backward(model: Layers, pool: GradientPool, step: int, fails: int | None) -> bool:
     """Of a step, in which layer ``fails`` does; whether it has come to its end, the exception being caught."""
     model.fails = fails
-    pool.zero_grad()
     try:
-        loss_of(model, step).backward()
+        begin(model, pool, step)
     except MemoryError:
         return False
     return True
 
 
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    loss: Tensor = model(images(step)).square().sum()
-    return loss
+def train(model: nn.Module, pool: GradientPool, optimizer: Any, steps: range = range(3)) -> None:
+    for step in steps:
+        begin(model, pool, step)
+        pool.step(optimizer)
+
+
+def started(settings: EngineSettings, kind: Callable[[nn.Module], Any] | None = None) -> tuple[Layers, Any, Any]:
+    """A model, its pool and its optimizer."""
+    model = Layers()
+    return model, pooled(model, settings), (kind or sgd)(model)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def ours(model: nn.Module, **changes: Any) -> optimizers.SGD:
+    """What ``sparse`` can do with."""
+    return optimizers.SGD(model.parameters(), **{"lr": 0.1} | changes)
 
 
 LINK = LinkModel(1e-4, 1e-8)
@@ -103,36 +112,11 @@ def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
         yield
 
 
-def pooled(model: nn.Module, settings: EngineSettings) -> GradientPool:
-    pool = GradientPool(model)
-    pool.attach(build_engine(settings, pool))
-    return pool
-
-
-def sgd(model: nn.Module, fused: bool = False) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05, fused=fused)
-
-
-def take_step(pool: GradientPool, optimizer: torch.optim.Optimizer, settings: EngineSettings) -> None:
-    """``pool.step``, also for ``sparse`` while nothing stays behind."""
-    if settings.keeps:
-        pool.end_backward()
-        pool.update(lambda params, elements=None: optimizer.step())
-    else:
+def end_step(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """By the pool, or by hand: with mean gradients, None where no rank has one."""
+    if pool is not None:
         pool.step(optimizer)
-
-
-def at_once(pool: GradientPool, *_: object) -> None:
-    """After a step: an update that was put off."""
-    pool.settle()
-
-
-def nothing(*_: object) -> None:
-    """Happens where a test bends something else."""
-
-
-def average_by_hand(model: nn.Module) -> None:
-    """Mean gradients, None where no rank has one."""
+        return
     for param in model.parameters():
         users = torch.tensor(float(param.grad is not None))
         dist.all_reduce(users)
@@ -140,70 +124,31 @@ def average_by_hand(model: nn.Module) -> None:
             mean = torch.zeros_like(param, dtype=torch.float64) if param.grad is None else param.grad.double()
             dist.all_reduce(mean)
             param.grad = (mean / dist.get_world_size()).to(param.dtype)
-
-
-def end_step(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """By the pool, or by hand."""
-    if pool is None:
-        average_by_hand(model)
-        optimizer.step()
-    elif pool.reducer.engine.sends_part and not isinstance(optimizer, optimizers.SGD):  # while it sends everything
-        pool.end_backward()
-        pool.update(lambda params, elements=None: optimizer.step())
-    else:
-        pool.step(optimizer)
+    optimizer.step()
 
 
 def trained(
-    settings: EngineSettings | DdpSync | None,
-    build: Callable[[], Model] = Layers,
-    loss: Callable[[Any, int], Tensor] = loss_of,
-    before: Bend = nothing,
-    after: Bend = nothing,
-    optimizer_of: Callable[[Model], torch.optim.Optimizer] = sgd,
-    steps: int = 6,
-    backward: Callable[[Model, GradientPool | None, int], object] | None = None,
-    end: Callable[[GradientPool | None, Model, Any], object] = end_step,
-) -> dict[str, Tensor]:
-    """Weights and buffers after some steps under an engine, under DDP, or (None) averaged by hand.
-
-    Args:
-        settings: The engine.
-        build: Makes the model, the same on all ranks.
-        loss: Of a model and a step, by its number.
-        before: Happens before each step, with the step's number; ``after``, behind it.
-        after: See ``before``.
-        optimizer_of: Makes the optimizer of a model.
-        steps: How many.
-        backward: Makes the gradients of a step, in place of ``loss``.
-        end: Ends a step.
-    """
+    settings: EngineSettings | DdpSync | None, build: Callable[[], Model], loss: Callable[[Any, int], Tensor],
+    optimizer_of: Callable[[Model], torch.optim.Optimizer], steps: int,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Weights and buffers after some steps under an engine, under DDP, or (None) averaged by hand."""
     model = build()
     forward, pool = model, None
     if isinstance(settings, DdpSync):
         forward, _ = attach(model, settings)
-        end = take_own_step
     elif settings is not None:
-        pool = GradientPool(model, topology=lending() if dist.is_initialized() else None)
-        pool.attach(build_engine(settings, pool))
+        pool = pooled(model, settings)
     optimizer = optimizer_of(model)
     for step in range(steps):
-        before(pool, model, optimizer, step)
         (pool or optimizer).zero_grad()
-        if backward is None:
-            loss(forward, step).backward()
+        loss(forward, step).backward()
+        if isinstance(settings, DdpSync):
+            optimizer.step()
         else:
-            backward(model, pool, step)
-        end(pool, model, optimizer)
-        after(pool, model, optimizer, step)
+            end_step(pool, model, optimizer)
     if pool is not None:
         pool.close()
     return state(model)
-
-
-def take_own_step(pool: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Of an optimizer, as DDP's users end theirs."""
-    optimizer.step()
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

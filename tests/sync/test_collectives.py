@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -63,11 +62,10 @@ PLACES = [
     for collective in (COLLECTIVES if per_node == 1 else BY_NODE)
     if world % per_node == 0
 ]
+QUICK = [place for place in PLACES if place[:2] in ((2, 1), (4, 1), (4, 2))]
 
 
-@pytest.mark.parametrize(
-    ("world", "per_node", "collective"), tiers([place for place in PLACES if place[0] in (2, 4)], PLACES)
-)
+@pytest.mark.parametrize(("world", "per_node", "collective"), tiers(QUICK, PLACES))
 def test_every_rank_ends_with_the_mean_to_the_bit(world: int, per_node: int, collective: Collective):
     first, *others = run(world, ends_with_the_mean, collective, per_node)
     assert all(digests == first for digests in others)
@@ -305,7 +303,6 @@ def test_uneven_nodes_refuse_levels_only() -> None:
 
 def test_a_lost_peer_is_named():
     assert str(PeerLost(3, RuntimeError("Connection closed by peer"))).startswith("rank 3 closed its connection")
-    assert math.isfinite(PeerLost(3, RuntimeError("Timed out waiting 10ms")).rank)
 
 
 @with_ranks(4)

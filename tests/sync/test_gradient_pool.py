@@ -143,18 +143,6 @@ def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():
         assert torch.equal(model[3].weight.grad, torch.full((7, 180), 2.0))
 
 
-@with_ranks(2)
-def test_an_unreached_parameter_is_pushed_as_zeros():
-    model = network()
-    pool, listener = listened(model)
-    pool.buffer.fill_(torch.nan)
-    pool.zero_grad()
-    model[3](torch.ones(1, 180)).sum().backward()
-    pool.end_backward()
-    assert listener.pushed == [slot.name for slot in pool.slots]
-    assert model[0].weight.grad.count_nonzero() == 0
-
-
 def test_a_paused_clock_counts_run_time_only():
     clock = Clock()
     clock.begin_training()

@@ -2,119 +2,91 @@
 
 from __future__ import annotations
 
-from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from imagenet_fast.recipe.engine_table import Wire
-from imagenet_fast.recipe.schema import Float16, Full, Precision
-from imagenet_fast.sync import DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SparseSync, build_engine
+from imagenet_fast.recipe.schema import Float16, Full
+from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync, build_engine
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
-from tests.ranks import lending, run
+from tests.ranks import lending
+from tests.sync.fuzz_loops import ENGINES
+from tests.sync.given import SMALL, Given, integers, on_ranks, tiers, weights_of, with_ranks
 
 LARGEST = torch.finfo(torch.float16).max
-SHAPES = [(64,), (16, 4), (64,), (4, 16), (64,)]
-STEPS = 14
+SCALES = {
+    "fp16 on the wire": (Full(kind="fp32"), "fp16"),
+    "a loss scale": (Float16(kind="fp16"), "fp16"),
+    "a loss scale that stays": (Float16(kind="fp16", loss_scale=512.0), "fp32"),
+}
+FIRST = [*zip(("hybrid", "dear", "lazy"), SCALES, strict=True)]
 
 
-class Given(nn.Module):
-    """Parameters whose gradients are what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in SHAPES)
-
-    def forward(self, gradients: list[Tensor]) -> Tensor:
-        return torch.stack([(p * g).sum() for p, g in zip(self.weights, gradients, strict=True)]).sum()
+def started() -> tuple[Given, SGD]:
+    model = Given(*([shape] for shape in SMALL))
+    for param in model.weights:
+        nn.init.ones_(param)
+    return model, SGD(model.weights, 0.01, weight_decay=1e-3)
 
 
-def integers(step: int, rank: int) -> list[Tensor]:
-    """Gradients whose mean over two ranks 16 bits hold. In some steps one layer of one rank overflows."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    values = [2 * torch.randint(-8, 8, shape, generator=generator).float() for shape in SHAPES]
+def gradients(step: int, rank: int) -> list[Tensor]:
+    """In some steps one layer of one rank overflows."""
+    values = integers(SMALL, step, rank, 2)
     if (step, rank) in ((3, 1), (6, 0), (7, 1)):
-        values[step % len(SHAPES)].view(-1)[5] = (torch.inf, torch.nan, 1e6)[step % 3]
+        values[step % len(SMALL)].view(-1)[5] = (torch.inf, torch.nan, 1e6)[step % 3]
     return values
 
 
-def weights(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def sgd(model: nn.Module) -> SGD:
-    return SGD(model.parameters(), 0.01, weight_decay=1e-3)
-
-
-def guarded(model: nn.Module, settings: EngineSettings, largest: float = LARGEST) -> GradientPool:
-    pool = GradientPool(model, topology=lending() if dist.is_initialized() else None)
+def guarded(model: nn.Module, settings: EngineSettings, largest: float) -> GradientPool:
+    pool = GradientPool(model, topology=lending())
     pool.guard(largest)
     pool.attach(build_engine(settings, pool))
     return pool
 
 
-@cache
-def by_hand(precision: Precision, wire: Wire) -> Tensor:
-    """What two ranks come to that skip a step as a whole, added up in this process."""
-    model, scale = Given(), LossScaler(precision, wire, torch.device("cpu"))
-    optimizer = sgd(model)
-    assert scale.largest is not None
-    for step in range(STEPS):
-        everyone = [[g * scale(torch.ones(())) for g in integers(step, rank)] for rank in range(2)]
+def by_hand(scale: LossScaler) -> Tensor:
+    """What two ranks come to that skip a step as a whole."""
+    model, optimizer = started()
+    begun = weights_of(model)
+    for step in range(14):
+        everyone = [[g * scale(torch.ones(())) for g in gradients(step, rank)] for rank in range(2)]
         fits = all((g.abs() <= scale.largest).all() for grads in everyone for g in grads)
-        for param, *parts in zip(model.parameters(), *everyone, strict=True):
+        for param, *parts in zip(model.weights, *everyone, strict=True):
             param.grad = torch.stack(parts).mean(0)
         found_inf = torch.tensor(0.0 if fits else 1.0)
         optimizer.found_inf, optimizer.grad_scale = found_inf, scale.end_step(found_inf)
         optimizer.step()
-    assert not torch.equal(weights(model), weights(Given()))
-    return weights(model)
+    assert not torch.equal(weights_of(model), begun)
+    return weights_of(model)
 
 
-@pytest.mark.parametrize(
-    ("precision", "wire"),
-    [(Full(kind="fp32"), "fp16"), (Float16(kind="fp16"), "fp16"), (Float16(kind="fp16", loss_scale=512.0), "fp32")],
-    ids=["fp16 on the wire", "a loss scale", "a loss scale that stays"],
-)
-@pytest.mark.parametrize(
-    "settings", [HybridSync(fuse_mb=0), DearSync(bucket_mb=0), LazySync(threshold_mb=0)], ids=["hybrid", "dear", "lazy"]
-)
-def test_a_step_that_overflows_in_one_layer_of_one_rank_is_skipped_by_all(
-    settings: EngineSettings, precision: Precision, wire: Wire
-):
-    """To the bit what synchronous SGD does."""
-    for found in run(2, _overflowing, settings.model_copy(update={"wire": wire}), precision, wire):
-        assert torch.equal(found, by_hand(precision, wire))
-
-
-def _overflowing(settings: EngineSettings, precision: Precision, wire: Wire) -> Tensor:
-    """As ``training/train_step.py`` does it."""
-    model, scale = Given(), LossScaler(precision, wire, torch.device("cpu"))
-    assert scale.largest is not None
-    pool, optimizer = guarded(model, settings, scale.largest), sgd(model)
-    for step in range(STEPS):
+@pytest.mark.parametrize(("engine", "how"), tiers(FIRST, product(("hybrid", "dear", "lazy"), SCALES)))
+@with_ranks(2)
+def test_a_step_that_overflows_in_one_layer_of_one_rank_is_skipped_by_all(engine: str, how: str) -> None:
+    """To the bit what synchronous SGD does; as ``training/train_step.py`` does it."""
+    precision, wire = SCALES[how]
+    scale, (model, optimizer) = LossScaler(precision, wire, torch.device("cpu")), started()
+    pool = guarded(model, ENGINES[engine].model_copy(update={"wire": wire}), scale.largest)
+    for step in range(14):
         pool.zero_grad()
-        scale(model(integers(step, dist.get_rank()))).backward()
+        scale(model(gradients(step, dist.get_rank()))).backward()
         pool.end_backward()
         optimizer.found_inf, optimizer.grad_scale = pool.found_inf, scale.end_step(pool.found_inf)
         pool.step(optimizer)
     pool.close()
-    return weights(model)
+    assert torch.equal(weights_of(model), by_hand(LossScaler(precision, wire, torch.device("cpu"))))
 
 
 def test_an_overflow_that_sparse_has_not_sent_is_skipped_while_it_is_there_by_all_ranks():
     """It is the next to be sent. Put off or at once, the same comes out."""
-    here, there = run(2, _overflowing_sparsely, "lazy")
-    (skipped, steps), (put_off, _) = here, run(2, _overflowing_sparsely, "hybrid")
-    for other_skipped, other_steps in (there, put_off):
+    (skipped, steps), *others = [result for way in ("lazy", "hybrid") for result in on_ranks(2, _sparsely, way)]
+    for other_skipped, other_steps in others:
         assert skipped == other_skipped
         assert all(torch.equal(*pair) for pair in zip(steps, other_steps, strict=True))
     assert sum(skipped) >= 4, "of three overflows one at least waits for a step"
@@ -124,60 +96,29 @@ def test_an_overflow_that_sparse_has_not_sent_is_skipped_while_it_is_there_by_al
         assert not torch.equal(before, after)
 
 
-def _overflowing_sparsely(timing: Any) -> tuple[list[bool], list[Tensor]]:
-    model = Given()
-    pool = guarded(model, SparseSync(wire="fp16", sparsity=0.75, chunk=32, ramp_epochs=0, timing=timing))
-    optimizer = sgd(model)
-    skipped, steps = [], []
+def _sparsely(timing: Any) -> tuple[list[bool], list[Tensor]]:
+    (model, optimizer), skipped, steps = started(), [], []
+    settings = SparseSync(wire="fp16", sparsity=0.75, chunk=32, ramp_epochs=0, timing=timing)
+    pool = guarded(model, settings, LARGEST)
     for step in range(24):
         pool.zero_grad()
-        model(integers(step, dist.get_rank())).backward()
+        model(gradients(step, dist.get_rank())).backward()
         pool.end_backward()
-        assert pool.found_inf is not None
         optimizer.found_inf = pool.found_inf
         pool.step(optimizer)
         skipped.append(bool(pool.found_inf))
         if step % 3 == 0 or step >= 20:
             pool.settle()
-            steps.append(weights(model))
+            steps.append(weights_of(model))
     pool.close()
     return skipped, steps
 
 
-def test_ddp_with_a_guard_takes_a_step_without_gradients():
+@with_ranks(2)
+def test_ddp_with_a_guard_takes_a_step_without_gradients() -> None:
     """As where every parameter that is trained is in a branch that was not run."""
-    assert run(2, _ddp_without_gradients) == [0.0, 0.0]
-
-
-def _ddp_without_gradients() -> float:
-    peer = DdpPeer(Given(), torch.float32, None)
+    peer = DdpPeer(started()[0], torch.float32, None)
     peer.guard(LARGEST)
     peer.zero_grad()
     peer.end_backward()
-    assert peer.found_inf is not None
-    return peer.found_inf.item()
-
-
-class Norms(TorchDispatchMode):
-    """Counts norms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten.linalg_vector_norm.default
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(("threshold_mb", "messages"), [(1, 1), (0, len(SHAPES))])
-def test_gradients_are_looked_at_once_a_message(threshold_mb: float, messages: int):
-    model = Given()
-    pool = guarded(model, LazySync(threshold_mb=threshold_mb))
-    for step in range(3):
-        pool.zero_grad()
-        with Norms() as norms:
-            model(integers(step, 0)).backward()
-            pool.end_backward()
-        assert norms.count == messages
-    pool.close()
+    assert peer.found_inf == 0.0

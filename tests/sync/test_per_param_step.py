@@ -12,9 +12,8 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
-from tests.sync.given import pooled, weights_of, with_ranks
-from tests.sync.loops import HYBRID, LAZY, Layers, images, loss_of, unmeasured
+from imagenet_fast.sync.per_param_step import needs_all, snapshot_step
+from tests.sync.fuzz_loops import Counting, Signs
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
@@ -47,11 +46,9 @@ WAYS: dict[str, dict[str, Any]] = {
 FUSED = {"sgd", "sgd momentum", "sgd nesterov", "adam", "adamw", "adamw amsgrad", "adagrad"}
 REFUSED = {("adafactor", "a tensor as rate"), *(("muon", way) for way in ("in a loop", "foreach", "maximize"))}
 CASES = [
-    pytest.param(name, way, id=f"{name}, {way}")
-    for name in PLAIN
-    for way in WAYS
+    (name, way) for name in PLAIN for way in WAYS
     if (way != "fused" or name in FUSED) and (name, way) not in REFUSED
-]
+]  # fmt: skip
 
 
 def parameters(name: str = "sgd") -> list[nn.Parameter]:
@@ -116,16 +113,13 @@ def at_once(optimizer: Optimizer, params: list[nn.Parameter], schedule: Schedule
 
 
 def in_parts(optimizer: Optimizer, params: list[nn.Parameter], schedule: Schedule) -> list[Tensor]:
-    scheduler = schedule(optimizer)
-    order = random.Random(0)
+    scheduler, order = schedule(optimizer), random.Random(0)
     for step in range(STEPS):
         apply = put_off(optimizer, params, step)
         scheduler.step()
         left = order.sample(params, len(params))
-        while left:
-            size = order.randint(1, 3)
-            apply(left[:size])
-            del left[:size]
+        for begin in range(0, len(left), 2):
+            apply(left[begin : begin + 2])
     return everything(optimizer, params)
 
 
@@ -153,6 +147,13 @@ def test_every_kind_that_is_updated_in_parts_is_tried():
         assert needs_all(kind(parameters("muon"))) is (kind not in kinds), kind
 
 
+def sgd_put_off() -> tuple[list[nn.Parameter], optim.SGD, Apply]:
+    """Parameters, their optimizer, and its first step."""
+    params = parameters()
+    optimizer = optim.SGD(params, lr=0.1)
+    return params, optimizer, put_off(optimizer, params)
+
+
 def test_betas_that_are_tensors_are_copied_too():
     params, others = parameters(), parameters()
     betas, same = ((torch.tensor(0.9), torch.tensor(0.99)) for _ in range(2))
@@ -166,8 +167,7 @@ def test_betas_that_are_tensors_are_copied_too():
 def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
     params = parameters()
     optimizer = optim.Adam(params, lr=0.1)
-    groups = optimizer.param_groups
-    (group,) = groups
+    (group,) = groups = optimizer.param_groups
     put_off(optimizer, params)(params[:2])
     assert optimizer.param_groups is groups
     params[0].grad = torch.ones(7, 5).to_sparse()
@@ -180,9 +180,8 @@ def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
 
 def test_parameters_of_others_are_left_alone():
     params = parameters()
-    optimizer = optim.SGD(params[:2], lr=0.1)
     before = [param.detach().clone() for param in params]
-    apply = put_off(optimizer, params)
+    apply = put_off(optim.SGD(params[:2], lr=0.1), params)
     apply(params[2:])
     apply(params[1:])
     changed = [not torch.equal(param, old) for param, old in zip(params, before, strict=True)]
@@ -191,15 +190,14 @@ def test_parameters_of_others_are_left_alone():
 
 def test_add_param_group_while_an_update_is_deferred():
     params, others = parameters(), parameters()
-    for chosen, parts in ((params, True), (others, False)):
+    for chosen, parts in ((params, (slice(3, 6), slice(0, 3))), (others, ())):
         optimizer = optim.AdamW(chosen[:4], lr=0.1)
         apply = put_off(optimizer, chosen)
         if not parts:
             apply(chosen)
         optimizer.add_param_group({"params": chosen[4:], "lr": 0.01})
-        if parts:
-            apply(chosen[3:])
-            apply(chosen[:3])
+        for part in parts:
+            apply(chosen[part])
         apply = put_off(optimizer, chosen, 1)
         for param in chosen:
             apply([param])
@@ -229,7 +227,6 @@ def test_a_scheduler_still_warns_when_it_is_really_first(before: bool):
 def test_hooks_run_once_a_step_and_see_all_of_it():
     params = parameters()
     optimizer = optim.SGD(params, lr=0.1)
-    assert not needs_all(optimizer)
     seen: list[str] = []
     step_schedule(optimizer)
     assert not needs_all(optimizer), "a scheduler's wrapper of step changes nothing"
@@ -237,7 +234,6 @@ def test_hooks_run_once_a_step_and_see_all_of_it():
     assert needs_all(optimizer)
     optimizer.register_step_post_hook(lambda here, *_: seen.append(f"after {len(here.param_groups[0]['params'])}"))
     put_off(optimizer, params)(params)
-    assert seen == ["before", "after 6"]
     with pytest.raises(RuntimeError, match=r"SGD updates its parameters all at once, but 2 that have a gradient"):
         snapshot_step(optimizer)(params[2:])
     assert seen == ["before", "after 6"]
@@ -250,9 +246,7 @@ def test_hooks_run_once_a_step_and_see_all_of_it():
 
 
 def test_a_hook_that_comes_after_a_step_is_not_for_it():
-    params = parameters()
-    optimizer = optim.SGD(params, lr=0.1)
-    apply = put_off(optimizer, params)
+    params, optimizer, apply = sgd_put_off()
     seen: list[object] = []
     optimizer.register_step_post_hook(lambda *_: seen.append(1))
     for param in params:
@@ -263,32 +257,17 @@ def test_a_hook_that_comes_after_a_step_is_not_for_it():
 
 
 def test_a_part_has_the_name_of_a_step_in_profiles():
-    params = parameters()
-    apply = put_off(optim.SGD(params, lr=0.1), params)
+    params, _, apply = sgd_put_off()
     with torch.profiler.profile() as profile:
         apply(params[:1])
         apply(params[1:])
     assert [event.name for event in profile.events()].count("Optimizer.step#SGD.step") == 2
 
 
-class Signs(Optimizer):
-    """Somebody's own optimizer."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params, {"lr": 0.5})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad.sign() * group["lr"])
-
-
 def test_custom_optimizer_at_once_unless_one_by_one():
     params = parameters()
     before = params[0].detach().clone()
-    optimizer = Signs(params)
+    optimizer = Signs(params, 0.5)
     assert needs_all(optimizer)
     with pytest.raises(RuntimeError, match="Signs"):
         put_off(optimizer, params)(params[:1])
@@ -301,8 +280,7 @@ def test_custom_optimizer_at_once_unless_one_by_one():
 
 
 def test_replaced_step_of_an_optimizer_is_called():
-    params = parameters()
-    optimizer = optim.SGD(params, lr=0.1)
+    params, optimizer, _ = sgd_put_off()
     stepped: list[int] = []
     optimizer.step = lambda: stepped.append(1)
     assert needs_all(optimizer)
@@ -318,88 +296,27 @@ class Searching(Signs):
 @pytest.mark.parametrize("kind", [optim.LBFGS, Searching])
 def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
     with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimizer"):
-        snapshot_step(kind(parameters()))
-
-
-class Half:
-    """A pool of some of the parameters."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params, self.settled = params, 0
-        self.apply: Apply | None = None
-
-    def settle(self) -> None:
-        self.settled += 1
-        assert self.apply is not None
-        self.apply(self.params)
-
-
-def test_what_is_put_off_is_settled_before_the_state_is_read_or_replaced():
-    params, others = parameters(), parameters()
-    optimizer, plain = optim.AdamW(params, lr=0.1), optim.AdamW(others, lr=0.1)
-    pools = Half(params[:3]), Half(params[3:])
-    for step, read in enumerate((True, True, False)):
-        for pool in pools:
-            settle_before_state(optimizer, pool.settle)
-            pool.settled = 0
-        pools[0].apply = pools[1].apply = put_off(optimizer, params, step)
-        give_gradients(others, step)
-        plain.step()
-        if read:
-            state = optimizer.state_dict()["state"]
-            assert all(torch.equal(state[n]["exp_avg"], plain.state[p]["exp_avg"]) for n, p in enumerate(others))
-        else:
-            optimizer.load_state_dict(optim.AdamW(parameters(), lr=0.5).state_dict())
-        assert [pool.settled for pool in pools] == [1, 1]
-        assert equal(params, others), "the step was taken before"
-    assert optimizer.param_groups[0]["lr"] == 0.5
-    assert not optimizer.state
-
-
-def started() -> dict[str, Any]:
-    return {"step": 0, "total": torch.zeros(()), "seen": []}
-
-
-class Counting(Signs):
-    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        super().__init__(params)
-        self.one_by_one = True
-        self.steps = 0
-        for group in self.param_groups:
-            group |= started()
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        self.steps += 1
-        for group in self.param_groups:
-            group["step"] += 1
-            group["total"] += 1
-            group["seen"].append(self.steps)
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad.sign() * group["lr"] / (group["step"] + group["total"] + self.steps))
+        snapshot_step(kind(parameters(), 0.5))
 
 
 def test_custom_optimizer_counts_each_step_once():
     params, others = parameters(), parameters()
-    at_once_, parted = Counting(params), Counting(others)
-    assert equal(at_once(at_once_, params, step_schedule), in_parts(parted, others, step_schedule))
+    whole, parted = Counting(params, 0.5), Counting(others, 0.5)
+    assert equal(at_once(whole, params, step_schedule), in_parts(parted, others, step_schedule))
     assert parted.steps == STEPS
-    (group,), (same,) = parted.param_groups, at_once_.param_groups
-    assert all(group[key] == same[key] for key in ("step", "total", "seen", "lr"))
+    assert all(parted.param_groups[0][key] == whole.param_groups[0][key] for key in ("step", "total", "seen", "lr"))
+
+
+class Damped(Counting):
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= 0.9
 
 
 def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
-    class Damped(Counting):
-        def step(self, closure: Callable[[], float] | None = None) -> None:
-            super().step()
-            for group in self.param_groups:
-                group["lr"] *= 0.9
-
     params = parameters()
-    optimizer = Damped(params)
+    optimizer = Damped(params, 0.5)
     apply = put_off(optimizer, params)
     optimizer.param_groups[0]["lr"] = 100.0
     for param in params:
@@ -408,35 +325,3 @@ def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
     assert optimizer.param_groups[0]["step"] == 1
     put_off(optimizer, params, 1)(params)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
-
-
-@with_ranks(2)
-@unmeasured()
-def test_a_custom_optimizer_counts_as_by_hand_under_an_engine_that_defers() -> None:
-    """Also where a step leaves a layer out, whose update then waits for the end of the next one."""
-
-    def left_out(model: Layers, step: int) -> Tensor:
-        return loss_of(model, step) if step != 3 else model.layer4(images(step)).square().sum()
-
-    def counting(model: Layers) -> Counting:
-        optimizer = Counting([*model.layer0.parameters()])
-        optimizer.add_param_group({"params": [*model.layer4.parameters()]} | started())
-        return optimizer
-
-    weights = []
-    for settings in (LAZY, HYBRID):
-        model = Layers()
-        pool, optimizer = pooled(model, settings), counting(model)
-        for step in range(6):
-            pool.zero_grad()
-            left_out(model, step).backward()
-            if settings is LAZY:
-                pool.finish()
-                optimizer.step()
-            else:
-                pool.step(optimizer)
-        pool.settle()
-        weights.append(weights_of(model))
-        assert [group["step"] for group in optimizer.param_groups] == [6, 6]
-        assert optimizer.steps == 6
-    assert torch.equal(*weights)

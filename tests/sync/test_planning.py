@@ -12,29 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from imagenet_fast import sync
 from imagenet_fast.cost_model.collectives import cost_of, piece_bytes
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.sync import (
-    AllReduceSync,
-    AutoSync,
-    DearSync,
-    GradientPool,
-    HybridSync,
-    LazySync,
-    SparseSync,
-    SyncStats,
-    build_engine,
-    declare,
-)
+from imagenet_fast.sync import AutoSync, GradientPool, LazySync, SyncStats, build_engine, declare
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
-from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.ranks import run
+from tests.ranks import lending
 from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
 from tests.sync.loops import Layers, unmeasured
 
@@ -49,7 +38,12 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
     pool = pool_of_five()
     piece = piece_bytes(pool.topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
-    for settings in (AllReduceSync(), LazySync(), DearSync(), LazySync(collective="parameter_server", servers=3)):
+    for settings in (
+        sync.AllReduceSync(),
+        LazySync(),
+        sync.DearSync(),
+        LazySync(collective="parameter_server", servers=3),
+    ):
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
             messages = step_model(engine, pool, engine.wire, network).messages(fuse)
@@ -64,7 +58,7 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
             for number, message in enumerate(messages):
                 assert message.task.event == (len(pool.slots) if engine.awaits == "each" else message.bucket[-1].index)
                 assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
-    pieces = step_model(declare(AllReduceSync()), pool, torch.float32, network).messages(math.inf)
+    pieces = step_model(declare(sync.AllReduceSync()), pool, torch.float32, network).messages(math.inf)
     assert len(pieces) > len(pool.slots)
 
 
@@ -140,7 +134,7 @@ def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
     pool, optimizer = pooled(model, meanwhile), build_optimizer(SGD, model)
     for step in range(9):
         if step == 5 and by_hand:
-            pool.attach(build_engine(SparseSync(wire="fp32", dense_epochs=0.0), pool))
+            pool.attach(build_engine(sync.SparseSync(wire="fp32", dense_epochs=0.0), pool))
         stats = take_step(model, pool, optimizer, images_of(step, 60_000))
         chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
     assert isinstance(engine_of(pool), Sparse)
@@ -155,7 +149,7 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 10))
     pool, optimizer = GradientPool(model), torch.optim.SGD(model.parameters(), 0.1)
-    meanwhile, coded = declare(LazySync(wire="fp32", threshold_mb=1.0)), declare(HybridSync(wire="int8"))
+    meanwhile, coded = declare(LazySync(wire="fp32", threshold_mb=1.0)), declare(sync.HybridSync(wire="int8"))
     pool.attach(Auto(pool, meanwhile, [Candidate("hybrid int8", coded, exact=False)]))
     for step in range(8):
         pool.settle()
@@ -180,36 +174,23 @@ def test_auto_says_at_once_that_it_may_leave_elements_behind():
         pool.close()
 
 
-@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["small", "as for training"])
-def test_what_is_measured_is_the_same_on_every_rank(large: bool):
-    ours, theirs = run(2, _measure if large else _measure_small)
-    assert ours == theirs
-    latency_s, s_per_byte, call_s, encode, decode = ours
-    assert latency_s > 0
-    assert min(s_per_byte, call_s) >= 0
-    assert min(encode, decode) > 0
-
-
+@with_ranks(2)
 @patch("imagenet_fast.sync.network_benchmark.piece_elements", lambda *_: 2**13)
-def _measure_small() -> list[float]:
-    with patch(SIZES, SMALL):
-        return _measure()
-
-
-def _measure() -> list[float]:
-    topology = Topology(torch.device("cpu"))
+@patch(SIZES, SMALL)
+def test_what_is_measured_is_the_same_on_every_rank_and_measured_once() -> None:
+    topology = lending()
     network = NetworkProbe(topology, torch.bfloat16)
-    link = network.link("butterfly")
-    assert network.link("butterfly") is link, "measured once"
-    assert network.seconds("butterfly", 1e6) == link.seconds(1e6)
-    one, two = (network.seconds("parameter_server", 1e6, servers) for servers in (1, 2))
-    assert one == network.link("parameter_server").seconds(1e6 * cost_of("parameter_server", topology.layout, 1))
-    assert two == network.link("parameter_server").seconds(1e6 * cost_of("parameter_server", topology.layout, 2))
-    codec = network.codec(torch.int8)
-    assert network.codec(torch.int8) is codec, "measured once"
+    link, codec = network.link("butterfly"), network.codec(torch.int8)
+    assert network.link("butterfly") is link
+    assert network.codec(torch.int8) is codec
+    same_on_ranks(torch.tensor([link.latency_s, link.s_per_byte, codec.encode_s_per_byte, codec.decode_s_per_byte]))
+    assert min(link.latency_s, codec.encode_s_per_byte, codec.decode_s_per_byte) > 0
+    assert min(link.s_per_byte, link.call_s) >= 0
     assert network.codec(torch.bfloat16) == NO_CODEC
-    topology.close()
-    return [link.latency_s, link.s_per_byte, link.call_s, codec.encode_s_per_byte, codec.decode_s_per_byte]
+    for servers in (1, 2):
+        share = cost_of("parameter_server", topology.layout, servers)
+        expected = network.link("parameter_server").seconds(1e6 * share)
+        assert network.seconds("parameter_server", 1e6, servers) == expected
 
 
 @with_ranks(2)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -15,21 +16,9 @@ from torch.nn import functional as F
 
 from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, attach
 from imagenet_fast.sync.powersgd import PowerSGD, _each_orthonormal, matrix_shape
-from tests.sync.given import (
-    Given,
-    Gradients,
-    applied,
-    engine_of,
-    mean_over_ranks,
-    normals,
-    on_ranks,
-    pooled,
-    same_on_ranks,
-    tiers,
-    weights_of,
-    with_ranks,
-)
-from tests.sync.loops import Layers, backward, unmeasured
+from tests.sync import given
+from tests.sync.given import Given, Gradients, mean_over_ranks, on_ranks, pooled, same_on_ranks, tiers, with_ranks
+from tests.sync.loops import unmeasured
 
 SHAPES = [(12, 3, 3, 3), (12,), (40, 30), (30, 40), (), (1, 50), (64, 9)]
 COMPRESSED = (0, 2, 3, 6)
@@ -42,13 +31,18 @@ def settings(**changes: object) -> PowerSgdSync:
     )
 
 
+def started(layers: Any = LAYERS, dtype: torch.dtype = torch.float32, **changes: object) -> tuple[Given, Any]:
+    model = Given(*layers).to(dtype)
+    return model, pooled(model, settings(**changes))
+
+
 def drawn(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    return normals(SHAPES, step, rank, dtype)
+    return given.normals(SHAPES, step, rank, dtype)
 
 
 def moved(pool: GradientPool, model: Given, gradients: Gradients) -> list[Tensor | None]:
     """What a step updates the layers with, in memory's order."""
-    seen = applied(pool, model, gradients)
+    seen = given.applied(pool, model, gradients)
     return [in_memory_order(seen[param]) if param in seen else None for param in model.weights]
 
 
@@ -58,7 +52,7 @@ def in_memory_order(values: Tensor) -> Tensor:
 
 def kept(pool: GradientPool, which: str) -> dict[int, Tensor]:
     """Errors, or Q, by layer."""
-    memory = engine_of(pool).state_dict()["memory"]
+    memory = given.engine_of(pool).state_dict()["memory"]
     return {int(name.split(".")[1]): own[which] for name, own in memory.items()}
 
 
@@ -68,18 +62,16 @@ def alike(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> boo
     return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-def test_a_parameter_is_the_matrix_that_it_is_in_memory():
-    shapes = [
-        (torch.ones(8, 3, 5, 5), (8, 75)),
-        (torch.ones(8, 3, 5, 5).to(memory_format=torch.channels_last), (8, 75)),
-        (torch.ones(6, 4).T, (6, 4)),
-        (torch.ones(1, 5, 7), (5, 7)),
-        (torch.ones(5, 1), (5, 1)),
-        (torch.ones(()), (1, 1)),
-        (torch.ones(0, 3), (0, 0)),
-    ]
-    for values, shape in shapes:
-        assert matrix_shape(nn.Parameter(values)) == shape
+MATRICES = [
+    (torch.ones(8, 3, 5, 5), (8, 75)), (torch.ones(8, 3, 5, 5).to(memory_format=torch.channels_last), (8, 75)),
+    (torch.ones(6, 4).T, (6, 4)), (torch.ones(1, 5, 7), (5, 7)), (torch.ones(5, 1), (5, 1)), (torch.ones(()), (1, 1)),
+    (torch.ones(0, 3), (0, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("values", "shape"), MATRICES)
+def test_a_parameter_is_the_matrix_that_it_is_in_memory(values: Tensor, shape: tuple[int, int]):
+    assert matrix_shape(nn.Parameter(values)) == shape
 
 
 def test_only_what_becomes_smaller_is_compressed():
@@ -101,8 +93,7 @@ def test_what_is_not_applied_is_kept_and_timing_changes_no_bit(timings: str):
 @unmeasured()
 def _conserves(timing: str) -> list[list[Tensor | None]]:
     """In one step nobody uses a layer, in another a single rank uses it."""
-    model = Given(*LAYERS).double()
-    pool = pooled(model, settings(timing=timing))
+    model, pool = started(dtype=torch.float64, timing=timing)
     residuals = {number: torch.zeros(math.prod(SHAPES[number]), dtype=torch.float64) for number in COMPRESSED}
     steps = []
     for step in range(8):
@@ -136,10 +127,9 @@ LOW_RANK = [(torch.float64, 1e-6), (torch.float32, 1e-4), (torch.bfloat16, 0.05)
 def test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype: torch.dtype, near: float) -> None:
     """Of rank 2 over both ranks together; 1 is what the rank 2 of the setting leaves room for, 0 is none."""
     shape = (40, 30)
-    model = Given([shape]).to(dtype)
-    pool = pooled(model, settings(timing="allreduce"))
+    model, pool = started([[shape]], dtype, timing="allreduce")
     for step, rank in enumerate((1,) if dtype == torch.bfloat16 else (1, 0, 1, 0, 0, 1)):
-        left, right = normals([(size, rank) for size in shape], step + 1, dist.get_rank(), torch.float64)
+        left, right = given.normals([(size, rank) for size in shape], step + 1, dist.get_rank(), torch.float64)
         gradient = (left @ right.T).to(dtype)
         (result,) = moved(pool, model, [gradient])
         expected = mean_over_ranks(gradient.double()).view(-1)
@@ -150,13 +140,12 @@ def test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype: torch.
 @with_ranks(2)
 @unmeasured()
 def test_a_rank_that_makes_nothing_smaller_is_the_mean_itself() -> None:
-    models = Given(*LAYERS), Given(*LAYERS)
-    chosen = LazySync(wire="bf16", collective="pairwise"), settings(wire="bf16", rank=64)
-    pools = [pooled(*pair) for pair in zip(models, chosen, strict=True)]
+    (model, pool), plain = started(wire="bf16", rank=64), Given(*LAYERS)
+    plain_pool = pooled(plain, LazySync(wire="bf16", collective="pairwise"))
     for step in range(3):
         gradients = drawn(step, dist.get_rank())
-        assert alike(*(moved(pool, model, gradients) for pool, model in zip(pools, models, strict=True)))
-    assert not kept(pools[1], "error")
+        assert alike(moved(pool, model, gradients), moved(plain_pool, plain, gradients))
+    assert not kept(pool, "error")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -167,8 +156,7 @@ def test_directions_along_which_nothing_comes_are_not_lost(ranks: int):
 
 @unmeasured()
 def _quiet() -> None:
-    model = Given([(40, 30)])
-    pool = pooled(model, settings())
+    model, pool = started([[(40, 30)]])
     for step in range(6):
         gradient = torch.zeros(40, 30)
         if step >= 3:
@@ -184,8 +172,7 @@ POISONS = product(("lazy", "dear"), (math.nan, math.inf, 1e38))
 @with_ranks(2)
 @unmeasured()
 def test_nonfinite_reaches_every_rank_and_stays_out_of_the_residual(timing: str, value: float) -> None:
-    model = Given(*LAYERS)
-    pool = pooled(model, settings(timing=timing, wire="fp16" if value == 1e38 else "fp32"))
+    model, pool = started(timing=timing, wire="fp16" if value == 1e38 else "fp32")
     for step in range(6):
         gradients = drawn(step, dist.get_rank())
         before = kept(pool, "error"), kept(pool, "q")
@@ -200,23 +187,9 @@ def test_nonfinite_reaches_every_rank_and_stays_out_of_the_residual(timing: str,
         same_on_ranks(*(values for values in result if values is not None))
 
 
-@with_ranks(2)
-@unmeasured()
-def test_it_trains_on_after_a_backward_that_failed_alike_on_all_ranks() -> None:
-    model = Layers()
-    pool = pooled(model, settings(timing="hybrid"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(8):
-        if backward(model, pool, step, (3, 1)[dist.get_rank()] if step in (2, 4) else None):
-            pool.step(optimizer)
-    pool.settle()
-    same_on_ranks(weights_of(model))
-
-
 @with_ranks(1)
 def test_one_rank_alone_approximates_nothing() -> None:
-    model = Given(*LAYERS)
-    pool = pooled(model, settings(wire="bf16"))
+    model, pool = started(wire="bf16")
     for step in range(3):
         gradients = drawn(step, 0)
         result = moved(pool, model, gradients)
@@ -233,12 +206,10 @@ GOING_ON = [("lazy", 2, 1), ("lazy", 2, 7), ("dear", 3, 1), ("dear", 3, 7)]
 @unmeasured()
 def test_a_state_dict_continues_to_the_bit(timing: str, dense: int, taken: int) -> None:
     """With a message for every few layers."""
-    chosen = settings(timing=timing, dense_epochs=dense, bucket_mb=0.005)
-    model, other = Given(*LAYERS), Given(*LAYERS)
-    pool, again = pooled(model, chosen), pooled(other, chosen)
+    (model, pool), (other, again) = (started(timing=timing, dense_epochs=dense, bucket_mb=0.005) for _ in range(2))
     for step in range(taken + 4):
         if step == taken:
-            engine_of(again).load_state_dict(engine_of(pool).state_dict())
+            given.engine_of(again).load_state_dict(given.engine_of(pool).state_dict())
         gradients = drawn(step, dist.get_rank())
         result = moved(pool, model, gradients)
         assert step < taken or alike(result, moved(again, other, gradients)), step
@@ -251,7 +222,7 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
     shapes = [(8, 8)] * 2
     pool = pooled(model, chosen)
     for step in range(3):
-        applied(pool, model, normals(shapes, step, dist.get_rank()))
+        given.applied(pool, model, given.normals(shapes, step, dist.get_rank()))
     state = copy.deepcopy(pool.state_dict())
     assert state["engine"]["memory"]
     for own in state["engine"]["memory"].values():  # as of layers twice as large, of which this is a shard now
@@ -260,7 +231,7 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
     again = pooled(model, chosen)
     again.load_state_dict(state)
     for step in range(3):
-        seen = applied(again, model, normals(shapes, step, dist.get_rank()))
+        seen = given.applied(again, model, given.normals(shapes, step, dist.get_rank()))
         assert all(values.isfinite().all() for values in seen.values())
 
 
@@ -298,7 +269,7 @@ def _trained(chosen: PowerSgdSync | DdpSync) -> tuple[list[float], list[int], Te
         sent.append(sync.step(optimizer).sent_bytes)
         losses.append(float(mean_over_ranks(loss.detach())))
     sync.close()
-    return losses, sent, weights_of(model)
+    return losses, sent, given.weights_of(model)
 
 
 def test_matrices_made_orthonormal_together_are_those_made_so_alone():

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from imagenet_fast.recipe.engine_table import Codes, Collective
 from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SyncEngine
-from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
@@ -199,15 +198,6 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
     assert torch.equal(first.whole, again.whole)
 
 
-@with_ranks(2)
-def test_the_first_steps_travel_in_16_bits_where_so_wished() -> None:
-    steps = Steps(LazySync(wire="int8", bf16_steps=2)).take(1)
-    assert steps.lost == 0.0
-    assert steps.engine.state_dict()["left"] is None, "nothing has had a code yet"
-    steps.take(2)
-    assert steps.engine.state_dict()["left"].any()
-
-
 @with_ranks(1)
 def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
     steps = Steps(LazySync(wire="int8")).take(2)
@@ -217,21 +207,14 @@ def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
 
 def test_a_rank_alone_keeps_what_several_have_left():
     """For the time when there are several again, as in an elastic job."""
-    state, _ = on_ranks(2, _left_by_two)
-    on_ranks(1, _alone_between, state)
+    on_ranks(1, _alone_again, on_ranks(2, _state_of_two)[0])
 
 
 @unmeasured()
-def _left_by_two() -> dict[str, Any]:
-    return Steps(LazySync(wire="int8", bf16_steps=1)).take(3).state()
-
-
-@unmeasured()
-def _alone_between(state: dict[str, Any]) -> None:
+def _alone_again(state: dict[str, Any]) -> None:
     steps = Steps(LazySync(wire="int8", bf16_steps=1))
     steps.engine.load_state_dict(state)
-    steps.take(2)
-    after = steps.state()
+    after = steps.take(2).state()
     assert after["step"] == state["step"] + 2
     for name, (start, flag) in state["places"].items():
         begin, end = after["places"][name]
@@ -239,8 +222,9 @@ def _alone_between(state: dict[str, Any]) -> None:
     assert state["left"].any()
 
 
-def test_names_of_wires_are_torchs_dtypes():
-    assert [wire_dtype(wire) for wire in CODES] == list(WIRES)
+@unmeasured()
+def _state_of_two() -> dict[str, Any]:
+    return Steps(LazySync(wire="int8", bf16_steps=1)).take(3).state()
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

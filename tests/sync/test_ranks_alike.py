@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,34 +13,29 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, RingSync, attach, build_engine, declare
 from imagenet_fast.sync.consistency import _digests
-from tests.ranks import run
-from tests.sync.given import pooled, process_groups
+from tests.sync.given import pooled, process_groups, with_ranks
 from tests.sync.loops import Layers
 
 
 def said(work: Callable[..., object], *arguments: object) -> str:
+    """The sentence of all ranks."""
+    sentence = ""
     try:
         work(*arguments)
     except ValueError as error:
-        return str(error)
-    return ""
+        sentence = str(error)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, sentence)
+    assert len(set(everyones)) == 1
+    return sentence
 
 
-def network() -> nn.Sequential:
+def changed(change: Callable[[Any], object], on: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
-
-
-def changed(change: Callable[[nn.Sequential], object], on: int = 1) -> nn.Module:
-    model = network()
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5))
     if dist.get_rank() == on:
         change(model)
     return model
-
-
-def seeded_by_rank() -> nn.Module:
-    torch.manual_seed(dist.get_rank())
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
 
 @torch.no_grad()
@@ -50,12 +45,8 @@ def swap(model: nn.Sequential) -> None:
     weight[0], weight[1] = weight[1].clone(), weight[0].clone()
 
 
-def orders() -> nn.Module:
-    return Layers((1, 0, 2, 3, 4) if dist.get_rank() else (0, 1, 2, 3, 4))
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "0.weight has other values on rank 1 than on rank 0": seeded_by_rank,
+    "0.weight has other values on rank 1 than on rank 0": lambda: changed(lambda model: nn.init.ones_(model[0].weight)),
     "2.weight has other values on rank 2 than on rank 0": lambda: changed(swap, 2),
     "2.weight is of shape (6, 16) on rank 1 and of shape (5, 16) on rank 0": lambda: changed(
         lambda model: setattr(model, "2", nn.Linear(16, 6))
@@ -63,124 +54,83 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "parameter 5 is 3.weight on rank 2 and nothing on rank 0": lambda: changed(
         lambda model: model.append(nn.Linear(5, 5)), 2
     ),
-    "parameter 5 is nothing on rank 1 and 3.weight on rank 0": lambda: changed(
-        lambda model: model.append(nn.Linear(5, 5)), 0
-    ),
-    "2.bias is frozen on rank 1 and trained on rank 0": lambda: changed(
-        lambda model: model[2].bias.requires_grad_(False)
-    ),
     "0.weight is frozen on rank 2 and trained on rank 0": lambda: changed(lambda model: model.requires_grad_(False), 2),
     "0.weight is of dtype torch.float16 on rank 1 and of dtype torch.float32 on rank 0": lambda: changed(
         lambda model: model[0].half()
     ),
     "0.weight lies in memory with strides": lambda: changed(lambda model: model.to(memory_format=torch.channels_last)),
-    "parameter 1 is layer1.weight on rank 1 and layer0.weight on rank 0": orders,
+    "parameter 1 is layer1.weight on rank 1 and layer0.weight on rank 0": lambda: Layers(
+        (1, 0, 2, 3, 4) if dist.get_rank() == 1 else (0, 1, 2, 3, 4)
+    ),
+    "0.weight is on meta on rank 1 and on cpu on rank 0": lambda: changed(lambda model: model.to("meta")),
+    "0.weight is on the meta device; call the model's to_empty() and load its weights before": lambda: changed(
+        lambda _: None
+    ).to("meta"),
 }
 
 
 @pytest.mark.parametrize("sentence", MODELS)
-def test_models_that_differ_between_ranks_are_refused_on_all_of_them(sentence: str):
-    first, *others = run(3, _different_models, sentence)
-    assert others == [first] * 2, "ranks say the same"
-    assert sentence in first
-    assert ";" in first, "and what to do"
+@with_ranks(3)
+def test_models_that_differ_between_ranks_are_refused_on_all_of_them(sentence: str) -> None:
+    told = said(GradientPool, MODELS[sentence]())
+    assert sentence in told
+    assert ";" in told, "and what to do"
 
 
-def _different_models(sentence: str) -> str:
-    return said(GradientPool, MODELS[sentence]())
-
-
-def _on_meta() -> list[str]:
-    with torch.device("meta"):
-        everywhere = said(lambda: GradientPool(network()))
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        return [everywhere, said(lambda: GradientPool(network()))]
-
-
-def test_models_on_the_meta_device_are_refused():
-    for everywhere, on_one in run(2, _on_meta):
-        assert "0.weight is on the meta device; call the model's to_empty() and load its weights before" in everywhere
-        assert "0.weight is on meta on rank 1 and on cpu on rank 0" in on_one
-
-
-class Buffered(nn.Module):
-    """With a norm, whose statistics are each rank's own, and random features drawn by the rank's seed."""
-
-    def __init__(self, alike: bool) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        torch.manual_seed(0 if alike else dist.get_rank())
-        self.register_buffer("features", torch.randn(4, 4))
-        with torch.no_grad():
-            self.layers[1].running_mean.fill_(dist.get_rank())
-
-
-def _warned(alike: bool) -> list[str]:
+@pytest.mark.parametrize("alike", [True, False])
+@with_ranks(3)
+def test_buffers_that_differ_are_warned_of(alike: bool) -> None:
+    """DDP copies those of rank 0. Statistics of norms are each rank's own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(dist.get_rank())
+    model.register_buffer("features", torch.tensor(0 if alike else dist.get_rank()))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        torch.manual_seed(0)
-        GradientPool(Buffered(alike)).close()
-    return [str(warning.message) for warning in caught]
-
-
-def test_buffers_that_differ_are_warned_of():
-    """DDP copies those of rank 0."""
-    assert run(3, _warned, True) == [[]] * 3
-    for (warning,) in run(3, _warned, False):
-        assert "buffer features has other values on rank 1 than on rank 0, and will keep them" in warning
+        GradientPool(model).close()
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (0 if alike else 1)
+    assert all("buffer features has other values on rank 1 than on rank 0, and will keep them" in one for one in told)
 
 
 LAZY = LazySync(wire="fp32", threshold_mb=1.0)
-DECLARED = [declare(LazySync(wire=wire, threshold_mb=1.0)) for wire in ("fp32", "bf16")]
-ENGINES: dict[str, Sequence[tuple[Any, ...]]] = {
-    "kind is ring on rank 1 and lazy on rank 0": [(LAZY,), (RingSync(wire="fp32"),)],
-    "wire is bf16 on rank 1 and fp32 on rank 0": [(LAZY,), (LAZY.model_copy(update={"wire": "bf16"}),)],
-    "threshold_mb is 2.0 on rank 1 and 1.0 on rank 0": [(LAZY,), (LazySync(wire="fp32", threshold_mb=2.0),)],
-    "kind is ddp on rank 1 and lazy on rank 0": [(LAZY,), (DdpSync(wire="fp32"),)],
-    "rank is 4 on rank 1 and 2 on rank 0": [(PowerSgdSync(rank=rank, timing="lazy"),) for rank in (2, 4)],
-    "steps_per_epoch is 7 on rank 1 and 3 on rank 0": [(LAZY, 3), (LAZY, 7)],
-    "wire is torch.bfloat16 on rank 1 and torch.float32 on rank 0": [(engine,) for engine in DECLARED],
-    "no difference": [(LAZY,), (LAZY,)],
-    "no difference of one's own": [(DECLARED[0],), (DECLARED[0],)],
+OWN, OTHER_OWN = (declare(LazySync(wire=wire, threshold_mb=1.0)) for wire in ("fp32", "bf16"))
+ENGINES: dict[str, tuple[Any, Any]] = {
+    "kind is ring on rank 1 and lazy on rank 0": (LAZY, RingSync(wire="fp32")),
+    "wire is bf16 on rank 1 and fp32 on rank 0": (LAZY, LazySync(wire="bf16", threshold_mb=1.0)),
+    "threshold_mb is 2.0 on rank 1 and 1.0 on rank 0": (LAZY, LazySync(wire="fp32", threshold_mb=2.0)),
+    "kind is ddp on rank 1 and lazy on rank 0": (LAZY, DdpSync(wire="fp32")),
+    "rank is 4 on rank 1 and 2 on rank 0": tuple(PowerSgdSync(rank=rank, timing="lazy") for rank in (2, 4)),
+    "steps_per_epoch is 7 on rank 1 and 3 on rank 0": (LAZY, LAZY),
+    "wire is torch.bfloat16 on rank 1 and torch.float32 on rank 0": (OWN, OTHER_OWN),
+    "": (LAZY, LAZY),
+    "no difference of one's own": (OWN, OWN),
 }
 
 
 @pytest.mark.parametrize("sentence", ENGINES)
-def test_other_engine_on_a_rank_is_refused(sentence: str):
-    one, other = run(2, _different_engines, sentence)
-    assert one == other
-    assert sentence in one if " is " in sentence else not one
-
-
-def _different_engines(sentence: str) -> str:
-    syncs: list[Any] = []
-    told = said(lambda: syncs.append(attach(network(), *ENGINES[sentence][dist.get_rank()])[1]))
+@with_ranks(2)
+def test_other_engine_on_a_rank_is_refused(sentence: str) -> None:
+    engine, syncs = ENGINES[sentence][dist.get_rank()], list[Any]()
+    steps = [3, 7][dist.get_rank()] if "steps" in sentence else 1
+    told = said(lambda: syncs.append(attach(changed(bool), engine, steps)[1]))
     if "ddp" not in sentence:
-        engine, *steps = ENGINES[sentence][dist.get_rank()]
-        engines: list[Any] = []
-        assert said(lambda: engines.append(build_engine(engine, GradientPool(network()), *steps))) == told
-        syncs += engines
+        assert said(lambda: syncs.append(build_engine(engine, GradientPool(changed(bool)), steps))) == told
     for sync in syncs:
         sync.close()
-    return told
+    assert sentence in told if " is " in sentence else not told
 
 
-def test_pools_of_some_ranks_compare_only_these():
-    assert run(4, _in_pairs) == [True] * 4
-
-
-def _in_pairs() -> bool:
+@with_ranks(4)
+def test_pools_of_some_ranks_compare_only_these() -> None:
     """As where tensor parallel ranks hold shards of their own."""
     rank = dist.get_rank()
-    torch.manual_seed(rank % 2)
     model = nn.Sequential(nn.Linear(2, 3 + rank % 2))
     with process_groups((0, 2), (1, 3)) as groups:
-        pool = pooled(model, LazySync(wire="fp32" if rank % 2 else "bf16"), group=groups[rank % 2])
-        with torch.no_grad():
-            model[0].weight += rank // 2
-        wrong = said(GradientPool, model, groups[rank % 2])
-        pool.close()
-    return f"0.weight has other values on rank {2 + rank % 2} than on rank {rank % 2}" in wrong
+        nn.init.constant_(model[0].weight, rank % 2)
+        pooled(model, LazySync(wire="fp32" if rank % 2 else "bf16"), group=groups[rank % 2]).close()
+        nn.init.constant_(model[0].weight, rank)
+        with pytest.raises(ValueError, match=f"weight has other values on rank {2 + rank % 2} than on rank {rank % 2}"):
+            GradientPool(model, groups[rank % 2])
 
 
 def digest_of(values: Tensor) -> int:

@@ -13,29 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from imagenet_fast.sync import EngineSettings, GradientPool
 from tests.sync.given import tiers
-from tests.sync.loops import DEFERRING, HYBRID, LAZY, Layers, alike, images, loss_of, pooled, sgd, state
+from tests.sync.loops import DEAR, HYBRID, LAZY, alike, images, started, state, train
 
 Forward = Callable[[Tensor], Tensor]
 
 
-class Wrapped(nn.Module):
-    """Its model is no child of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.models = [model]
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.models[0](x)
-        return out
-
-
 def exported(model: nn.Module) -> Forward:
     return torch.export.export(model, (images(0),)).module()
-
-
-def exported_around(model: nn.Module) -> Forward:
-    return torch.export.export(Wrapped(model), (images(0),)).module()
 
 
 def jit_traced(model: nn.Module) -> Forward:
@@ -56,31 +40,18 @@ def fake(model: nn.Module) -> Forward:
     return model
 
 
-def of_fake_images(model: nn.Module) -> Forward:
-    model(FakeTensorMode(allow_non_fake_inputs=True).from_tensor(images(0)))
-    return model
-
-
 def after_steps(settings: EngineSettings, steps: int = 4) -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
-    model = Layers()
-    pool, optimizer = pooled(model, settings), sgd(model)
-    for number in range(steps):
-        take(model, pool, optimizer, number)
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer, range(steps))
     return model, pool, optimizer
 
 
-def take(model: nn.Module, pool: GradientPool, optimizer: torch.optim.Optimizer, number: int) -> None:
-    pool.zero_grad()
-    loss_of(model, number).backward()
-    pool.step(optimizer)
-
-
-WAYS = [exported, exported_around, jit_traced, fx_made, fx_traced, fake, of_fake_images]
+WAYS = [exported, jit_traced, fx_made, fx_traced, fake]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", tiers([HYBRID], DEFERRING), ids=lambda settings: settings.kind)
+@pytest.mark.parametrize("settings", tiers([HYBRID], [HYBRID, DEAR]), ids=lambda settings: settings.kind)
 def test_traced_between_steps_changes_no_weight(way: Callable[[nn.Module], Forward], settings: EngineSettings):
     expected, _, _ = after_steps(LAZY)
     model, pool, optimizer = after_steps(settings)
@@ -89,7 +60,7 @@ def test_traced_between_steps_changes_no_weight(way: Callable[[nn.Module], Forwa
         for number in (7, 8):
             assert torch.equal(program(images(number)), expected(images(number)))
     assert alike(state(model), state(expected))
-    take(model, pool, optimizer, 4)  # and training goes on
+    train(model, pool, optimizer, range(4, 5))  # and training goes on
     assert alike(state(model), state(after_steps(LAZY, 5)[0]))
 
 
@@ -104,11 +75,7 @@ def test_a_layer_is_exported_alone_up_to_date():
 def test_cuda_graph_refused_until_settled_and_export_settles():
     """A captured update cannot be kept out of the program."""
     model, pool, _ = after_steps(HYBRID)
-    capturing = (
-        patch("torch.cuda.is_initialized", lambda: True),
-        patch("torch.cuda.is_current_stream_capturing", lambda: True),
-    )
-    with capturing[0], capturing[1]:
+    with patch.multiple("torch.cuda", is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
         with pytest.raises(RuntimeError, match=r"a CUDA graph would make a part .*; call pool\.settle\(\) before"):
             model(images(0))
         pool.settle()

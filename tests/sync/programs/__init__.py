@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.sync.fuzz_programs import Program
-from tests.sync.programs import closing, failures, gradients, models, reads, steps, writes
+from tests.sync.programs import failures, gradients, models, reads, steps, writes
 
 PROGRAMS: list[Program] = [
     *steps.PROGRAMS,
@@ -12,5 +12,4 @@ PROGRAMS: list[Program] = [
     *writes.PROGRAMS,
     *gradients.PROGRAMS,
     *models.PROGRAMS,
-    *closing.PROGRAMS,
 ]

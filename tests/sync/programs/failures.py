@@ -1,9 +1,10 @@
-"""Exceptions in forward and backward, on one rank or on all, after which training goes on."""
+"""Exceptions in forward and backward, on one rank or on all, after which training goes on; pools that are closed:
+between steps, or in a step that ranks left half done, each at another place."""
 
 from __future__ import annotations
 
 from tests.sync.fuzz_models import Place
-from tests.sync.fuzz_programs import Fail, Line, Look, ZeroGrad, program, unseen
+from tests.sync.fuzz_programs import Do, Fail, Line, Look, ZeroGrad, program, unseen
 from tests.sync.programs.common import ODDLY, STEP
 
 
@@ -38,5 +39,16 @@ PROGRAMS = [
         "looks after exceptions", *STEP * 6, *failing(("backward", 3), ("backward", 1)), Look("state_dict"), *STEP,
         *failing(("forward", 3), ("backward", 1)), Look("eval forward"), *STEP, *failing(("backward", 2), ("backward",
         2)), Look("deepcopy"), *STEP,
+    ),
+    program("another pool now and then", *(*STEP * 2, Do("renew")) * 4, *STEP),
+    program("a pool that is closed leaves the model to others", *STEP * 7, Do("leave"), *STEP * 2),
+    program(
+        "a pool closed while one rank's gradients have left, and the other's never come", *STEP * 3, ZeroGrad(),
+        Fail((("forward", 0), None)), Do("renew"), *STEP * 7, ZeroGrad(), Fail((None, ("forward", 0))), Do("renew"),
+        *STEP * 2,
+    ),
+    program(
+        "a pool closed after a backward that failed", *STEP * 6, ZeroGrad(), Fail((("backward", 3), ("backward", 1))),
+        Do("renew"), *STEP * 2,
     ),
 ]  # fmt: skip

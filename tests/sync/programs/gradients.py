@@ -37,7 +37,6 @@ def changed(name: str, change: str, which: int = -1, by_pool: bool = True) -> Pr
 
 PROGRAMS = [
     partly("layers that not all ranks use"),
-    partly("layers that not all ranks use, and the optimizer's own step", by_pool=False),
     partly("gradients cancelled before finish()", Cancel(0)),
     partly("gradients zeroed before finish()", Cancel(0, to="zero")),
     changed("gradients cancelled after finish()", "none", 1),

@@ -18,7 +18,7 @@ from tests.sync.fuzz_programs import (
     ZeroGrad,
     program,
 )
-from tests.sync.programs.common import ADAMW, ODDLY, STEP, WITH_ALL, skipping
+from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping
 
 IDLE = [((), ()), ((1,), (1,)), ((1,), (1,)), ((1,), ()), ((1,), (1,)), ((), ()), ((1,), (1,)), ((), (1,))]
 """On which ranks layer 1 has nothing to do, step for step."""
@@ -35,7 +35,9 @@ def idle(name: str, optimizer: Optimizer) -> Program:
     return program(name, *steps, model=model("linear", "linear", "linear"), optimizers=(optimizer,))
 
 
-HOOKED: tuple[Kind | Rare, ...] = ("pruned", "hooked weight norm", "hooked spectral norm", "weight norm", "target")
+HOOKED: tuple[Kind | Rare, ...] = ("pruned", "hooked weight norm", "hooked spectral norm", "weight norm", "target",
+    "orthogonal", "lstm", "reentrant",
+)  # fmt: skip
 CHECKPOINTED = Block("mlp", checkpointed=True)
 
 PROGRAMS = [
@@ -44,7 +46,6 @@ PROGRAMS = [
         "parameters read by other modules", model("embedding", "attention", "scalar", "unused", "linear", tied=True),
     ),
     trained("blocks that read and merge weights by themselves", WITH_ALL),
-    trained("layers registered in another order", ODDLY),
     trained(
         "a convolution, norms and a checkpointed block", model("conv", "batch norm", "group norm", CHECKPOINTED),
     ),
@@ -58,5 +59,7 @@ PROGRAMS = [
     idle("a layer that is idle, under SGD", SGD),
     idle("a layer that is idle, under AdamW", ADAMW),
     idle("a layer that is idle, under SGD of ours", OUR_SGD),
+    idle("a layer that is idle, under an optimizer that counts", Optimizer("counting", (("lr", 0.01),), groups=2)),
+    idle("a layer that is idle, under an optimizer with a hook", replace(SGD, kind="hooked")),
     idle("a layer that is idle, under LARS", replace(SGD, kind="our lars")),
 ]  # fmt: skip

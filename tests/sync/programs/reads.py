@@ -42,12 +42,17 @@ PROGRAMS = [
     looking("parameters and states", "state_dict", "parameters", "named_parameters", "functional_call"),
     looking("states and copies of parts", "states of parts"),
     looking("copies of the model", "deepcopy", "pickle", "save"),
-    looking("copies of the optimizer", "optimizer state", "optimizer deepcopy", "optimizer pickle"),
+    looking(
+        "copies of the optimizer", "optimizer state", "optimizer deepcopy", "optimizer pickle", optimizers=(ADAMW,),
+    ),
     program("a model in another dtype for a while", *(*STEP, ZeroGrad(by_pool=False), Look("to")) * 8, model=WITH_ALL),
     program("a model in another dtype for a while, with gradients", *(*STEP, Look("to")) * 8),
     looking("threads that evaluate at once", "threads", model=model(*["linear"] * 12)),
     looking("copies that train by themselves", "twin", model=LAYERS),
-    looking("copies of a model in two pools", "deepcopy", "pickle", "state_dict", model=LAYERS, pools=2),
+    looking(
+        "copies of a model in two pools", "deepcopy", "pickle", "state_dict", "optimizer state", optimizers=(ADAMW,),
+        model=LAYERS, pools=2,
+    ),
     program(
         "averaged weights", *(*STEP, Do("average and look")) * 4, *(*STEP, Do("swap average"), Do("average")) * 4,
         averaged=True,

@@ -37,7 +37,6 @@ PROGRAMS = [
         Refused(Backward(), r"a second backward .*no_sync\(\)"), *STEP * 2,
     ),
     program("zero_grad by the optimizer", *(ZeroGrad(by_pool=False), Backward(), Step()) * 8),
-    program("zero_grad by the optimizer as well", *(ZeroGrad(by_pool=False), *STEP, ZeroGrad(by_pool=False)) * 6),
     program("zero_grad by the optimizer as well, to zeros", *(ZeroGrad(also=True), Backward(), Step()) * 6),
     program(
         "an evaluation after everything",
@@ -57,7 +56,6 @@ PROGRAMS = [
         "one of two optimizers in turn", *(ZeroGrad(), Backward(), Step(0), ZeroGrad(), Backward(), Step(1)) * 4,
         optimizers=(SGD, ADAMW),
     ),
-    program("finish twice", *(ZeroGrad(), Backward(), Finished(), Finished(), Step()) * 7),
     program("accumulation", *(ZeroGrad(), Backward(sync=False), Backward(sync=False), Backward(), Step()) * 7),
     program("a rate that rises and falls", *(*STEP, Do("schedule")) * 8, schedule="one cycle"),
     program(
@@ -75,7 +73,10 @@ PROGRAMS = [
     ),
     program("a backward after the step", *(*STEP, *unseen(Backward())) * 7),
     program("a loss scale", *SCALED * 2, scaled=True),
-    program("a loss scale, and the scaler's own step", *OWN * 4, scaled=True),
+    program(
+        "a loss scale for two optimizers, stepped by hand",
+        *(ZeroGrad(), Backward(), ScaledStep(by_pool=False)) * 6, optimizers=(SGD, ADAMW), scaled=True,
+    ),
     program(
         "a loss scale, and clipping", *(
             ZeroGrad(), Backward(), ScaledStep(clips=True), ZeroGrad(), Backward(overflows=0), ScaledStep(clips=True),
@@ -86,7 +87,6 @@ PROGRAMS = [
         "a loss scale, and a layer that nobody uses", *OWN * 3, model=model("linear", "unused", "linear"),
         optimizers=(ADAMW,), scaled=True,
     ),
-    program("updates at once", *(*STEP, Look("settle")) * 8),
     program(
         "updates at once on three ranks", *(*STEP, Do("schedule"), Look("settle")) * 8, ranks=3,
         schedule="exponential", model=model("conv", "batch norm", "linear", "linear"),

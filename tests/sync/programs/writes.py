@@ -25,7 +25,7 @@ PROGRAMS = [
         "weights written without asking, settled before", *(*STEP, SETTLE, Do("shrink by groups"), *STEP, SETTLE,
         Do("shrink by modules")) * 4,
     ),
-    *map(written_unasked, ("groups", "modules", "children")),
+    *map(written_unasked, ("groups", "modules")),
     program("a vector of all parameters written back", *(*STEP * 2, Do("vector")) * 4),
     program(
         "a part that is loaded", *STEP * 7, Do("load part", 1), Look("eval forward"), *STEP * 2, Do("load part", 3),
