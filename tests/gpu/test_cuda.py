@@ -67,6 +67,20 @@ def test_a_step_trains_and_reports(world: DistContext, sync: str, precision: str
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize(("precision", "exact"), [("fp32", True), ("tf32", False)])
+def test_fp32_is_fp32_unless_tf32_is_asked_for(world: DistContext, precision: str, exact: bool):
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no TF32")
+    recipe = parse_recipe("test", tables(ranks=1, precision={"kind": precision}))
+    build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, steps_per_epoch=4)
+    images = torch.randn(8, 64, 32, 32, device=world.device)
+    weights = torch.randn(64, 64, 3, 3, device=world.device)
+    for product, operands in ((torch.matmul, (images, images)), (torch.conv2d, (images, weights))):
+        reference = product(*(operand.double() for operand in operands))
+        error = (product(*operands) - reference).abs().max() / reference.abs().max()
+        assert (error < 2e-6) is exact
+
+
 @pytest.mark.parametrize("sync", ["lazy", "hybrid", "dear"])
 def test_a_timeline_begins_at_its_first_event(world: DistContext, sync: str, tmp_path: Path):
     recipe = parse_recipe("test", tables(ranks=1, sync={"kind": sync}))
