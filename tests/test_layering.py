@@ -153,8 +153,8 @@ LINES = {
     "imagenet_fast/sync": 6757,
     "imagenet_fast/training": 3556,
     "imagenet_fast": 38926,
-    "tests": 33957,
-    "tests/sync": 8172,
+    "tests": 30537,
+    "tests/sync": 7093,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -131,7 +131,8 @@ def _in_order(world: int, *arguments: Any) -> None:
         assert found == {}
 
 
-FIRST_TIER = [("bf16", name) for name in engines("bf16")] + [("int8", name) for name in engines("int8")]
+FIRST_TIER = [("bf16", name) for name in engines("bf16")] + [("int8", name) for name in ("lazy", "hybrid", "dear")]
+TWO_TIERS = [pytest.param(w, marks=pytest.mark.ci if w in ("bf16", "int8") else pytest.mark.weekly) for w in WIRES]
 
 
 @pytest.mark.parametrize(("wire", "engine"), FIRST_TIER)
@@ -144,14 +145,12 @@ def test_an_engine_is_ordered_on_nodes_of_two_gpus(wire: Wire, engine: str):
     _in_order(4, [engines(wire)[engine]], 2)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", TWO_TIERS)
 def test_engines_end_with_the_same_bits_in_any_order_that_waits_allow(wire: Wire):
     _in_order(2, list(engines(wire).values()), None, "", 3)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", TWO_TIERS)
 def test_so_they_do_on_nodes_of_two_gpus(wire: Wire):
     """Every other engine; its neighbours are met in the next wire."""
     _in_order(4, list(engines(wire).values())[WIRES.index(wire) % 2 :: 2], 2, "", 2)
