@@ -32,7 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 MOMENTS: dict[str, str | int] = {
     "in a step before the first checkpoint": 2,
-    "in a step after it": 5,
+    "in a step after it": 8,
     "as a checkpoint begins": "os.mkdir .*step-00000006",
     "as rank 1 writes its part": "open .*step-00000006/.rank-00001",
     "before the checkpoint is complete": "os.rename .*step-00000006/manifest.json",
