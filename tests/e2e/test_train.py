@@ -43,7 +43,7 @@ def test_a_run_of_two_ranks_is_stopped_and_one_goes_on_with_it(tmp_path: Path, l
     run = tmp_path / "run"
     tiny = setting(
         "model={kind='cifarnet', widths=[4, 4, 4]}", "precision.kind=fp32", "global_batch=8", "micro_batch=2",
-        "data.train_images=160", "data.val_images=3", "log_every=1",
+        "data.train_images=800", "data.val_images=3", "log_every=1",
     )  # fmt: skip
     command = [*COMMAND, "train", "--recipe", "smoke", *tiny, "--out", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
@@ -55,16 +55,16 @@ def test_a_run_of_two_ranks_is_stopped_and_one_goes_on_with_it(tmp_path: Path, l
     assert (outcome["status"], outcome["world_size"]) == ("preempted", 2)
     saved = newest(run / "checkpoints")
     assert saved is not None
-    assert 0 < saved.manifest.step == outcome["steps"] < 40
+    assert 0 < saved.manifest.step == outcome["steps"] < 200
     last = f"Stopped by a signal after step {outcome['steps']}, and saved"
     assert f"{last}; the same train command with --resume {run} goes on." in printed
 
     code, printed, said = launched("train", "--resume", str(run), "--nproc", "1")
     assert (code, said) == (0, ""), printed
     outcome = outcome_of(run)
-    assert (outcome["status"], outcome["steps"], outcome["resumed"], outcome["world_size"]) == ("finished", 40, 1, 1)
+    assert (outcome["status"], outcome["steps"], outcome["resumed"], outcome["world_size"]) == ("finished", 200, 1, 1)
     assert [event["step"] for event in events_of(run, "resume")] == [saved.manifest.step]
-    assert [event["step"] for event in events_of(run, "train")] == list(range(1, 41))
+    assert [event["step"] for event in events_of(run, "train")] == list(range(1, 201))
 
 
 @pytest.mark.ci

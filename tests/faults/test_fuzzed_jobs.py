@@ -9,7 +9,7 @@ from signal import SIGINT, SIGKILL, SIGTERM, SIGUSR1
 import pytest
 
 from tests.faults.fuzzing import play
-from tests.faults.programs import Command, Disturbance, Program, Second, Send, draw_program
+from tests.faults.programs import Command, Disturbance, Program, Send, draw_program
 
 pytestmark = pytest.mark.weekly
 
@@ -30,7 +30,6 @@ NAMED: dict[str, tuple[str, list[tuple[int, float, Disturbance]], list[int]]] = 
         [(5, 0.1, Send(SIGKILL, "rank 1")), (8, 0.2, Send(SIGKILL, "all"))],
         [1, -9],
     ),
-    "a second launch beside one that trains is refused": ("ring", [(3, 0, Second("auto"))], [2, 0]),
     "the launcher is killed": ("lazy int8, three ranks", [(4, 0.2, Send(SIGKILL, "launcher"))], [-9]),
     "all, then a rank are killed": (
         "sparse, three ranks",
