@@ -91,7 +91,7 @@ def test_stated_link_bandwidth_and_latency():
     assert latencies[2] - latencies[1] == pytest.approx(latencies[1] - latencies[0])
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(tmp_path: Path):
     rungs, printed = benched(tmp_path, "sync --ladder --model small.json --hosts 2 --rounds 1 --steps 1")
     times = [rung["time"] for rung in rungs]

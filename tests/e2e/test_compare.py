@@ -45,7 +45,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path, monkeyp
     assert (out / "compare.png").stat().st_size > 10_000
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 @pytest.mark.usefixtures("root", "own_signals")
 def test_layouts_are_compared_in_one_table(tmp_path: Path):
     out, recipe = tmp_path / "runs", tmp_path / "alexnet.toml"

@@ -12,8 +12,6 @@ import torch
 from tests.e2e.command import environment
 from tests.pages import ROOT
 
-pytestmark = pytest.mark.ci
-
 
 def by_torchrun(*arguments: str) -> list[str]:
     """The lines that two ranks print."""
@@ -25,6 +23,7 @@ def by_torchrun(*arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.ci
 def test_train_imagenet_learns_random_images(tmp_path: Path):
     sizes = ("--synthetic=64", "--model=resnet18", "--size=32", "--batch=8", "--epochs=2", "--lr=1.0")
     lines = by_torchrun("examples/train_imagenet.py", *sizes, f"--out={tmp_path / 'weights.pt'}")
@@ -34,6 +33,7 @@ def test_train_imagenet_learns_random_images(tmp_path: Path):
     assert all(tensor.isfinite().all() for tensor in torch.load(tmp_path / "weights.pt").values())
 
 
+@pytest.mark.weekly
 def test_own_engine_is_exact_and_timed():
     lines = by_torchrun("examples/own_engine.py")
     assert [line.split()[0] for line in lines] == ["lazy", "hybrid", "pairs"]

@@ -148,15 +148,18 @@ def test_fewer_ranks_train_images_with_a_scaled_batch_and_miss_the_target(
 PIPELINE = ("parallel.pipeline=2", "parallel.micro_batches=2", "precision.kind=fp16", "ema_decay=0.5", "clip_norm=1")
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "split"),
     [
-        (("parallel.tensor=2",), "parallel.tensor 2, data-parallel x 1\n"),
-        (PIPELINE, "parallel.pipeline 2, data-parallel x 1; 2 micro-batches under way "),
+        pytest.param(
+            ("parallel.tensor=2",), "parallel.tensor 2, data-parallel x 1\n", id="tensor", marks=pytest.mark.ci
+        ),
+        pytest.param(
+            PIPELINE, "parallel.pipeline 2, data-parallel x 1; 2 micro-batches under way ", id="pipeline",
+            marks=pytest.mark.weekly,
+        ),
     ],
-    ids=["tensor", "pipeline"],
-)
+)  # fmt: skip
 def test_final_weights_of_a_divided_model_are_whole(
     layout: tuple[str, ...], split: str, tmp_path: Path, launched: Launched
 ):

@@ -65,7 +65,7 @@ def test_bytes_through_a_nic_are_those_that_bench_sync_counts(collective: Collec
     ("profile", "names", "ranks", "error"),
     [
         (SMALL, "lazy,dear,hybrid,lazy:int8", 16, 0.1),
-        pytest.param(load_profile("alexnet"), "lazy,dear,hybrid,lazy:int8,sparse", 64, 0.02, marks=pytest.mark.ci),
+        pytest.param(load_profile("alexnet"), "lazy,dear,hybrid,lazy:int8,sparse", 64, 0.02, marks=pytest.mark.weekly),
     ],
     ids=["small", "alexnet"],
 )

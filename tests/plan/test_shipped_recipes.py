@@ -67,7 +67,7 @@ def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, DistContex
     gc.collect()  # each has hundreds of MB
 
 
-@pytest.mark.ci
+@pytest.mark.weekly
 def test_a_step_at_full_size_changes_all_weights_and_sends_what_is_counted(planned: tuple[Recipe, DistContext]):
     recipe, world = planned
     accumulation = split_batch(recipe, recipe.ranks).accumulation

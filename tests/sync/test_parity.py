@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -174,9 +175,13 @@ FAMILIES = {"mobilenet": (mobilenet, 64, 4, 1.0), "vit": (vit, 32, 8, 0.02), "sw
 """A network, the pixels that it is trained on, and how many steps and with what messages it is."""
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "allreduce fused"])
-@pytest.mark.parametrize("family", FAMILIES)
+BY_FAMILY = [
+    pytest.param(family, name, marks=pytest.mark.ci if number % 3 == 0 else pytest.mark.weekly)
+    for number, (name, family) in enumerate(product([name for name in NAMES if name != "allreduce fused"], FAMILIES))
+]
+
+
+@pytest.mark.parametrize(("family", "name"), BY_FAMILY)
 def test_a_model_of_any_family_trains_as_by_hand(family: str, name: str):
     """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""
     run(3, _as_by_hand, family, name)

@@ -25,7 +25,7 @@ def first_tier(number: int, program: Program) -> str:
 
 def marks(number: int, program: Program, engine: str) -> Iterator[pytest.MarkDecorator]:
     if engine != first_tier(number, program):
-        yield pytest.mark.ci if (list(ENGINES).index(engine) + number) % 6 == 0 else pytest.mark.weekly
+        yield pytest.mark.ci if (list(ENGINES).index(engine) + number) % 12 == 0 else pytest.mark.weekly
     at_once = not ENGINES[engine].defers or ENGINES[engine].chooses
     if program.name == AVERAGED_ALONE and at_once and engine not in SPARSE | {"sparse whole": None}:
         yield pytest.mark.xfail(strict=True, reason="the ranks part")

@@ -62,9 +62,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 AT_FIRST = ("lazy-planned", "dear-averaged", "sparse-deferred-corrected", "ddp-accumulated")
 CASES = [
-    pytest.param(name, ranks, id=f"{name}-{ranks}", marks=() if name in AT_FIRST and ranks == 3 else pytest.mark.ci)
-    for name in SETTINGS
-    for ranks in (2, 3)
+    *(pytest.param(name, 3, id=f"{name}-3", marks=() if name in AT_FIRST else pytest.mark.ci) for name in SETTINGS),
+    *(pytest.param(name, 2, id=f"{name}-2", marks=pytest.mark.weekly) for name in SETTINGS),
 ]
 PIPED = Parallel(pipeline=2, micro_batches=2)
 
