@@ -1,6 +1,6 @@
 """A pool of ranks for each number of them: `run` calls a function on each, and brings back what it returned.
 
-Ranks live as long as the session. Every call is a case of its own: it begins with the same random numbers, has a time
+Ranks live as long as the session. Every call is a case of its own: it begins with the same random numbers and precision, has a time
 limit, and must leave its rank as it was. What it leaves behind (an environment variable, a process group, a thread)
 fails the test, and the ranks are forked anew. So they are after every failure.
 """
@@ -155,6 +155,7 @@ class _Case:
 def _case(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: float, folder: str) -> _Case:
     stack = Path(folder, f"rank-{dist.get_rank()}")
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # which a step sets for its process
     random.seed(0)
     np.random.seed(0)
     before, begun = _State.now(), _cpu_s()
@@ -181,7 +182,6 @@ class _State:
     directory: str
     dtype: torch.dtype
     threads: int
-    precision: str
     deterministic: bool
     gradients: bool
     process_groups: set[str]
@@ -195,7 +195,7 @@ class _State:
         threads = {t.name for t in threading.enumerate()} - {f"comm stream {id(stream):x}" for stream in streams}
         return _State(
             dict(os.environ), str(Path.cwd()), torch.get_default_dtype(), torch.get_num_threads(),
-            torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),
             groups, threads,
         )  # fmt: skip
 

@@ -184,7 +184,8 @@ def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
     (alone / "val").symlink_to(image_dir / "val")
     write_weights(untrained(3).state_dict(), weights, describe("test", parse_recipe("test", tables()), NAMES))
     options = ("data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56")
-    (((ours, both), said),) = run(1, _judged, [(weights, "demo", options, place) for place in (alone, image_dir)])
+    places = [(weights, "demo", options, place) for place in (alone, image_dir)]
+    (((ours, both), said),) = run(1, _judged, places, fresh=True)
     assert (ours.top1, ours.top5, ours.images) == (both.top1, both.top5, 7)
     assert said.count("was trained on other classes: on 'cat' where the data has 'class0'") == 2
 
