@@ -1,8 +1,8 @@
 """A pool of ranks for each number of them: `run` calls a function on each, and brings back what it returned.
 
-Ranks live as long as the session. Every call is a case of its own: it begins with the same random numbers and precision, has a time
-limit, and must leave its rank as it was. What it leaves behind (an environment variable, a process group, a thread)
-fails the test, and the ranks are forked anew. So they are after every failure.
+Ranks live as long as the session. Every call is a case of its own: it begins with the same random numbers and precision
+of products, has a time limit, and must leave its rank as it was. What it leaves behind (an environment variable, a
+process group, a thread) fails the test, and the ranks are forked anew. So they are after every failure.
 """
 
 from __future__ import annotations
