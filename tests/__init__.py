@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
-from imagenet_fast.distributed.init import DistContext, computes_bf16
+    from imagenet_fast.distributed.init import DistContext
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as `imagenet-fast` has it: no pages of C++ stack frames
 
@@ -17,13 +18,19 @@ def world(
     size: int | None = None,
     local_rank: int | None = None,
     local_size: int | None = None,
-    device: torch.device = torch.device("cpu"),  # noqa: B008
+    device: torch.device | None = None,
     bf16: bool | None = None,
 ) -> DistContext:
     """Return this process among all ranks: those of its process group, all on one node, or it alone.
 
-    What is given replaces what the group says; ``bf16`` is what ``device`` can do.
+    What is given replaces what the group says; ``bf16`` is what ``device``, a CPU, can do.
     """
+    import torch
+    import torch.distributed as dist
+
+    from imagenet_fast.distributed.init import DistContext, computes_bf16
+
+    device = device or torch.device("cpu")
     there = dist.is_initialized()
     rank = rank if rank is not None else dist.get_rank() if there else 0
     size = size if size is not None else dist.get_world_size() if there else 1

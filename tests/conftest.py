@@ -1,4 +1,7 @@
-"""What every test starts from: one thread, two tables of recipe, a small data set of images."""
+"""What every test starts from: one thread, two tables of recipe, a small data set of images.
+
+The process that hands tests out to others loads this, too; so torch is imported by what needs it.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,29 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from imagenet_fast.cli.main import main
 from imagenet_fast.distributed.forkserver import freeze_gc, start_fork_server
-from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.schema import Recipe
-from tests.guard import Cost, counting
 from tests.root import require_root
 
-COST = pytest.StashKey[Cost]()
+if TYPE_CHECKING:
+    from imagenet_fast.recipe.schema import Recipe
+    from tests.guard import Cost
 
-torch.set_num_threads(1)
+COST: pytest.StashKey[Cost] = pytest.StashKey()
 
 
 def pytest_collection() -> None:
     """Begin with the imports of all ranks while tests are collected."""
     start_fork_server("tests.forked")
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
@@ -37,6 +41,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    from tests.guard import counting
+
     with counting() as item.stash[COST]:
         return (yield)
 
@@ -114,6 +120,8 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def make_recipe() -> Callable[..., Recipe]:
+    from imagenet_fast.recipe.load import parse_recipe
+
     return lambda **changes: parse_recipe("test", tables(**changes))
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import scipy.io
+import torch
 
 import imagenet_fast.bench.comm_volume
 import imagenet_fast.bench.engines
@@ -16,4 +17,5 @@ import tests.conftest
 import tests.ranks
 from imagenet_fast.distributed.forkserver import freeze_gc
 
+torch.set_num_threads(1)
 freeze_gc()  # else a rank's first collection would look at all this, and copy the pages that it shares with the others
