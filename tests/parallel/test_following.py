@@ -61,10 +61,7 @@ LAYOUTS: dict[str, tuple[int, Parallel]] = {
 """Ranks, and how they are laid out."""
 OTHERS = {"pp4-even": (4, Parallel(pipeline=4, micro_batches=4)), "dp4": (4, UNDIVIDED)}
 """For ResNet's batch."""
-AT_FIRST = {
-    "lazy-sgd-tp2", "ring-sgd-pp2", "hybrid-sgd-pp2-gpipe", "dear-sgd-tp3", "allreduce-sgd-pp3-gpipe",
-    "averaged-tp2dp2", "clipped-pp2", "larc-pp2-gpipe",
-}  # fmt: skip
+AT_FIRST = {"lazy-sgd-tp2", "hybrid-sgd-pp2-gpipe", "dear-sgd-tp3", "averaged-tp2dp2", "clipped-pp2"}
 BATCH = {"tiny": 12, "alexnet": 12, "alexnet_bn": 8, "resnet18": 16}
 RATE = {"sgd": 1e-5, "lars": 1e-3}  # of resnet18
 

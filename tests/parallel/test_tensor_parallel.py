@@ -19,6 +19,7 @@ from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, HybridSync, La
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
 from tests.ranks import run
+from tests.sync.given import tiers
 
 
 def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:
@@ -131,8 +132,8 @@ def _refused() -> None:
 ENGINES = (LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32"))
 
 
-@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("settings", ENGINES, ids=["lazy", "hybrid", "dear"])
+@pytest.mark.parametrize("tensor", tiers([2], [2, 4]))
+@pytest.mark.parametrize("settings", tiers(ENGINES[1:2], ENGINES), ids=lambda settings: settings.kind)
 def test_all_ranks_skip_a_step_in_which_one_shard_overflows(settings: EngineSettings, tensor: int):
     run(4, _overflow, settings, tensor)
 

@@ -62,7 +62,7 @@ PLACES = [
     for collective in (COLLECTIVES if per_node == 1 else BY_NODE)
     if world % per_node == 0
 ]
-QUICK = [place for place in PLACES if place[:2] in ((2, 1), (4, 1), (4, 2))]
+QUICK = [place for place in PLACES if place[:2] in ((4, 1), (4, 2))]
 
 
 @pytest.mark.parametrize(("world", "per_node", "collective"), tiers(QUICK, PLACES))

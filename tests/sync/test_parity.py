@@ -20,7 +20,7 @@ from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.given import Given, integers, tiers, weights_of
+from tests.sync.given import Given, integers, weights_of
 from tests.sync.loops import trained
 
 BATCH = 24
@@ -110,7 +110,8 @@ def test_exact_engines_follow_one_process_on_the_joined_batch(world: int, name: 
 WHOLE = [(world, name) for world in (2, 3) for name in NAMES if name not in ("hybrid by size", "auto")]
 
 
-@pytest.mark.parametrize(("world", "name"), tiers([(2, "dear")], WHOLE))
+@pytest.mark.ci
+@pytest.mark.parametrize(("world", "name"), WHOLE)
 def test_with_integer_gradients_100_steps_agree_to_the_bit(world: int, name: str):
     model = whole_model()
     shapes = [param.shape for param in model.weights]

@@ -24,7 +24,7 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import lending
-from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
+from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
 from tests.sync.loops import Layers, unmeasured
 
 
@@ -80,7 +80,7 @@ def take_step(model: nn.Module, pool: GradientPool, optimizer: Optimizer, images
     return pool.step(optimizer)
 
 
-@pytest.mark.parametrize("defers", [True, False], ids=["deferring", "not deferring"])
+@pytest.mark.parametrize("defers", tiers([True], [False]), ids=["deferring", "not deferring"])
 def test_auto_decides_alike_everywhere_and_trains_on(defers: bool):
     decisions, others = on_ranks(2, _decide, defers)
     assert decisions == others

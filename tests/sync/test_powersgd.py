@@ -96,7 +96,7 @@ def _conserves(timing: str) -> list[list[Tensor | None]]:
     model, pool = started(dtype=torch.float64, timing=timing)
     residuals = {number: torch.zeros(math.prod(SHAPES[number]), dtype=torch.float64) for number in COMPRESSED}
     steps = []
-    for step in range(8):
+    for step in range(6):
         gradients: list[Tensor | None] = [*drawn(step, dist.get_rank(), torch.float64)]
         if step == 3 or (step == 4 and dist.get_rank() != 1):
             gradients[2] = None
