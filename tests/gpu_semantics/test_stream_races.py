@@ -77,8 +77,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(x)).relu().flatten(1)
-        logits: Tensor = self.head(self.wide(x).relu())
-        return logits
+        return self.head(self.wide(x).relu())
 
 
 def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, steps: int = 3) -> list[str]:

@@ -33,7 +33,7 @@ from imagenet_fast.sync.topology import Topology
 from tests.covering import covering
 from tests.ranks import lending, run
 from tests.sync.given import Given, applied, ended, integers, means, normals, pooled, process_groups, tiers, with_ranks
-from tests.sync.loops import LINK, unmeasured
+from tests.sync.loops import LINK, synced, unmeasured
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}
 CODED = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient
@@ -385,17 +385,12 @@ def test_what_is_longer_than_a_piece_is_averaged_in_pieces(engine: Name, wire: W
 @with_ranks(2)
 def test_micro_steps_add_up(name: str) -> None:
     model = Given(*LAYERS)
-    forward, sync = _synced(model, name)
+    forward, sync = synced(model, NAMED[name])
     everyone = [[integers(SHAPES, micro, rank, 2) for micro in range(3)] for rank in range(2)]
     expected = means([[sum(parts) for parts in zip(*of_one, strict=True)] for of_one in everyone])
     for _ in range(2):  # the second step must not see the first
         moved = applied(sync, forward, *everyone[dist.get_rank()])
         assert all(torch.equal(moved[p].double(), mean) for p, mean in zip(model.weights, expected, strict=True))
-
-
-def _synced(model: nn.Module, name: str) -> tuple[nn.Module, GradientSync]:
-    settings = NAMED[name]
-    return attach(model, settings) if isinstance(settings, engines.DdpSync) else (model, pooled(model, settings))
 
 
 POOLED = [name for name in NAMED if name != "ddp"]
@@ -406,7 +401,7 @@ POOLED = [name for name in NAMED if name != "ddp"]
 def test_a_layer_that_a_rank_does_not_use_has_a_gradient_of_zero_there(name: str) -> None:
     """A different layer is idle on each rank, and in each step."""
     model = Given([(3, 3)], [(3, 3)], [(3, 3)])
-    _, sync = _synced(model, name)
+    _, sync = synced(model, NAMED[name])
     for step in range(3):
         idle = [(rank + step) % 3 for rank in range(2)]
         given = [None if n == idle[dist.get_rank()] else torch.ones(3, 3) for n in range(3)]
@@ -420,7 +415,7 @@ def test_a_layer_that_a_rank_does_not_use_has_a_gradient_of_zero_there(name: str
 def test_a_weight_that_is_used_twice_has_one_gradient(name: str) -> None:
     layer = nn.Linear(3, 3, bias=False)
     nn.init.eye_(layer.weight)
-    forward, sync = _synced(nn.Sequential(layer, layer), name)
+    forward, sync = synced(nn.Sequential(layer, layer), NAMED[name])
     sync.zero_grad()
     forward(torch.full((1, 3), float(dist.get_rank() + 1))).sum().backward()
     # 2 uses, of 1 and of 2, averaged

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -40,7 +40,9 @@ def _failing_on_rank_1(settings: EngineSettings, layer: int, fails: int) -> dict
     """Weights after a step in which that layer's backward fails there, and one more."""
     model, pool, optimizer = started(settings, lambda model: loops.ours(model, lr=0.01, weight_decay=1e-4))
     for step in range(fails + 2):
-        if loops.backward(model, pool, step, layer if step == fails and dist.get_rank() == 1 else None):
+        model.fails = layer if step == fails and dist.get_rank() == 1 else None
+        with suppress(MemoryError):
+            begin(model, pool, step)
             pool.step(optimizer)
     pool.settle()
     return state(model)
