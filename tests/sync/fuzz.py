@@ -67,20 +67,9 @@ def failure_of(case: Case) -> Failure | None:
 
 def _of_ranks(text: str) -> Failure:
     """The error of the rank that has begun: one rank's end ends the others, whose connections are closed."""
-    errors = [_shortened(error) for error in re.split(r"\n(?=rank \d)", text)]
+    errors = re.split(r"\n(?=rank \d)", text)
     own = [error for error in errors if not re.search("[Cc]onnection|gloo|peer", error.splitlines()[-1])]
     return Failure("error", (own or errors)[0])
-
-
-def _shortened(error: str) -> str:
-    """Without frames of torch's and Python's."""
-    lines, kept = error.splitlines(), []
-    for line, after in zip(lines, [*lines[1:], ""], strict=True):
-        if line.startswith("  File") and not re.search("/(imagenet_fast|tests)/", line):
-            continue
-        if not line.startswith("    ") or (kept and kept[-1].startswith("  File") and line != after):
-            kept.append(line)
-    return "\n".join(kept)
 
 
 def judge(case: Case) -> Failure | None:

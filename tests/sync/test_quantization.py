@@ -198,13 +198,6 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
     assert torch.equal(first.whole, again.whole)
 
 
-@with_ranks(1)
-def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
-    steps = Steps(LazySync(wire="int8")).take(2)
-    assert all(torch.equal(steps.applied[param], given) for param, given in steps.given.items())
-    assert steps.engine.state_dict() == {}
-
-
 def test_a_rank_alone_keeps_what_several_have_left():
     """For the time when there are several again, as in an elastic job."""
     on_ranks(1, _alone_again, on_ranks(2, _state_of_two)[0])

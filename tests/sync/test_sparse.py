@@ -6,7 +6,6 @@ import gc
 import math
 import threading
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.sync import loops
 from tests.sync.given import Given, engine_of, mean_over_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
-from tests.sync.loops import Layers, ours, trained
+from tests.sync.loops import Layers, ours
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
 CHUNK = 64
@@ -129,19 +128,6 @@ def test_no_chunk_starves() -> None:
                 last_sent[chunk] = step
         turn = math.ceil(chunks / math.ceil(0.15 * chunks))
         assert all(step - last <= 3 * turn for last in last_sent), last_sent
-
-
-@pytest.mark.parametrize("collective", tiers(["pairwise"], ["ring"]))
-@with_ranks(2)
-def test_sparsity_zero_is_dense_training_to_the_bit(collective: str) -> None:
-    dense, sparse = (
-        trained(chosen, network, labelled_loss, partial(build_optimizer, SGD), 10)
-        for chosen in (
-            LazySync(wire="bf16", collective=collective, threshold_mb=math.inf),
-            settings(sparsity=0.0, wire="bf16", collective=collective, threshold_mb=math.inf),
-        )
-    )
-    assert all(torch.equal(dense[key], sparse[key]) for key in dense)
 
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
