@@ -163,15 +163,13 @@ def test_large_fp16_values_do_not_overflow_on_their_way() -> None:
 
 
 @pytest.mark.parametrize("world", tiers([4], [8]))
-def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int):
-    """So errors do not grow with ranks. But by the backend, whose ``native`` and ``ring`` add in their own dtype."""
-    run(world, _rounded_once_a_level)
-
-
-def _rounded_once_a_level() -> None:
-    """Gradients of 16 bits, and those of fp32 that travel so."""
-    half, world = (torch.bfloat16, torch.float16), dist.get_world_size()
-    for (topology, collectives), wire, as_values in product(topologies(world), half, (True, False)):
+@with_ranks()
+def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int) -> None:
+    """Gradients of 16 bits, and those of fp32 that travel so: errors do not grow with ranks. But by the backend, whose
+    ``native`` and ``ring`` add in their own dtype."""
+    for (topology, collectives), wire, as_values in product(
+        topologies(world), (torch.bfloat16, torch.float16), (True, False)
+    ):
         everyone = torch.stack([values(r, 480, world, False) for r in range(world)])
         own, rounded = everyone[topology.rank], everyone.to(wire)
         for collective in collectives:

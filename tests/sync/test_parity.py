@@ -20,7 +20,7 @@ from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import run
-from tests.sync.given import Given, integers, weights_of
+from tests.sync.given import Given, integers, weights_of, with_ranks
 from tests.sync.loops import trained
 
 BATCH = 24
@@ -183,13 +183,10 @@ BY_FAMILY = [
 
 
 @pytest.mark.parametrize(("family", "name"), BY_FAMILY)
-def test_a_model_of_any_family_trains_as_by_hand(family: str, name: str):
-    """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""
-    run(3, _as_by_hand, family, name)
-
-
+@with_ranks(3)
 @by_links
-def _as_by_hand(family: str, name: str) -> None:
+def test_a_model_of_any_family_trains_as_by_hand(family: str, name: str) -> None:
+    """In weights and in each rank's own statistics; eight steps are enough for plans to be made and used."""
     build, pixels, steps, mb = FAMILIES[family]
     loss = images_loss(pixels)
 

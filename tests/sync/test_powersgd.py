@@ -137,14 +137,11 @@ def test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype: torch.
         assert kept(pool, "q")[0].dtype == (dtype if dtype != torch.bfloat16 else torch.float32)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_directions_along_which_nothing_comes_are_not_lost(ranks: int):
-    """At first nothing comes, then only to the last row and column, which an identity would not see."""
-    on_ranks(ranks, _quiet)
-
-
+@pytest.mark.parametrize("world", [1, 2])
+@with_ranks()
 @unmeasured()
-def _quiet() -> None:
+def test_directions_along_which_nothing_comes_are_not_lost(world: int) -> None:
+    """At first nothing comes, then only to the last row and column, which an identity would not see."""
     model, pool = started([[(40, 30)]])
     for step in range(6):
         gradient = torch.zeros(40, 30)
