@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, attach
 from imagenet_fast.training import optimizers
-from tests.sync.fuzz_loops import ByHand
 from tests.sync.fuzz_models import Fails
 from tests.sync.given import pooled
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class Layers(nn.Module):
@@ -94,22 +91,6 @@ def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
 def synced(model: nn.Module, settings: EngineSettings | Engine | DdpSync) -> tuple[nn.Module, GradientSync]:
     """What to call instead of the model, and what averages its gradients."""
     return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
-
-
-def trained(
-    settings: EngineSettings | DdpSync | None, build: Callable[[], Model], loss: Callable[[Any, int], Tensor],
-    optimizer_of: Callable[[Model], torch.optim.Optimizer], steps: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Weights and buffers after some steps under an engine, under DDP, or (None) averaged by hand."""
-    model = build()
-    forward, sync = (model, ByHand(model)) if settings is None else synced(model, settings)
-    optimizer = optimizer_of(model)
-    for step in range(steps):
-        sync.zero_grad()
-        loss(forward, step).backward()
-        sync.step(optimizer)
-    sync.close()
-    return state(model)
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
