@@ -303,14 +303,6 @@ def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
         snapshot_step(kind(parameters(), 0.5))
 
 
-def test_custom_optimizer_counts_each_step_once():
-    params, others = parameters(), parameters()
-    whole, parted = Counting(params, 0.5), Counting(others, 0.5)
-    assert equal(at_once(whole, params, step_schedule), in_parts(parted, others, step_schedule))
-    assert parted.steps == STEPS
-    assert all(parted.param_groups[0][key] == whole.param_groups[0][key] for key in ("step", "total", "seen", "lr"))
-
-
 class Damped(Counting):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         super().step()
