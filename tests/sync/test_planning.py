@@ -38,12 +38,8 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
     pool = pool_of_five()
     piece = piece_bytes(pool.topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
-    for settings in (
-        sync.AllReduceSync(),
-        LazySync(),
-        sync.DearSync(),
-        LazySync(collective="parameter_server", servers=3),
-    ):
+    served = LazySync(collective="parameter_server", servers=3)
+    for settings in (sync.AllReduceSync(), LazySync(), sync.DearSync(), served):
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
             messages = step_model(engine, pool, engine.wire, network).messages(fuse)

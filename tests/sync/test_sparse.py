@@ -72,7 +72,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
     engine = engine_of(pool)
     generator = torch.Generator().manual_seed(rank)
     produced, applied = torch.zeros(size), torch.zeros(size)
-    for _ in range(30):
+    for _ in range(15):
         gradient = world * torch.randint(-8, 9, (size,), generator=generator).float()
         produced += gradient
         pool.zero_grad()
@@ -105,7 +105,7 @@ def test_deferred_chunks_equal_awaited_ones_bitwise(how: str) -> None:
     weights = []
     for timing in ("lazy", "hybrid"):
         model, pool, optimizer = started(timing=timing, **CHANGES[how])
-        train(model, pool, optimizer, range(20))
+        train(model, pool, optimizer, range(14))
         pool.settle()
         weights.append(weights_of(model))
     assert torch.equal(*weights)
@@ -119,7 +119,7 @@ def test_no_chunk_starves() -> None:
     gradient = torch.ones(chunks, CHUNK)
     gradient[:5] = 1e6  # would win every time
     last_sent = [0] * chunks
-    for step in range(1, 60):
+    for step in range(1, 45):
         pool.zero_grad()
         model([gradient.flatten()[:-1]]).backward()
         pool.end_backward()
