@@ -92,11 +92,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
 
 
 RAMPED: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}
-CHANGES: dict[str, dict[str, object]] = {
-    "at once": {},
-    "ramped": RAMPED,
-    "corrected": RAMPED | {"momentum_correction": True},
-}
+CHANGES = {"at once": {}, "ramped": RAMPED, "corrected": RAMPED | {"momentum_correction": True}}
 
 
 @pytest.mark.parametrize("how", tiers(["ramped"], CHANGES))
