@@ -21,12 +21,9 @@ from tests.sync.loops import unmeasured
 pytestmark = pytest.mark.usefixtures("two_ranks")
 SPARSE = SparseSync(wire="bf16", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0, threshold_mb=0)
 EXACT: tuple[EngineSettings, ...] = (
-    LazySync(wire="bf16", threshold_mb=0),
-    RingSync(wire="bf16", bucket_mb=0),
-    HybridSync(wire="bf16", fuse_mb=0),
-    DearSync(wire="bf16", bucket_mb=0),
-    SPARSE,
-)
+    LazySync(wire="bf16", threshold_mb=0), RingSync(wire="bf16", bucket_mb=0), HybridSync(wire="bf16", fuse_mb=0),
+    DearSync(wire="bf16", bucket_mb=0), SPARSE,
+)  # fmt: skip
 INEXACT: tuple[EngineSettings, ...] = (LazySync(wire="int8", threshold_mb=0), PowerSgdSync(wire="bf16", rank=1))
 
 

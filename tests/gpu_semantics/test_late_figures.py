@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
-from tests.ranks import run
+from tests.sync.given import with_ranks
 
 MAY_WAIT = frozenset({"Event.synchronize in wait_for", "Event.synchronize in seconds_between"})
 """Of an earlier interval, which :class:`Aged` sees to."""
@@ -51,17 +52,9 @@ class Told:
         pass
 
 
-def test_a_report_waits_for_nothing_and_every_interval_is_told():
-    (some, faults), (others, more) = run(2, _train)
-    assert faults == more == []
-    assert some == others, "all ranks know the same"
-    mean = {"epoch": 1, "loss": 1.0, "lr": 0.1}  # of two ranks and two steps
-    assert some["train"] == [(2, 2, mean), (3, 4, mean), (4, 6, mean), (4, 8, mean)]
-    assert [values for _, _, values in some["precision"]] == [{"loss_scale": 2.0**16, "skipped_steps": 0}] * 4
-
-
-def _train() -> tuple[dict[str, Any], list[str]]:
-    """Four intervals of two steps, whose losses are 0.5 on rank 0 and 1.5 on rank 1; then all is told."""
+@with_ranks(2)
+def test_a_report_waits_for_nothing_and_every_interval_is_told() -> None:
+    """Four intervals of two steps, whose losses are 0.5 on rank 0 and 1.5 on rank 1; then all is told, to all ranks."""
     told, loss, batches = Told(), 0.5 + dist.get_rank(), iter([(torch.empty(0), torch.empty(0))] * 8)
     record = MetricLogger(lambda: 0.0, [told])
     with PretendedGpu(MAY_WAIT) as gpu, patch.object(torch.cuda, "Event", Aged):
@@ -75,25 +68,22 @@ def _train() -> tuple[dict[str, Any], list[str]]:
                     Aged.report += 1
         with patch.object(Aged, "synchronize", pretended_gpu.Event.synchronize):
             meter.flush(record)
-        return told.rows, list(gpu.detector.found)
+        assert not gpu.detector.found
+    mean = {"epoch": 1, "loss": 1.0, "lr": 0.1}  # of two ranks and two steps
+    assert told.rows["train"] == [(2, 2, mean), (3, 4, mean), (4, 6, mean), (4, 8, mean)]
+    assert [values for _, _, values in told.rows["precision"]] == [{"loss_scale": 2.0**16, "skipped_steps": 0}] * 4
 
 
-def test_losses_that_are_not_finite_end_a_run_two_reports_later():
-    assert run(2, _explode) == [3, 3]
-
-
-def _explode() -> int:
+@with_ranks(2)
+def test_losses_that_are_not_finite_end_a_run_two_reports_later() -> None:
     with PretendedGpu(MAY_WAIT):
         meter = _meter(most=2)
-        for step in range(1, 9):
+        for step in range(1, 7):
             loss = float("nan") if dist.get_rank() == 1 else 1.0
             meter.add_step(SyncStats(None), torch.full((), loss, device=CUDA))
             if step % 2 == 0:
-                try:
+                with pytest.raises(NonFiniteLoss) if step == 6 else nullcontext():
                     meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)
-                except NonFiniteLoss:
-                    return step // 2
-    pytest.fail("it goes on")
 
 
 def _meter(most: int = 5) -> Meter:

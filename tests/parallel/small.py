@@ -41,8 +41,7 @@ class Tiny(AlexNet):
         )  # fmt: skip
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.features(images).flatten(1))
-        return logits
+        return self.classifier(self.features(images).flatten(1))
 
 
 def small_model(kind: str) -> nn.Module:

@@ -29,6 +29,7 @@ ENGINES: dict[str, dict[str, Any]] = EXACT | {
     "sparse-hybrid": {**SPARSE, "sparsity": 0.0, "timing": "hybrid"},
     "powersgd": {"kind": "powersgd", "wire": "fp32", "rank": 36, "timing": "dear"},  # of full rank
 }
+AUTO: dict[str, dict[str, Any]] = {"auto": {"kind": "auto", "wire": "fp32"}}
 INEXACT: dict[str, dict[str, Any]] = {
     "sparse": {**SPARSE, "sparsity": 0.9},
     "sparse-hybrid": {**SPARSE, "sparsity": 0.9, "timing": "hybrid"},
@@ -57,14 +58,16 @@ LAYOUTS: dict[str, tuple[int, Parallel]] = {
     "pp2dp2": (4, Parallel(pipeline=2, micro_batches=2)),
     "pp4": (4, Parallel(pipeline=4, micro_batches=6)),
     "pp2tp2": (4, Parallel(tensor=2, pipeline=2, micro_batches=3)),
+    "pp2dp2-interleaved": (4, Parallel(pipeline=2, micro_batches=2, schedule="interleaved")),
 }
 """Ranks, and how they are laid out."""
-OTHERS = {"pp4-even": (4, Parallel(pipeline=4, micro_batches=4)), "dp4": (4, UNDIVIDED)}
+OTHERS = {
+    "pp4-even": (4, Parallel(pipeline=4, micro_batches=4)),
+    "pp4-interleaved": (4, Parallel(pipeline=4, micro_batches=4, schedule="interleaved")),
+    "dp4": (4, UNDIVIDED),
+}
 """For ResNet's batch."""
-AT_FIRST = {
-    "lazy-sgd-tp2", "ring-sgd-pp2", "hybrid-sgd-pp2-gpipe", "dear-sgd-tp3", "allreduce-sgd-pp3-gpipe",
-    "averaged-tp2dp2", "clipped-pp2", "larc-pp2-gpipe",
-}  # fmt: skip
+AT_FIRST = {"lazy-sgd-tp2", "hybrid-sgd-pp2-gpipe", "dear-sgd-tp3", "averaged-tp2dp2", "clipped-pp2"}
 BATCH = {"tiny": 12, "alexnet": 12, "alexnet_bn": 8, "resnet18": 16}
 RATE = {"sgd": 1e-5, "lars": 1e-3}  # of resnet18
 
@@ -82,9 +85,10 @@ def engines() -> Iterator[Any]:
 
 
 def rules() -> Iterator[Any]:
-    """Every other rule of update in every layout."""
-    for rule, layout in product(("larc", "clipped", "averaged"), LAYOUTS):
-        yield case(f"{rule}-{layout}", "tiny", rule, layout, "hybrid" if rule == "averaged" else "lazy")
+    """Every other rule of update in every layout; ``auto``, which chooses after seven steps, with one of them."""
+    for rule, engine in (("larc", "auto"), ("clipped", "lazy"), ("averaged", "hybrid")):
+        for layout in LAYOUTS:
+            yield case(f"{rule}-{layout}", "tiny", rule, layout, engine)
 
 
 def models() -> Iterator[Any]:
@@ -110,8 +114,9 @@ def follow(world: int, kind: str, rule: str, layout: Parallel, engine: str) -> T
     """The first of ``world`` ranks."""
     lr = {"resnet18": RATE.get(rule, 0.0), "alexnet_bn": 0.01}.get(kind, 0.1)
     micro = 4 if kind == "resnet18" else 1 if BATCH[kind] % (2 * layout.micro_batches) else 2
-    settings = {"global_batch": BATCH[kind], "micro_batch": micro, "sync": ENGINES[engine]} | RULES[rule]
-    return run(world, partial(train, kind, 7 if kind == "tiny" else 5, lr, layout, **settings))[0]
+    settings = {"global_batch": BATCH[kind], "micro_batch": micro, "sync": (ENGINES | AUTO)[engine]} | RULES[rule]
+    steps = 10 if rule == "larc" else 7 if kind == "tiny" else 5
+    return run(world, partial(train, kind, steps, lr, layout, **settings))[0]
 
 
 @pytest.mark.parametrize(("kind", "rule", "layout", "engine"), [*engines(), *rules(), *models()])

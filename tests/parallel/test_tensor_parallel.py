@@ -19,6 +19,7 @@ from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, HybridSync, La
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
 from tests.ranks import run
+from tests.sync.given import tiers, with_ranks
 
 
 def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:
@@ -26,11 +27,8 @@ def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:
 
 
 @pytest.mark.parametrize("kind", ["tiny", pytest.param("alexnet_bn", marks=pytest.mark.ci)])
-def test_gathered_it_is_the_model_that_was_sharded(kind: str):
-    run(2, _gathered_again, kind)
-
-
-def _gathered_again(kind: str) -> None:
+@with_ranks(2)
+def test_gathered_it_is_the_model_that_was_sharded(kind: str) -> None:
     whole, model = small_model(kind), small_model(kind)
     assert gathered(model) is model, "without shards"
     division = sharded(model)
@@ -52,11 +50,8 @@ def _gathered_again(kind: str) -> None:
     division.layout.close()
 
 
-def test_dropout_differs_between_shards_and_ranks():
-    run(2, _dropped)
-
-
-def _dropped() -> None:
+@with_ranks(2)
+def test_dropout_differs_between_shards_and_ranks() -> None:
     model = Tiny(dropout=0.5)
     for param in model.parameters():
         nn.init.constant_(param, 0.1)
@@ -75,11 +70,8 @@ def _dropped() -> None:
     division.layout.close()
 
 
-def test_under_autocast_activations_travel_as_they_are_multiplied():
-    run(2, _under_autocast)
-
-
-def _under_autocast() -> None:
+@with_ranks(2)
+def test_under_autocast_activations_travel_as_they_are_multiplied() -> None:
     whole, model = small_model("tiny"), small_model("tiny")
     division = sharded(model)
     own, _ = images_of("tiny", dist.get_rank(), 4)
@@ -91,11 +83,8 @@ def _under_autocast() -> None:
     division.layout.close()
 
 
-def test_what_activations_cost_is_counted_and_timed():
-    run(2, _counted)
-
-
-def _counted() -> None:
+@with_ranks(2)
+def test_what_activations_cost_is_counted_and_timed() -> None:
     model = small_model("tiny")
     division = sharded(model)
     pools = division.synchronised(LazySync(wire="fp32"))
@@ -131,13 +120,10 @@ def _refused() -> None:
 ENGINES = (LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32"))
 
 
-@pytest.mark.parametrize("tensor", [2, pytest.param(4, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("settings", ENGINES, ids=["lazy", "hybrid", "dear"])
-def test_all_ranks_skip_a_step_in_which_one_shard_overflows(settings: EngineSettings, tensor: int):
-    run(4, _overflow, settings, tensor)
-
-
-def _overflow(settings: EngineSettings, tensor: int) -> None:
+@pytest.mark.parametrize("tensor", tiers([2], [2, 4]))
+@pytest.mark.parametrize("settings", tiers(ENGINES[1:2], ENGINES), ids=lambda settings: settings.kind)
+@with_ranks(4)
+def test_all_ranks_skip_a_step_in_which_one_shard_overflows(settings: EngineSettings, tensor: int) -> None:
     model = small_model("tiny")
     division = sharded(model, tensor)
     pools = division.synchronised(settings)
@@ -163,11 +149,8 @@ def _overflow(settings: EngineSettings, tensor: int) -> None:
     pools.close()
 
 
-def test_a_frozen_layer_and_one_without_bias_are_sharded_too():
-    run(4, _frozen)
-
-
-def _frozen() -> None:
+@with_ranks(4)
+def test_a_frozen_layer_and_one_without_bias_are_sharded_too() -> None:
     model, whole = Tiny(), Tiny()
     for one in (model, whole):
         torch.manual_seed(1)
@@ -191,11 +174,8 @@ def _frozen() -> None:
     pools.close()
 
 
-def test_of_shards_of_another_stage_nothing_is_kept():
-    run(4, _of_one_stage)
-
-
-def _of_one_stage() -> None:
+@with_ranks(4)
+def test_of_shards_of_another_stage_nothing_is_kept() -> None:
     layout = Parallel(tensor=2, pipeline=2, micro_batches=2)
     division = parallelize(layout, Tiny(), torch.empty(2, 3, 5, 5), nullcontext())
     gc.collect()

@@ -67,24 +67,13 @@ def failure_of(case: Case) -> Failure | None:
 
 def _of_ranks(text: str) -> Failure:
     """The error of the rank that has begun: one rank's end ends the others, whose connections are closed."""
-    errors = [_shortened(error) for error in re.split(r"\n(?=rank \d)", text)]
+    errors = re.split(r"\n(?=rank \d)", text)
     own = [error for error in errors if not re.search("[Cc]onnection|gloo|peer", error.splitlines()[-1])]
     return Failure("error", (own or errors)[0])
 
 
-def _shortened(error: str) -> str:
-    """Without frames of torch's and Python's."""
-    lines, kept = error.splitlines(), []
-    for line, after in zip(lines, [*lines[1:], ""], strict=True):
-        if line.startswith("  File") and not re.search("/(imagenet_fast|tests)/", line):
-            continue
-        if not line.startswith("    ") or (kept and kept[-1].startswith("  File") and line != after):
-            kept.append(line)
-    return "\n".join(kept)
-
-
 def judge(case: Case) -> Failure | None:
-    """What each rank of a case does: all come to the same."""
+    """What each rank of a case does; the first tells of all."""
     program, engine = as_carried_out(case.program, case.engine), case.engine
     with warnings.catch_warnings(), unmeasured():
         warnings.simplefilter("ignore")
@@ -99,10 +88,14 @@ def judge(case: Case) -> Failure | None:
                 failures += _differing(loop, expected, program.ranks <= 2 and not program.nearly)
             if not failures and not loop.ended and not program.nearly:
                 failures += _traces(program, engine, loop.records[-1])
-    failures += _parted(program, loop.records)
-    everyone: list[list[Failure]] = [[] for _ in range(program.ranks)]
-    dist.all_gather_object(everyone, failures)
-    found = [failure for failures in everyone for failure in failures]
+    shared = {(record.line, record.number): record for record in loop.records if record.shared}
+    digests = {place: _digests(record.tensors) for place, record in shared.items()}
+    everyone: list[Any] = [None] * program.ranks
+    dist.all_gather_object(everyone, (failures, digests))
+    found = [failure for failures, _ in everyone for failure in failures]
+    for place, own in digests.items():
+        if any(theirs.get(place, own) != own for _, theirs in everyone):
+            found.append(Failure("ranks", f"{_place(shared[place])}: ranks differ"))
     order = ("ranks", "weights", "not finite", "not refused", "a trace")
     return min(found, key=lambda failure: order.index(failure.kind), default=None)
 
@@ -156,17 +149,6 @@ def _differing(loop: Loop, expected: list[Record], exact: bool) -> list[Failure]
         if not (_alike if exact else _close)(record.tensors, other.tensors):
             text = f"{_place(record)}: {_distance(record.tensors, other.tensors):.2g} from those by hand"
             return [Failure("weights", text)]
-    return []
-
-
-def _parted(program: Program, records: list[Record]) -> list[Failure]:
-    """Ranks from each other."""
-    ours = {(r.line, r.number): (r, _digests(r.tensors)) for r in records if r.shared}
-    everyone: list[Any] = [None] * program.ranks
-    dist.all_gather_object(everyone, {place: digests for place, (_, digests) in ours.items()})
-    for place, (record, digests) in ours.items():
-        if any(theirs.get(place, digests) != digests for theirs in everyone):
-            return [Failure("ranks", f"{_place(record)}: ranks differ")]
     return []
 
 

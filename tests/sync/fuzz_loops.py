@@ -27,27 +27,9 @@ from imagenet_fast import sync
 from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.training import optimizers
 from tests.ranks import lending
+from tests.sync import fuzz_programs as ops
 from tests.sync.fuzz_models import Batch, Net, batch_of
-from tests.sync.fuzz_programs import (
-    AutogradGrad,
-    Backward,
-    Cancel,
-    Change,
-    Do,
-    Fail,
-    Finished,
-    Locally,
-    Look,
-    Op,
-    Optimizer,
-    Peek,
-    Program,
-    Refused,
-    ScaledStep,
-    Step,
-    Warned,
-    ZeroGrad,
-)
+from tests.sync.fuzz_programs import Backward, Do, Fail, Look, Op, Optimizer, Program, Refused, ScaledStep
 
 HALF_KIB = 0.0005
 """MiB: a few tensors of the small models."""
@@ -338,7 +320,7 @@ class Loop:
 
     def _do(self, op: Op) -> None:
         match op:
-            case ZeroGrad():
+            case ops.ZeroGrad():
                 self._replaced, self._zeroed_by_pool = False, op.by_pool
                 if op.also:
                     for optimizer in self.optimizers:
@@ -357,7 +339,7 @@ class Loop:
                         self._do(other)
                     if loss.requires_grad:
                         loss.backward()
-            case AutogradGrad():
+            case ops.AutogradGrad():
                 loss = self._loss(Backward(op.data, op.skipped))
                 params = [p for p in self.sync.params if p.requires_grad]
                 if loss.requires_grad:
@@ -367,23 +349,23 @@ class Loop:
                             param.grad = grad
             case Fail():
                 self._fail(op)
-            case Locally(change):
+            case ops.Locally(how, which):
                 with self.sync.no_sync():
-                    self._change(change)
-            case Cancel(_, "zero"):
+                    self._change(how, which)
+            case ops.Cancel(_, "zero"):
                 self.model.zero_grad(set_to_none=False)
-            case Cancel(which):
+            case ops.Cancel(which):
                 for param in self.sync.params[which::3]:
                     param.grad = None
-            case Peek(writes) if self._zeroed_by_pool:  # else gradients are this rank's own
+            case ops.Peek(writes) if self._zeroed_by_pool:  # else gradients are this rank's own
                 if violation := self.sync.look_under_way(writes):
                     self._violate(violation)
-            case Finished(change):
+            case ops.Finished(how, which):
                 self._finish()
-                self._replaced = change is not None
-                if change is not None:
-                    self._change(change)
-            case Step(number, by_pool):
+                self._replaced = bool(how)
+                if how:
+                    self._change(how, which)
+            case ops.Step(number, by_pool):
                 if by_pool:
                     self.sync.step(self.optimizers[number])
                 else:
@@ -398,7 +380,7 @@ class Loop:
                 self._do_simply(what, which)
             case Refused():
                 self._be_refused(op)
-            case Warned(other, words):
+            case ops.Warned(other, words):
                 with warnings.catch_warnings(record=True) as warned:
                     warnings.simplefilter("always")
                     self._do(other)
@@ -478,9 +460,9 @@ class Loop:
         if op.guarded and not failed and op.places[self.rank] is None and not self.sync.skips():
             self._violate("another rank has failed, but found_inf is 0")
 
-    def _change(self, change: Change) -> None:
-        params = self.sync.params if change.which < 0 else self.sync.params[change.which :: 3]
-        match change.how:
+    def _change(self, how: str, which: int) -> None:
+        params = self.sync.params if which < 0 else self.sync.params[which::3]
+        match how:
             case "clip norm":
                 torch.nn.utils.clip_grad_norm_(params, 0.1)
             case "clip value":
@@ -490,7 +472,7 @@ class Loop:
             case _:
                 for number, param in enumerate(params):
                     if param.grad is not None:
-                        _change_one(param, change.how, number)
+                        _change_one(param, how, number)
 
     def _finish(self) -> None:
         """Unless gradients were replaced since, which is refused."""

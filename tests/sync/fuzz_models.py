@@ -17,8 +17,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from tests.sync.loops import Fails
-
 WIDTH = 8
 KINDS = 5
 """Tokens, and what a tied head tells apart."""
@@ -117,6 +115,16 @@ def batch_of(seed: int, number: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(7919 * seed + 101 * number + rank)
     features = torch.randn(4, WIDTH, generator=generator, dtype=torch.float32)
     return Batch(features, torch.randint(0, KINDS, (4,), generator=generator))
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise MemoryError("as if there were no memory left")
 
 
 class Net(nn.Module):
@@ -260,8 +268,7 @@ class _Reader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self._when in ("always", "train" if self.training else "eval"):
             return F.linear(x, self.child.weight, self.child.bias)
-        out: Tensor = self.child(x)
-        return out
+        return self.child(x)
 
 
 class _Lora(nn.Module):
@@ -298,8 +305,7 @@ class _Attention(nn.Module):
 
 class _Lstm(nn.LSTM):
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x)[0]
-        return out
+        return super().forward(x)[0]
 
 
 class _Transposed(nn.Module):
@@ -324,8 +330,7 @@ class _ReadsEarly(nn.Module):
         h = (F.linear(x, self.body.weight) + self.body(x)).tanh()
         with torch.no_grad():
             guess = F.linear(h, self.head.weight)
-        out: Tensor = self.head(h) + guess + F.linear(h, self.head.weight)
-        return out
+        return self.head(h) + guess + F.linear(h, self.head.weight)
 
 
 class _Target(nn.Module):
@@ -342,8 +347,7 @@ class _Target(nn.Module):
             with torch.no_grad():
                 for target, online in zip(self.target.parameters(), self.online.parameters(), strict=True):
                     target.copy_(online)
-        out: Tensor = self.online(x) - self.target(x).sin()
-        return out
+        return self.online(x) - self.target(x).sin()
 
 
 class _SharedMemory(nn.Module):
@@ -355,8 +359,7 @@ class _SharedMemory(nn.Module):
         self.dec.weight.data = self.enc.weight.data
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dec(self.between(self.enc(x)).tanh())
-        return out
+        return self.dec(self.between(self.enc(x)).tanh())
 
 
 class _Cuts(nn.Module):

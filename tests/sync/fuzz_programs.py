@@ -63,22 +63,16 @@ class Fail(Written):
     skipped: Skipped = ()
 
 
-@operation
-class Change(Written):
-    """What a user does to gradients. ``which`` picks parameters by remainder of their number; -1: all."""
-
-    how: str
-    which: int = -1
-
-
 CHANGES = ("halve", "half", "none", "clamp", "noise", "clip norm", "clip value", "log", "none to half")
 
 
 @operation
 class Locally(Written):
-    """After a micro-step, in ``no_sync``: the gradients are the user's own."""
+    """After a micro-step, in ``no_sync``: the gradients are the user's own, who changes them. ``which`` picks
+    parameters by remainder of their number; -1: all."""
 
-    change: Change
+    how: str
+    which: int = -1
 
 
 @operation
@@ -98,9 +92,10 @@ class Peek(Written):
 
 @operation
 class Finished(Written):
-    """``finish()``, and then gradients are the user's."""
+    """``finish()``, and then gradients are the user's, who may change them."""
 
-    change: Change | None = None
+    how: str = ""
+    which: int = -1
 
 
 @operation
@@ -240,7 +235,7 @@ class Program(Written):
             match line.op:
                 case Locally() | Cancel() | Do("swap"):
                     continue
-                case Finished(change) if change is not None and change.how != "log":
+                case Finished(how) if how not in ("", "log"):
                     line = replace(line, op=Finished())
                 case Step() | ScaledStep() if line.unit in stepped:
                     continue
@@ -427,7 +422,7 @@ class _Writer:
             self.backward(sync=False)
             if self.maybe(0.12):
                 how = self.draw.choice(("halve", "half", "none", "clamp"))
-                self.add(Locally(Change(how, self.draw.choice((-1, 0, 1, 2)))))
+                self.add(Locally(how, self.draw.choice((-1, 0, 1, 2))))
             self.look(0.05)
         if self.maybe(0.07) and not self.scaled and self.by_pool:  # else the pool cannot know of a new step
             self.add(AutogradGrad(self.next_data(), self.skipped()), essential=True)
@@ -455,11 +450,11 @@ class _Writer:
             self.add(Finished())
         for _ in range(self.draw.choice((1, 1, 2))):
             if self.scaled:  # what is not unscaled yet
-                self.add(Finished(Change("log")))
+                self.add(Finished("log"))
                 continue
             how = self.draw.choice([*CHANGES, "clip norm"])
             which = -1 if how in ("clip norm", "clip value", "log") else self.draw.choice((-1, 0, 1, 2))
-            self.add(Finished(Change(how, max(which, 0) if how == "none" else which)))
+            self.add(Finished(how, max(which, 0) if how == "none" else which))
 
     def take(self) -> None:
         if self.scaled:

@@ -142,8 +142,8 @@ def tiers(first: Sequence[Any], every: Iterable[Any]) -> list[Any]:
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
-def with_ranks(world: int) -> Callable[[Test], Test]:
-    """A test that all ranks run, with its parameters."""
+def with_ranks(count: int | None = None) -> Callable[[Test], Test]:
+    """A test that all ranks run, with its parameters. Without a count, ``world`` is one of them, and says it."""
 
     def decorate(test: Test) -> Test:
         @wraps(test)
@@ -151,7 +151,7 @@ def with_ranks(world: int) -> Callable[[Test], Test]:
             if dist.is_initialized():
                 test(**parameters)
             else:
-                on_ranks(world, partial(everywhere, **parameters))
+                on_ranks(count or parameters["world"], partial(everywhere, **parameters))
 
         return everywhere  # type: ignore[return-value]
 

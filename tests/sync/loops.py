@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -12,14 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
-from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, attach
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, attach
 from imagenet_fast.training import optimizers
+from tests.sync.fuzz_models import Fails
 from tests.sync.given import pooled
-
-# Every tensor travels by itself, so that there is something to lose between two of them.
-HYBRID, DEAR = HybridSync(wire="fp32", fuse_mb=0), DearSync(wire="fp32", bucket_mb=0)
-LAZY = LazySync(wire="fp32", threshold_mb=0)
-Model = TypeVar("Model", bound=nn.Module)
 
 
 class Layers(nn.Module):
@@ -42,16 +38,6 @@ class Layers(nn.Module):
         return x
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise MemoryError("as if there were no memory left")
-
-
 def images(step: int) -> Tensor:
     """A batch [6, 8] of this rank's own."""
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -66,16 +52,6 @@ def begin(model: Callable[[Tensor], Tensor], pool: GradientPool, step: int) -> N
     """All of a step but its end."""
     pool.zero_grad()
     loss_of(model, step).backward()
-
-
-def backward(model: Layers, pool: GradientPool, step: int, fails: int | None) -> bool:
-    """Of a step, in which layer ``fails`` does; whether it has come to its end, the exception being caught."""
-    model.fails = fails
-    try:
-        begin(model, pool, step)
-    except MemoryError:
-        return False
-    return True
 
 
 def train(model: nn.Module, pool: GradientPool, optimizer: Any, steps: range = range(3)) -> None:
@@ -112,43 +88,9 @@ def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
         yield
 
 
-def end_step(pool: GradientPool | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """By the pool, or by hand: with mean gradients, None where no rank has one."""
-    if pool is not None:
-        pool.step(optimizer)
-        return
-    for param in model.parameters():
-        users = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(users)
-        if users:
-            mean = torch.zeros_like(param, dtype=torch.float64) if param.grad is None else param.grad.double()
-            dist.all_reduce(mean)
-            param.grad = (mean / dist.get_world_size()).to(param.dtype)
-    optimizer.step()
-
-
-def trained(
-    settings: EngineSettings | DdpSync | None, build: Callable[[], Model], loss: Callable[[Any, int], Tensor],
-    optimizer_of: Callable[[Model], torch.optim.Optimizer], steps: int,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Weights and buffers after some steps under an engine, under DDP, or (None) averaged by hand."""
-    model = build()
-    forward, pool = model, None
-    if isinstance(settings, DdpSync):
-        forward, _ = attach(model, settings)
-    elif settings is not None:
-        pool = pooled(model, settings)
-    optimizer = optimizer_of(model)
-    for step in range(steps):
-        (pool or optimizer).zero_grad()
-        loss(forward, step).backward()
-        if isinstance(settings, DdpSync):
-            optimizer.step()
-        else:
-            end_step(pool, model, optimizer)
-    if pool is not None:
-        pool.close()
-    return state(model)
+def synced(model: nn.Module, settings: EngineSettings | Engine | DdpSync) -> tuple[nn.Module, GradientSync]:
+    """What to call instead of the model, and what averages its gradients."""
+    return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:

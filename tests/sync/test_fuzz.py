@@ -6,16 +6,14 @@ import pytest
 
 from tests.ranks import run
 from tests.sync.fuzz import Case, are_finite, describe, failure_of, shrink
-from tests.sync.fuzz_loops import ENGINES, EXACT, INEXACT, SPARSE
+from tests.sync.fuzz_loops import ENGINES
 from tests.sync.fuzz_programs import program_of
 from tests.sync.given import tiers
 
 
-@pytest.mark.parametrize("family", [EXACT, INEXACT, SPARSE], ids=["exact", "inexact", "sparse"])
-@pytest.mark.parametrize("seed", range(2))
-def test_fuzzed_loop(seed: int, family: dict[str, object]):
-    for engine in list(family)[seed::6]:
-        check(seed, 2, engine)
+@pytest.mark.parametrize("engine", ["hybrid", "dear fp8", "sparse hybrid"])
+def test_fuzzed_loop(engine: str):
+    check(1, 2, engine)
 
 
 @pytest.mark.ci

@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing, suppress
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from tests.sync.given import on_ranks, pooled, tiers, weights_of, with_ranks
 from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 SPARSE = ENGINES["sparse"]
-DEFERRED = pytest.mark.parametrize("engine", ["hybrid", "dear"])
+DEFERRED = pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear"]))
 
 
 # Failures
@@ -40,7 +40,9 @@ def _failing_on_rank_1(settings: EngineSettings, layer: int, fails: int) -> dict
     """Weights after a step in which that layer's backward fails there, and one more."""
     model, pool, optimizer = started(settings, lambda model: loops.ours(model, lr=0.01, weight_decay=1e-4))
     for step in range(fails + 2):
-        if loops.backward(model, pool, step, layer if step == fails and dist.get_rank() == 1 else None):
+        model.fails = layer if step == fails and dist.get_rank() == 1 else None
+        with suppress(MemoryError):
+            begin(model, pool, step)
             pool.step(optimizer)
     pool.settle()
     return state(model)
@@ -87,7 +89,7 @@ def test_a_failing_close_is_a_note_on_the_users_exception():
 # Loss scales of residuals
 
 
-@pytest.mark.parametrize("engine", tiers(["lazy int8", "sparse corrected"], ["hybrid int8", "powersgd", "sparse"]))
+@pytest.mark.parametrize("engine", tiers(["lazy int8"], ["hybrid int8", "powersgd", "sparse", "sparse corrected"]))
 def test_a_changed_loss_scale_changes_no_residual(engine: str):
     """Powers of two: with and without a scale nearly the same comes out."""
     check_scales(engine, [1.0, 4.0, 4.0, 0.25, 0.25, 1024.0, 2.0], False)
@@ -225,13 +227,10 @@ def test_the_pool_learns_in_which_order_gradients_come() -> None:
 
 
 @pytest.mark.parametrize("engine", tiers(["lazy int8", "dear", "sparse"], ["lazy", "ring", "hybrid", "auto"]))
-def test_a_pool_that_nobody_closes_is_freed_with_its_model(engine: str):
-    assert run(2, _left_without_close, engine) == [True, True]
-
-
+@with_ranks(2)
 @unmeasured()
-def _left_without_close(engine: str) -> bool:
-    """Whether the model goes when everything that a user had of it is gone."""
+def test_a_pool_that_nobody_closes_is_freed_with_its_model(engine: str) -> None:
+    """When everything that a user had of it is gone."""
     model = Layers()
     pool = GradientPool(model, topology=lending())
     pool.attach(build_engine(ENGINES[engine], pool))
@@ -243,7 +242,7 @@ def _left_without_close(engine: str) -> bool:
     until = time.monotonic() + 10
     while gc.collect() >= 0 and known() is not None and time.monotonic() < until:
         time.sleep(0.01)  # sparse's thread may still send what chooses the next chunks
-    return known() is None
+    assert known() is None
 
 
 def test_an_optimizer_outlives_its_pools_without_them():
@@ -261,36 +260,3 @@ def _outlives() -> list[object]:
     gc.collect()
     assert optimizer.state_dict()["param_groups"]
     return [ref() for ref in seen]
-
-
-# Two models
-
-
-@pytest.mark.parametrize("guarded", [False, True], ids=["", "under no_sync"])
-@pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear", "lazy"]))
-@with_ranks(2)
-def test_dcgan_trains_as_by_hand(engine: str, guarded: bool) -> None:
-    """PyTorch's tutorial: the generator's backward goes through the discriminator, whose next step forgets it."""
-    assert alike(_dcgan(None, guarded), _dcgan(engine, guarded))
-
-
-def _dcgan(engine: str | None, guarded: bool) -> dict[str, Tensor]:
-    maker = Layers()
-    critic = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01, betas=(0.5, 0.999)) for m in (critic, maker)]
-    pools = [pooled(model, ENGINES[engine]) for model in (critic, maker)] if engine else []
-    first, second = pools or (None, None)
-    for number in range(5):
-        (pools or optimizers)[0].zero_grad()
-        with first.no_sync() if first else nullcontext():
-            critic(loops.images(number)).mean().backward()
-        fake = maker(loops.images(100 + number))
-        critic(fake.detach()).square().mean().backward()
-        loops.end_step(first, critic, optimizers[0])
-        (pools or optimizers)[1].zero_grad()
-        with first.no_sync() if first and guarded else nullcontext():
-            (-critic(fake).mean()).backward()
-        loops.end_step(second, maker, optimizers[1])
-    for pool in pools:
-        pool.settle()
-    return state(maker) | {f"critic.{name}": value for name, value in state(critic).items()}

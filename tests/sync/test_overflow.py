@@ -25,7 +25,7 @@ SCALES = {
     "a loss scale": (Float16(kind="fp16"), "fp16"),
     "a loss scale that stays": (Float16(kind="fp16", loss_scale=512.0), "fp32"),
 }
-FIRST = [*zip(("hybrid", "dear", "lazy"), SCALES, strict=True)]
+FIRST = [("hybrid", "fp16 on the wire"), ("dear", "a loss scale")]
 
 
 def started() -> tuple[Given, SGD]:
@@ -54,7 +54,7 @@ def by_hand(scale: LossScaler) -> Tensor:
     """What two ranks come to that skip a step as a whole."""
     model, optimizer = started()
     begun = weights_of(model)
-    for step in range(14):
+    for step in range(10):
         everyone = [[g * scale(torch.ones(())) for g in gradients(step, rank)] for rank in range(2)]
         fits = all((g.abs() <= scale.largest).all() for grads in everyone for g in grads)
         for param, *parts in zip(model.weights, *everyone, strict=True):
@@ -73,7 +73,7 @@ def test_a_step_that_overflows_in_one_layer_of_one_rank_is_skipped_by_all(engine
     precision, wire = SCALES[how]
     scale, (model, optimizer) = LossScaler(precision, wire, torch.device("cpu")), started()
     pool = guarded(model, ENGINES[engine].model_copy(update={"wire": wire}), scale.largest)
-    for step in range(14):
+    for step in range(10):
         pool.zero_grad()
         scale(model(gradients(step, dist.get_rank()))).backward()
         pool.end_backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imagenet_fast.sync.per_param_step import needs_all, snapshot_step
 from tests.sync.fuzz_loops import Counting, Signs
+from tests.sync.given import tiers
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
@@ -45,10 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 FUSED = {"sgd", "sgd momentum", "sgd nesterov", "adam", "adamw", "adamw amsgrad", "adagrad"}
 REFUSED = {("adafactor", "a tensor as rate"), *(("muon", way) for way in ("in a loop", "foreach", "maximize"))}
-CASES = [
-    (name, way) for name in PLAIN for way in WAYS
-    if (way != "fused" or name in FUSED) and (name, way) not in REFUSED
-]  # fmt: skip
 
 
 def parameters(name: str = "sgd") -> list[nn.Parameter]:
@@ -129,8 +127,14 @@ def everything(optimizer: Optimizer, params: list[nn.Parameter]) -> list[Tensor]
     return [p.detach() for p in params] + [torch.as_tensor(state[key]) for state in states for key in sorted(state)]
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
-@pytest.mark.parametrize("schedule", [step_schedule, one_cycle])
+CASES = [
+    (name, way, schedule)
+    for name, way, schedule in product(PLAIN, WAYS, (step_schedule, one_cycle))
+    if (way != "fused" or name in FUSED) and (name, way) not in REFUSED
+]
+
+
+@pytest.mark.parametrize(("name", "way", "schedule"), tiers(CASES[::3], CASES))
 def test_layer_by_layer_in_any_order_is_all_at_once_to_the_bit(name: str, way: str, schedule: Schedule):
     """With a schedule that moves on before the first layer is due."""
     params, others = parameters(name), parameters(name)
@@ -297,14 +301,6 @@ class Searching(Signs):
 def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
     with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimizer"):
         snapshot_step(kind(parameters(), 0.5))
-
-
-def test_custom_optimizer_counts_each_step_once():
-    params, others = parameters(), parameters()
-    whole, parted = Counting(params, 0.5), Counting(others, 0.5)
-    assert equal(at_once(whole, params, step_schedule), in_parts(parted, others, step_schedule))
-    assert parted.steps == STEPS
-    assert all(parted.param_groups[0][key] == whole.param_groups[0][key] for key in ("step", "total", "seen", "lr"))
 
 
 class Damped(Counting):

@@ -24,7 +24,7 @@ from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.ranks import lending
-from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, weights_of, with_ranks
+from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
 from tests.sync.loops import Layers, unmeasured
 
 
@@ -38,12 +38,8 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
     pool = pool_of_five()
     piece = piece_bytes(pool.topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
-    for settings in (
-        sync.AllReduceSync(),
-        LazySync(),
-        sync.DearSync(),
-        LazySync(collective="parameter_server", servers=3),
-    ):
+    served = LazySync(collective="parameter_server", servers=3)
+    for settings in (sync.AllReduceSync(), LazySync(), sync.DearSync(), served):
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
             messages = step_model(engine, pool, engine.wire, network).messages(fuse)
@@ -80,7 +76,7 @@ def take_step(model: nn.Module, pool: GradientPool, optimizer: Optimizer, images
     return pool.step(optimizer)
 
 
-@pytest.mark.parametrize("defers", [True, False], ids=["deferring", "not deferring"])
+@pytest.mark.parametrize("defers", tiers([True], [False]), ids=["deferring", "not deferring"])
 def test_auto_decides_alike_everywhere_and_trains_on(defers: bool):
     decisions, others = on_ranks(2, _decide, defers)
     assert decisions == others

@@ -140,20 +140,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world", "ranks_per_node", "wire", "collective"), tiers(QUICK, CASES))
+@with_ranks()
 def test_all_ranks_apply_the_same_and_what_travels_together_changes_no_bit(
     world: int, ranks_per_node: int, wire: Codes, collective: Collective
-):
-    on_ranks(world, _alone_and_together, ranks_per_node, wire, collective)
-
-
-def _alone_and_together(ranks_per_node: int, wire: Codes, collective: Collective) -> None:
+) -> None:
     """3 steps; of two or four ranks nothing is lost of integers to the bit, since halves and quarters round nothing."""
     alone, together = (
         Steps(LazySync(wire=wire, threshold_mb=fuse, collective=collective, servers=2), ranks_per_node).take(3)
         for fuse in (0.0, math.inf)
     )
     inside = collective == "torus2d" or (ranks_per_node > 1 and collective in ("ring", "butterfly"))
-    if dist.get_world_size() == 4 and not inside and wire == "int8":
+    if world == 4 and not inside and wire == "int8":
         assert alone.lost == together.lost == 0.0
     assert torch.equal(alone.whole, together.whole)
     same_on_ranks(alone.whole)
@@ -196,13 +193,6 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
     for steps in (first, again):
         steps.take(9)
     assert torch.equal(first.whole, again.whole)
-
-
-@with_ranks(1)
-def test_a_rank_alone_sends_nothing_and_rounds_nothing() -> None:
-    steps = Steps(LazySync(wire="int8")).take(2)
-    assert all(torch.equal(steps.applied[param], given) for param, given in steps.given.items())
-    assert steps.engine.state_dict() == {}
 
 
 def test_a_rank_alone_keeps_what_several_have_left():

@@ -6,7 +6,6 @@ import gc
 import math
 import threading
 import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.sync import loops
 from tests.sync.given import Given, engine_of, mean_over_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
-from tests.sync.loops import Layers, ours, trained
+from tests.sync.loops import Layers, ours
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
 CHUNK = 64
@@ -73,7 +72,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
     engine = engine_of(pool)
     generator = torch.Generator().manual_seed(rank)
     produced, applied = torch.zeros(size), torch.zeros(size)
-    for _ in range(30):
+    for _ in range(15):
         gradient = world * torch.randint(-8, 9, (size,), generator=generator).float()
         produced += gradient
         pool.zero_grad()
@@ -93,11 +92,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
 
 
 RAMPED: dict[str, object] = {"sparsity": 0.9, "dense_epochs": 3, "ramp_epochs": 3, "wire": "bf16"}
-CHANGES: dict[str, dict[str, object]] = {
-    "at once": {},
-    "ramped": RAMPED,
-    "corrected": RAMPED | {"momentum_correction": True},
-}
+CHANGES = {"at once": {}, "ramped": RAMPED, "corrected": RAMPED | {"momentum_correction": True}}
 
 
 @pytest.mark.parametrize("how", tiers(["ramped"], CHANGES))
@@ -106,7 +101,7 @@ def test_deferred_chunks_equal_awaited_ones_bitwise(how: str) -> None:
     weights = []
     for timing in ("lazy", "hybrid"):
         model, pool, optimizer = started(timing=timing, **CHANGES[how])
-        train(model, pool, optimizer, range(20))
+        train(model, pool, optimizer, range(14))
         pool.settle()
         weights.append(weights_of(model))
     assert torch.equal(*weights)
@@ -120,7 +115,7 @@ def test_no_chunk_starves() -> None:
     gradient = torch.ones(chunks, CHUNK)
     gradient[:5] = 1e6  # would win every time
     last_sent = [0] * chunks
-    for step in range(1, 60):
+    for step in range(1, 45):
         pool.zero_grad()
         model([gradient.flatten()[:-1]]).backward()
         pool.end_backward()
@@ -129,19 +124,6 @@ def test_no_chunk_starves() -> None:
                 last_sent[chunk] = step
         turn = math.ceil(chunks / math.ceil(0.15 * chunks))
         assert all(step - last <= 3 * turn for last in last_sent), last_sent
-
-
-@pytest.mark.parametrize("collective", tiers(["pairwise"], ["ring"]))
-@with_ranks(2)
-def test_sparsity_zero_is_dense_training_to_the_bit(collective: str) -> None:
-    dense, sparse = (
-        trained(chosen, network, labelled_loss, partial(build_optimizer, SGD), 10)
-        for chosen in (
-            LazySync(wire="bf16", collective=collective, threshold_mb=math.inf),
-            settings(sparsity=0.0, wire="bf16", collective=collective, threshold_mb=math.inf),
-        )
-    )
-    assert all(torch.equal(dense[key], sparse[key]) for key in dense)
 
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])

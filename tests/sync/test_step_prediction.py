@@ -50,17 +50,13 @@ def pooled(profile: Profile, hosts: int) -> tuple[GradientPool, Timing]:
     return pool, timing_of(profile, model, pool.slots)
 
 
-def predicted(
-    profile: Profile, engines: Sequence[Sync | tuple[str, Engine]], link: LinkModel, hosts: int = 4
-) -> dict[str, float]:
+def predicted(profile: Profile, engines: Sequence[Sync | Engine], link: LinkModel, hosts: int = 4) -> dict[str, float]:
+    """By kind, or by place."""
     pool, timing = pooled(profile, hosts)
     seconds = {}
-    for settings in engines:
-        if isinstance(settings, tuple):
-            name, engine = settings
-            share = 1.0
-        else:
-            name, engine, share = settings.kind, declare(settings), settings.share  # type: ignore[arg-type]
+    for number, settings in enumerate(engines):
+        engine = settings if isinstance(settings, Engine) else declare(settings)
+        share, name = getattr(settings, "share", 1.0), getattr(settings, "kind", f"{number}")
         network = NetworkProbe(pool.topology, engine.wire, link)
         seconds[name] = step_model(engine, pool, engine.wire, network, share).best(timing)[1]
     return seconds
@@ -118,15 +114,10 @@ def test_steps_take_what_was_measured(name: str):
 
 
 def test_ddp_in_fp32_and_every_step_of_the_ladder_take_what_was_measured():
-    half = torch.bfloat16
-    steps: list[Sync | tuple[str, Engine]] = [
-        ("naive", Engine(torch.float32, "each", bucket_bytes=0, collective="native")),
-        ("ring", Engine(torch.float32, "each", bucket_bytes=0, collective="ring")),
-        ("16 bits", Engine(half, "each", bucket_bytes=0, collective="ring")),
-        ("overlap", Engine(half, "backward", bucket_bytes=0, collective="ring")),
-        DdpSync(),
-    ]  # fmt: skip
-    rungs = predicted(ALEXNET, steps, ALEXNETS_LINK)
+    whole, half = torch.float32, torch.bfloat16
+    steps = ((whole, "each", "native"), (whole, "each", "ring"), (half, "each", "ring"), (half, "backward", "ring"))
+    engines = [Engine(wire, awaits, bucket_bytes=0, collective=collective) for wire, awaits, collective in steps]
+    rungs = predicted(ALEXNET, [*engines, DdpSync()], ALEXNETS_LINK)
     assert list(rungs.values()) == pytest.approx([4.545, 4.559, 3.039, 2.037, 3.694], rel=0.05)
 
 

@@ -7,6 +7,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,10 +21,15 @@ from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.ranks import run
 
 
-def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path):
-    run(2, _trace, tmp_path)
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run(2, _trace, folder := tmp_path_factory.mktemp("traces"))
+    return folder
+
+
+def test_compute_communication_and_waits_of_every_layer_are_there(traces: Path):
     for kind in ("lazy", "hybrid", "ddp"):
-        events = json.loads((tmp_path / f"{kind}.json").read_text())["traceEvents"]
+        events = json.loads((traces / f"{kind}.json").read_text())["traceEvents"]
         names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
         assert set(names.values()) == {"compute", "wait", "wire"}
         spans = [event for event in events if event["ph"] == "X"]
@@ -43,9 +49,8 @@ def test_compute_communication_and_waits_of_every_layer_are_there(tmp_path: Path
         assert marks == ["forward ends", "step ends"] * 4
 
 
-def test_ddp_s_trace_has_its_messages_and_the_wait_inside_backward(tmp_path: Path):
-    run(2, _trace, tmp_path)
-    step = read_timeline(tmp_path / "ddp.json")
+def test_ddp_s_trace_has_its_messages_and_the_wait_inside_backward(traces: Path):
+    step = read_timeline(traces / "ddp.json")
     assert {one.name for one in step.messages} == {"bucket 0"}
     (wait,) = step.waits
     assert wait.name == "inside backward"

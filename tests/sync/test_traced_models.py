@@ -12,26 +12,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from imagenet_fast.sync import EngineSettings, GradientPool
+from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import tiers
-from tests.sync.loops import DEAR, HYBRID, LAZY, alike, images, started, state, train
+from tests.sync.loops import alike, images, started, state, train
 
+LAZY, HYBRID, DEAR = (ENGINES[name] for name in ("lazy", "hybrid", "dear"))
 Forward = Callable[[Tensor], Tensor]
-
-
-def exported(model: nn.Module) -> Forward:
-    return torch.export.export(model, (images(0),)).module()
-
-
-def jit_traced(model: nn.Module) -> Forward:
-    return torch.jit.trace(model, images(0))
-
-
-def fx_made(model: nn.Module) -> Forward:
-    return make_fx(lambda x: model(x))(images(0))
-
-
-def fx_traced(model: nn.Module) -> Forward:
-    return torch.fx.symbolic_trace(model)
 
 
 def fake(model: nn.Module) -> Forward:
@@ -40,22 +26,28 @@ def fake(model: nn.Module) -> Forward:
     return model
 
 
+WAYS: dict[str, Callable[[nn.Module], Forward]] = {
+    "exported": lambda model: torch.export.export(model, (images(0),)).module(),
+    "traced by jit": lambda model: torch.jit.trace(model, images(0)),
+    "made by fx": lambda model: make_fx(lambda x: model(x))(images(0)),
+    "traced by fx": torch.fx.symbolic_trace,
+    "fake": fake,
+}
+
+
 def after_steps(settings: EngineSettings, steps: int = 4) -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
     model, pool, optimizer = started(settings)
     train(model, pool, optimizer, range(steps))
     return model, pool, optimizer
 
 
-WAYS = [exported, jit_traced, fx_made, fx_traced, fake]
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", tiers([HYBRID], [HYBRID, DEAR]), ids=lambda settings: settings.kind)
-def test_traced_between_steps_changes_no_weight(way: Callable[[nn.Module], Forward], settings: EngineSettings):
+def test_traced_between_steps_changes_no_weight(way: str, settings: EngineSettings):
     expected, _, _ = after_steps(LAZY)
     model, pool, optimizer = after_steps(settings)
-    program = way(model)
+    program = WAYS[way](model)
     with torch.no_grad():
         for number in (7, 8):
             assert torch.equal(program(images(number)), expected(images(number)))

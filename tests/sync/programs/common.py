@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from tests.sync.fuzz_models import LAYERS, model
 from tests.sync.fuzz_programs import Backward, Op, Optimizer, Skipped, Step, ZeroGrad
@@ -13,7 +14,13 @@ WITH_ALL = model("embedding", "reader in eval", "tied", "attention", "scalar", "
 """A tied head, a block that reads its child's weights, and one that merges an adapter in ``eval``."""
 ADAMW = Optimizer("adamw", (("lr", 0.005), ("weight_decay", 0.1)))
 
-STEP: tuple[Op, ...] = (ZeroGrad(), Backward(), Step())
+
+def step(*ops: Op, **how: Any) -> tuple[Op, ...]:
+    """What happens between ``zero_grad`` and the update, and how that is made."""
+    return (ZeroGrad(), *ops, Step(**how))
+
+
+STEP = step(Backward())
 
 
 def skipping(*by_rank: tuple[int, ...]) -> Skipped:

@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from tests.sync.fuzz_programs import (
-    AutogradGrad,
-    Backward,
-    Cancel,
-    Change,
-    Finished,
-    Locally,
-    Op,
-    Peek,
-    Program,
-    Step,
-    ZeroGrad,
-    program,
-)
-from tests.sync.programs.common import ADAMW, STEP, skipping
+from tests.sync.fuzz_programs import AutogradGrad, Backward, Cancel, Finished, Locally, Op, Peek, Program, program
+from tests.sync.programs.common import ADAMW, STEP, skipping, step
 
 NOBODYS = skipping((1, 3), (1, 3))
 RANK_1S = skipping((1, 3), (3,))
@@ -26,38 +13,34 @@ LAST_THREE = Backward(how="features", skipped=skipping((0, 1), (0, 1)))
 
 def partly(name: str, *ops: Op, by_pool: bool = True) -> Program:
     """Of its layers, 1 is used by nobody in even steps, by rank 1 alone in odd ones; 3 is used by nobody."""
-    pair = [ZeroGrad(), Backward(skipped=NOBODYS), *ops, Step(by_pool=by_pool)]
-    pair += [ZeroGrad(), Backward(skipped=RANK_1S), *ops, Step(by_pool=by_pool)]
-    return program(name, *pair * 4, optimizers=(ADAMW,))
-
-
-def changed(name: str, change: str, which: int = -1, by_pool: bool = True) -> Program:
-    return partly(name, Finished(Change(change, which)), by_pool=by_pool)
+    pair = [step(Backward(skipped=skipped), *ops, by_pool=by_pool) for skipped in (NOBODYS, RANK_1S)]
+    return program(name, *sum(pair, ()) * 4, optimizers=(ADAMW,))
 
 
 PROGRAMS = [
     partly("layers that not all ranks use"),
     partly("gradients cancelled before finish()", Cancel(0)),
     partly("gradients zeroed before finish()", Cancel(0, to="zero")),
-    changed("gradients cancelled after finish()", "none", 1),
-    changed("gradients clipped by norm", "clip norm"),
-    changed("gradients clipped by norm, and the optimizer's own step", "clip norm", by_pool=False),
-    changed("gradients clipped by value", "clip value"),
-    partly("gradients replaced", *(Finished(Change(how)) for how in ("log", "half", "none to half", "clamp"))),
-    partly("gradients changed in place", *(Finished(Change(how)) for how in ("halve", "noise", "log"))),
+    partly("gradients cancelled after finish()", Finished("none", 1)),
+    partly("gradients clipped by norm", Finished("clip norm")),
+    partly("gradients clipped by norm, and the optimizer's own step", Finished("clip norm"), by_pool=False),
+    partly("gradients clipped by value", Finished("clip value")),
+    partly("gradients replaced", *(Finished(how) for how in ("log", "half", "none to half", "clamp"))),
+    partly("gradients changed in place", *(Finished(how) for how in ("halve", "noise", "log"))),
     partly("gradients looked at under way", Peek(writes=False)),
     partly("gradients changed under way", Peek(writes=True)),
     program(
-        "gradients changed between micro-steps", *(
-            ZeroGrad(), Backward(sync=False), Locally(Change("halve")), Backward(sync=False),
-            Locally(Change("half", 1)), Locally(Change("none", 2)), Backward(), Step(),
+        "gradients changed between micro-steps",
+        *step(
+            Backward(sync=False), Locally("halve"), Backward(sync=False), Locally("half", 1),
+            Locally("none", 2), Backward(),
         ) * 6,
     ),
     program(
-        "backwards of disjoint layers, one cancelled between them",
-        *(ZeroGrad(), FIRST_TWO, Cancel(0), LAST_THREE, Step()) * 6, optimizers=(ADAMW,),
+        "backwards of disjoint layers, one cancelled between them", *step(FIRST_TWO, Cancel(0), LAST_THREE) * 6,
+        optimizers=(ADAMW,),
     ),
-    program("gradients of torch.autograd.grad", *(ZeroGrad(), AutogradGrad(), Step()) * 7),
-    program("a penalty on the gradient of the input", *(ZeroGrad(), Backward(penalty=True), Step()) * 7),
+    program("gradients of torch.autograd.grad", *step(AutogradGrad()) * 7),
+    program("a penalty on the gradient of the input", *step(Backward(penalty=True)) * 7),
     program("a generator's backward through a discriminator", *(*STEP, Backward(sync=False)) * 7),
 ]  # fmt: skip

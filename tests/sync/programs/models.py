@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.sync.fuzz_models import Block, Kind, Model, Rare, model
-from tests.sync.fuzz_programs import (
-    OUR_SGD,
-    SGD,
-    Backward,
-    Change,
-    Finished,
-    Look,
-    Optimizer,
-    Program,
-    Step,
-    ZeroGrad,
-    program,
-)
-from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping
+from tests.sync.fuzz_programs import OUR_SGD, SGD, Backward, Finished, Look, Optimizer, Program, ZeroGrad, program
+from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping, step
 
 IDLE = [((), ()), ((1,), (1,)), ((1,), (1,)), ((1,), ()), ((1,), (1,)), ((), ()), ((1,), (1,)), ((), (1,))]
 """On which ranks layer 1 has nothing to do, step for step."""
@@ -31,7 +19,7 @@ def trained(name: str, model: Model, optimizer: Optimizer = SGD, **more: object)
 
 def idle(name: str, optimizer: Optimizer) -> Program:
     """A parameter that no rank uses is not decayed, nor moved on by its momentum, and used again it goes on."""
-    steps = [op for by_rank in IDLE for op in (ZeroGrad(), Backward(skipped=skipping(*by_rank)), Step())]
+    steps = [op for by_rank in IDLE for op in step(Backward(skipped=skipping(*by_rank)))]
     return program(name, *steps, model=model("linear", "linear", "linear"), optimizers=(optimizer,))
 
 
@@ -53,7 +41,7 @@ PROGRAMS = [
     trained("two parameters in the same memory", model("linear", "shared memory"), DENSE, nearly=True),
     trained("parameters that are parts of larger tensors", model("linear", "transposed", "cuts"), DENSE),
     program(
-        "gradients of parameters that lie oddly in memory", *(ZeroGrad(), Backward(), Finished(Change("log"))) * 4,
+        "gradients of parameters that lie oddly in memory", *(ZeroGrad(), Backward(), Finished("log")) * 4,
         model=model("linear", "doubled", "transposed"), optimizers=(),
     ),
     idle("a layer that is idle, under SGD", SGD),

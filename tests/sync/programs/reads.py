@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.sync.fuzz_models import LAYERS, model
 from tests.sync.fuzz_programs import SETTLE, Backward, Do, Finished, Look, Program, Refused, Step, ZeroGrad, program
-from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping
+from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping, step
 
 ENCODER = model("linear", "linear", offset=True)
-FEATURES = (ZeroGrad(), Backward(how="features"), Step())
+FEATURES = step(Backward(how="features"))
 ODD_ENTRY = r"^block0 is called outside the module that called it .* offset may .*; call pool\.settle\(\) before$"
 
 
@@ -19,17 +19,11 @@ def looking(name: str, *looks: str, **more: object) -> Program:
 
 def entered_otherwise(how: str) -> list[Program]:
     """A model that the first steps call, and others enter in another way."""
-    odd = Backward(how=how)
+    odd, name = Backward(how=how), f"a model that is entered by {how} at last"
     return [
-        program(
-            f"a model that is entered by {how} at last", *STEP * 7, ZeroGrad(), Refused(odd, ODD_ENTRY, True), Step(),
-            model=ENCODER,
-        ),
-        program(
-            f"a model that is entered by {how} at last, settled before", *STEP * 7,
-            *(SETTLE, ZeroGrad(), odd, Step()) * 2, model=ENCODER,
-        ),
-    ]  # fmt: skip
+        program(name, *STEP * 7, *step(Refused(odd, ODD_ENTRY, True)), model=ENCODER),
+        program(f"{name}, settled before", *STEP * 7, *(SETTLE, *step(odd)) * 2, model=ENCODER),
+    ]
 
 
 PROGRAMS = [
@@ -64,23 +58,20 @@ PROGRAMS = [
     program("weights read before their layers are called", *STEP * 9, model=model("linear", "reads early", "linear")),
     program(
         "a block called from the third step on, which reads a later layer's weight",
-        *(ZeroGrad(), Backward(skipped=skipping((1,), (1,))), Step()) * 2, *STEP * 7,
+        *step(Backward(skipped=skipping((1,), (1,)))) * 2, *STEP * 7,
         model=model("linear", "tied transposed", "linear", called=(1, 2, 0)),
     ),
-    program("a term of all weights after the forward", *(ZeroGrad(), Backward(decay="after"), Step()) * 8),
-    program("a term of all weights before the forward", *(ZeroGrad(), Backward(decay="before"), Step()) * 8),
+    program("a term of all weights after the forward", *step(Backward(decay="after")) * 8),
+    program("a term of all weights before the forward", *step(Backward(decay="before")) * 8),
     program(
-        "a term of weights of which the model was not asked", *STEP * 7, ZeroGrad(),
-        Refused(Backward(decay="unasked"), "modified by an inplace operation", True), Step(),
+        "a term of weights of which the model was not asked", *STEP * 7,
+        *step(Refused(Backward(decay="unasked"), "modified by an inplace operation", True)),
     ),
     program("a model entered by a method", *FEATURES * 8, model=ENCODER),
     program("a model entered by a method, and evaluated at first", Look("eval forward"), *FEATURES * 8, model=ENCODER),
-    program("a model entered by forward", *(ZeroGrad(), Backward(how="forward"), Step()) * 8, model=ENCODER),
-    program(
-        "a model entered by a block and by a call", *(ZeroGrad(), Backward(how="block first"), Step()) * 8,
-        model=ENCODER,
-    ),
+    program("a model entered by forward", *step(Backward(how="forward")) * 8, model=ENCODER),
+    program("a model entered by a block and by a call", *step(Backward(how="block first")) * 8, model=ENCODER),
     *entered_otherwise("features"),
     *entered_otherwise("forward"),
-    program("torch.func.jvp", *(ZeroGrad(), Backward(how="jvp"), Step()) * 8),
+    program("torch.func.jvp", *step(Backward(how="jvp")) * 8),
 ]  # fmt: skip

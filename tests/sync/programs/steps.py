@@ -19,13 +19,10 @@ from tests.sync.fuzz_programs import (
     program,
     unseen,
 )
-from tests.sync.programs.common import ADAMW, STEP, skipping
+from tests.sync.programs.common import ADAMW, STEP, skipping, step
 
 EVALUATE = Look("inference forward")
-SCALED = (
-    ZeroGrad(), Backward(), ScaledStep(), ZeroGrad(), Backward(), ScaledStep(),
-    ZeroGrad(), Backward(overflows=0), ScaledStep(), ZeroGrad(), Backward(), ScaledStep(),
-)  # fmt: skip
+SCALED, OVERFLOWN = ((ZeroGrad(), Backward(overflows=rank), ScaledStep()) for rank in (None, 0))
 OWN = (ZeroGrad(), Backward(), ScaledStep(by_pool=False), ZeroGrad(), Backward(overflows=1), ScaledStep(by_pool=False))
 EVAL = Look("part in eval")
 WITHOUT_1 = skipping((1,), (1,))
@@ -47,16 +44,13 @@ PROGRAMS = [
         *(Look("part in train"), ZeroGrad(), Backward(between=(Look("part"),)), Look("part"), Finished()) * 3,
         *(*STEP, ZeroGrad(), Backward(), Look("part"), Finished(), Look("part in train"), Step(), EVAL) * 4,
     ),
-    program("two optimizers", *(ZeroGrad(), Backward(), Step(0), Step(1)) * 7, optimizers=(SGD, ADAMW)),
+    program("two optimizers", *step(Backward(), Step(), optimizer=1) * 7, optimizers=(SGD, ADAMW)),
     program(
-        "an evaluation between two optimizers", *(ZeroGrad(), Backward(), Step(0), EVALUATE, Step(1)) * 7,
+        "an evaluation between two optimizers", *step(Backward(), Step(), EVALUATE, optimizer=1) * 7,
         optimizers=(SGD, SGD),
     ),
-    program(
-        "one of two optimizers in turn", *(ZeroGrad(), Backward(), Step(0), ZeroGrad(), Backward(), Step(1)) * 4,
-        optimizers=(SGD, ADAMW),
-    ),
-    program("accumulation", *(ZeroGrad(), Backward(sync=False), Backward(sync=False), Backward(), Step()) * 7),
+    program("one of two optimizers in turn", *(*STEP, *step(Backward(), optimizer=1)) * 4, optimizers=(SGD, ADAMW)),
+    program("accumulation", *step(Backward(sync=False), Backward(sync=False), Backward()) * 7),
     program("a rate that rises and falls", *(*STEP, Do("schedule")) * 8, schedule="one cycle"),
     program(
         "a finished step that nobody takes", *STEP * 6, ZeroGrad(), Backward(), Finished(), *STEP * 2, ZeroGrad(),
@@ -72,7 +66,7 @@ PROGRAMS = [
         *(*STEP * 3, *unseen(ZeroGrad(), Backward(), ZeroGrad(), Backward(sync=False))) * 2, *STEP * 2,
     ),
     program("a backward after the step", *(*STEP, *unseen(Backward())) * 7),
-    program("a loss scale", *SCALED * 2, scaled=True),
+    program("a loss scale", *(*SCALED * 2, *OVERFLOWN, *SCALED) * 2, scaled=True),
     program(
         "a loss scale for two optimizers, stepped by hand",
         *(ZeroGrad(), Backward(), ScaledStep(by_pool=False)) * 6, optimizers=(SGD, ADAMW), scaled=True,
