@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tests
-from imagenet_fast.cli.main import app, main
+from imagenet_fast.cli.main import app, entry, main
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.trainer import Trainer
@@ -47,6 +49,36 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=240, env=environment(**more)
     )
+
+
+def become_command(files: Sequence[Path], arguments: Sequence[str], more: dict[str, str]) -> None:
+    """Be the command line from now on, in a process that was forked from one that ignores signals; what it prints and
+    complains of goes to two ``files``."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ |= environment(**more)
+    sys.argv = ["imagenet-fast", *arguments]
+    entry()
+
+
+class Forked:
+    """The command line in a process of its own, which has imported torch already."""
+
+    def __init__(self, folder: Path, *arguments: str, **more: str) -> None:
+        self._files = folder / "printed", folder / "said"
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=become_command, args=(self._files, arguments, more)
+        )
+        self._process.start()
+
+    def ended(self, *numbers: signal.Signals) -> tuple[int | None, str, str]:
+        """Its exit code, what it has printed and what it has complained of, once it has ended by these signals."""
+        for number in numbers:
+            os.kill(self._process.pid or 0, number)
+        self._process.join(60)
+        return self._process.exitcode, *(file.read_text() for file in self._files)
 
 
 def in_process(*arguments: str) -> str:
