@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
-from imagenet_fast.models.weights import Weights, fit
 from imagenet_fast.recipe.schema import CifarNet as Settings
 
 LARGE, SMALL = (64, 256, 256), (64, 128, 128)
@@ -104,11 +103,3 @@ def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     frozen = {f"group{g}.norm{n}.weight" for g in (1, 2, 3) for n in (1, 2)} | {"whiten.weight"}
     assert {name for name, _ in model.named_parameters()} - trained == frozen
-
-
-def test_weights_of_other_widths_are_named():
-    other = Weights("w", dict(built(*SMALL).state_dict()))
-    with pytest.raises(
-        Exception, match="w is of the model cifarnet of widths 64/128/128 for 10 classes, and the recipe"
-    ):
-        fit(other, Settings(kind="cifarnet"), 10)
