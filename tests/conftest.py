@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def subprocesses() -> None:
     """Asked for by tests of the first tier that start processes: so that there are few."""
+
+
+def at_first(cases: Iterable[str], *chosen: str) -> list[Any]:
+    """All ``cases`` of a test; those that are not ``chosen`` run in CI only."""
+    return [pytest.param(case, id=case, marks=() if case in chosen else pytest.mark.ci) for case in cases]
 
 
 def tables(**changes: Any) -> dict[str, Any]:

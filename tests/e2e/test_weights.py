@@ -22,6 +22,7 @@ from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, split_checkpoint
+from imagenet_fast.models import build_model
 from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
@@ -38,7 +39,6 @@ from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
-from tests.e2e.conftest import untrained
 from tests.ranks import run
 
 ci = pytest.mark.ci
@@ -182,8 +182,8 @@ def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
     alone, weights = tmp_path / "data", tmp_path / "w.safetensors"
     alone.mkdir()
     (alone / "val").symlink_to(image_dir / "val")
-    write_weights(untrained(3).state_dict(), weights, describe("test", parse_recipe("test", tables()), NAMES))
-    options = ("data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56")
+    write_tiny(weights)
+    options = ("model={kind='cifarnet', widths=[4, 4, 4]}", "data.resize=40")
     places = [(weights, "demo", options, place) for place in (alone, image_dir)]
     (((ours, both), said),) = run(1, _judged, places, fresh=True)
     assert (ours.top1, ours.top5, ours.images) == (both.top1, both.top5, 7)
@@ -191,28 +191,25 @@ def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
 
 
 NAMES, OTHERS = ["cat", "cow", "dog"], ["cat", "bee", "dog"]
+TINY = parse_recipe("test", tables(model={"kind": "cifarnet", "widths": [4, 4, 4]}))
 
 
-@pytest.mark.parametrize(
-    ("fresh_head", "names", "doubt"),
-    [
-        (False, NAMES, ""),
-        (False, [], ""),
-        (True, OTHERS, ""),
-        (False, OTHERS, "was trained on other classes: on 'cow' where the data has 'bee'\n"),
-    ],
-)
-def test_weights_of_other_classes_are_doubted_but_for_a_fresh_head(
-    fresh_head: bool, names: list[str], doubt: str, tmp_path: Path
-):
-    file, recipe = tmp_path / "w.safetensors", parse_recipe("test", tables())
-    write_weights(untrained(3).state_dict(), file, describe("test", recipe, NAMES))
-    assert run(1, _doubt, file, fresh_head, names) == [f"warning: {file} {doubt}" if doubt else ""]
+def write_tiny(file: Path) -> None:
+    """Weights for three classes with names."""
+    write_weights(build_model(TINY.model, 3).state_dict(), file, describe("test", TINY, NAMES))
+
+
+def test_weights_of_other_classes_are_doubted_but_for_a_fresh_head(tmp_path: Path):
+    write_tiny(file := tmp_path / "w.safetensors")
+    doubt = f"warning: {file} was trained on other classes: on 'cow' where the data has 'bee'\n"
+    cases = ((False, NAMES, ""), (False, [], ""), (True, OTHERS, ""), (False, OTHERS, doubt))
+    for fresh_head, names, expected in cases:
+        assert run(1, _doubt, file, fresh_head, names) == [expected]
 
 
 def _doubt(file: Path, fresh_head: bool, names: list[str]) -> str:
     with redirect_stderr(StringIO()) as told:
-        load_initial_weights(file, parse_recipe("test", tables()).model, 3, tests.world(), fresh_head, names)
+        load_initial_weights(file, TINY.model, 3, tests.world(), fresh_head, names)
     return told.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""What a rank refuses is heard, whichever is ended before it speaks, and is not tried again and again."""
+"""What a rank refuses is heard, whichever is ended before it speaks, and is not tried again; so are signals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from imagenet_fast import errors
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
+from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import make_images, tables
+from tests.conftest import at_first, make_images, tables
 from tests.e2e.command import Launched, events_of, train_here
 from tests.ranks import run
 
@@ -38,11 +41,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
 
 
 def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(
-    refuse: Callable[[Path, str], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-):
+):  # fmt: skip
     def ranks(path: Path, *_: object) -> tuple[int, str]:
         refuse(path.parent, "no images; give some")
         return 1, "rank 0 on here was killed by SIGTERM"
@@ -86,7 +87,7 @@ def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path, launche
     assert not events_of(run, "resume")
 
 
-@pytest.mark.parametrize("name", ["environment.json", "events.jsonl"])
+@pytest.mark.parametrize("name", at_first(["environment.json", "events.jsonl"], "events.jsonl"))
 def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path):
     (said,) = run(1, _trained_twice, tmp_path, name)
     assert re.fullmatch(rf"{re.escape(str(tmp_path / name))} cannot be (read|written) .*", said)
@@ -130,3 +131,20 @@ def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatc
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("own_signals", "subprocesses")
+def test_a_signal_while_a_process_starts_is_answered_after_it():
+    """Python drops what a handler raises in what it calls as it forks."""
+    interrupt_on_signals()
+    started: list[bytes] = []
+    with pytest.raises(KeyboardInterrupt):
+        _start_and_signal(started)
+    assert b"default_int_handler" in started[0], "and the process gets its own"
+
+
+def _start_and_signal(started: list[bytes]) -> None:
+    with signals_held():
+        os.kill(os.getpid(), signal.SIGINT)
+        told = [sys.executable, "-c", "import signal; print(signal.getsignal(2))"]
+        started.append(subprocess.run(told, capture_output=True, check=True).stdout)

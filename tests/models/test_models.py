@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.models import build_model, compile_blocks
 from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, CifarNet, Model, ResNet
+from tests.conftest import at_first
 from tests.models.narrow import narrow_model
 
 NETWORKS: dict[str, Model] = {
@@ -26,9 +27,7 @@ NETWORKS: dict[str, Model] = {
 
 
 @pytest.mark.parametrize("zero_gamma", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["resnet18", *(pytest.param(k, marks=pytest.mark.ci) for k in ("alexnet", "resnet50"))]
-)
+@pytest.mark.parametrize("kind", at_first(["alexnet", "resnet18", "resnet50"], "resnet18"))
 def test_fresh_models_are_torchvisions_to_the_bit(kind: str, zero_gamma: bool):
     torch.manual_seed(3)
     ours = build_model(NETWORKS[kind].model_copy(update={"zero_init_last_gamma": zero_gamma}), 10)

@@ -31,7 +31,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [pytest.param(e, marks=() if e == "hybrid" else pytest.mark.ci) for e in ENGINES])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ENGINES)
 def test_every_engine_trains_it_and_leaves_frozen_layers_alone(kind: str):
     before, expected = small_model("cifarnet").state_dict(), trained(kind="allreduce")
     for key, tensor in trained(kind=kind, **ENGINES[kind]).items():

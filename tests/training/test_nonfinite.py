@@ -22,6 +22,7 @@ from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is_finite, trace_nonfinite
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.train_step import TrainingStep
+from tests.conftest import at_first
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny, images_of, small_model
 from tests.ranks import run
 from tests.sync.loops import unmeasured
@@ -102,6 +103,7 @@ def test_an_overflow_of_16_bits_is_seen_where_it_happens():
         assert first(model, torch.ones(4, 8)) is None
 
 
+@pytest.mark.ci
 def test_compiled_layers_are_looked_at_all_the_same():
     model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
     model.compile_stem(backend="eager")
@@ -163,7 +165,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", at_first(CASES, "dear", "layer", "lazy-watched", "images", "loss"))
 def test_every_engine_ends_alike_and_names_the_layer_and_the_rank(case: str):
     changes, expected = CASES[case]
     told, other = run(2, _told, changes)
@@ -186,7 +188,7 @@ def test_the_rank_that_holds_the_layer_says_so(layout: str, watched: int | None)
     assert " the first layer whose output" in told
 
 
-@pytest.mark.parametrize("name", ["hybrid", "dear", "lazy"])
+@pytest.mark.parametrize("name", at_first(["hybrid", "dear", "lazy"], "hybrid"))
 def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path):
     """Hybrid and dear update a layer in the next forward. That of step 4 has weights that are wild, though finite."""
     for told in run(2, _told, {"sync": ENGINES[name]}, UNDIVIDED, tmp_path):

@@ -30,7 +30,7 @@ from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState, joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
+from tests.conftest import at_first, tables
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run
 from tests.sync.loops import LINK, unmeasured
@@ -60,11 +60,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped-accumulated": {"clip_norm": 0.5, "global_batch": 24, "sync": {"kind": "ring", "wire": "fp32"}},
     "fp16": {"precision": {"kind": "fp16"}, "sync": {"kind": "hybrid", "wire": "fp16"}},
 }  # fmt: skip
-AT_FIRST = ("lazy-planned", "dear-averaged", "sparse-deferred-corrected", "ddp-accumulated")
-CASES = [
-    *(pytest.param(name, 3, id=f"{name}-3", marks=() if name in AT_FIRST else pytest.mark.ci) for name in SETTINGS),
-    *(pytest.param(name, 2, id=f"{name}-2", marks=pytest.mark.weekly) for name in SETTINGS),
-]
 PIPED = Parallel(pipeline=2, micro_batches=2)
 
 
@@ -82,7 +77,8 @@ def wide() -> nn.Module:
     return Tiny(units=128)
 
 
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("name", at_first(SETTINGS, "dear-averaged", "sparse-deferred-corrected"))
 def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
     """Before and after what is learnt from the first steps."""
     run(ranks, _goes_on, normalised, 9, [[1], [7]], UNDIVIDED, {"global_batch": 12} | SETTINGS[name])
@@ -103,9 +99,7 @@ def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, s
     torch.set_float32_matmul_precision("highest")  # which fp16 has not
 
 
-@pytest.mark.parametrize(
-    "kind", ["lazy", *(pytest.param(k, marks=pytest.mark.ci) for k in ("ring", "hybrid", "dear", "sparse", "powersgd"))]
-)
+@pytest.mark.parametrize("kind", at_first(["lazy", "ring", "hybrid", "dear", "sparse", "powersgd"], "lazy"))
 def test_what_is_measured_on_a_machine_changes_no_bit(kind: str):
     """Else a run that is killed before its first checkpoint would end otherwise than it would have."""
     run(3, _however_fast, {"kind": kind, "wire": "fp32"} if kind != "powersgd" else {"kind": kind, "rank": 2})
