@@ -1,4 +1,4 @@
-"""The pool of ranks, and the guard of the first tier."""
+"""The pool of ranks, the guard of the first tier, and what becomes of tests that need root."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.guard import counting
 from tests.ranks import run
+from tests.root import require_root
 
 
 def number_and_process() -> tuple[int, int]:
@@ -95,3 +96,13 @@ def test_the_guard_sees_processor_time_and_processes():
         assert "subprocess.Popen" in cost.started[0]
         cost.begun_s -= 1000
         assert "mark it `ci`" in cost.excess()
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_an_ordinary_user_is_told_what_a_test_needs(
+    ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(outcome, match=r"needs root .* you are not root"):
+        require_root()

@@ -1,7 +1,8 @@
-"""What a rank computes on, and which connections its backends open."""
+"""What a rank computes on, which connections its backends open, and what its memory and garbage collector do."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import resource
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError
 from tests.pages import ROOT
@@ -119,3 +121,22 @@ def _kept_of_freed(setting: dict[str, str]) -> int:
 def _resident() -> int:
     """Bytes of this process's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.ci
+def test_what_lives_is_not_searched_again_and_later_garbage_still_is():
+    ((before, after, garbage),) = run(1, _searched, fresh=True)
+    assert before > 50_000, "most of it torch's"
+    assert after < 1_000
+    assert garbage >= 1
+
+
+def _searched() -> tuple[int, int, int]:
+    """How many objects a collection looks at before and after, and how many it then finds to be garbage."""
+    gc.unfreeze()
+    before = len(gc.get_objects())
+    freeze_gc()
+    after, cycle = len(gc.get_objects()), list[object]()
+    cycle.append(cycle)
+    del cycle
+    return before, after, gc.collect()

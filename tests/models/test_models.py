@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 import torchvision.models
-from torch import Tensor, nn
+from torch import nn
 
 from imagenet_fast.models import build_model, compile_blocks
 from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, CifarNet, Model, ResNet
 from tests.conftest import at_first
-from tests.models.narrow import narrow_model
 
 NETWORKS: dict[str, Model] = {
     "alexnet": AlexNet(kind="alexnet"),
@@ -105,45 +102,6 @@ def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     compile_blocks(model)
     assert list(model.state_dict()) == list(untouched.state_dict())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in untouched.named_modules()]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("kind", "image_size"), [("cifarnet", 32), ("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)]
-)
-def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
-    """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
-    runs: list[torch.fx.GraphModule] = []
-
-    def watched(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        assert all(isinstance(value, Tensor) for value in inputs), "a size is left open, so kernels are slower"
-
-        def run(*values: Any) -> Any:
-            runs.append(graph)
-            return graph.forward(*values)
-
-        return run
-
-    torch._dynamo.reset()
-    model = narrow_model(NETWORKS[kind], 10)
-    with (
-        torch.compiler.set_stance("default", force_backend=watched),
-        torch._dynamo.config.patch(
-            recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=True
-        ),
-    ):
-        compile_blocks(model)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(torch.randn(4, 3, image_size, image_size)).square().mean()
-            loss.backward()
-            model.eval()
-            with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-                for images in (4, 3):
-                    model(torch.randn(images, 3, image_size, image_size))
-            model.train()
-            assert len(runs) == 3 * PIECES[kind], "one forward in training, two in evaluation"
-            runs.clear()
 
 
 def test_a_copy_of_a_compiled_model_has_a_stem_of_its_own():
