@@ -3,34 +3,31 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.data.loaders import Batch
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.training.checkpoint_manager import CheckpointManager
-from imagenet_fast.training.run_lock import CHECKPOINTS
-from imagenet_fast.training.state import TrainState, joined
+from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import at_first, tables
+from tests.e2e.command import events_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run
 from tests.sync.loops import LINK, unmeasured
@@ -213,119 +210,63 @@ def _rest(sync: Any) -> dict[str, Tensor]:
     return found
 
 
-IMAGES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
-STEPS = EPOCHS * IMAGES // BATCH
-Seen = list[tuple[int, list[int]]]
-"""Of each step, the images that a rank trained on."""
+PARTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "ranks": [(2, {}), (4, {}), (3, {})],
+    "schedules": [
+        (2, {"parallel": {"pipeline": 2, "micro_batches": 2, "schedule": schedule}})
+        for schedule in ("1f1b", "interleaved", "1f1b")
+    ],
+}
+"""Of a run, each on so many ranks and with these changes of its recipe. Interleaved, each rank of a pipeline holds two
+stages that do not follow one another, with batch norms of its own."""
 
 
-class StopAfter:
-    """Saves once, after a step, and has all ranks stop there."""
-
-    def __init__(self, step: int, manager: CheckpointManager) -> None:
-        self.step, self.manager, self.asked = step, manager, lambda: False
-
-    def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
-        if state.step == self.step:
-            self.manager(state, evaluated=True)
-        return state.step == self.step
-
-
-def small_network() -> nn.Module:
-    """Six pieces, for stages of a pipeline."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
-        nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 10),
-    )  # fmt: skip
+@pytest.mark.parametrize("parts", at_first(PARTS, "ranks"))
+def test_a_run_in_unlike_parts_learns_what_an_unbroken_one_does(parts: str, tmp_path: Path):
+    ranks, changes = PARTS[parts][0]
+    run(ranks, _train, tmp_path / "straight", 99, changes, fresh=True)
+    for (ranks, changes), steps in zip(PARTS[parts], (2, 2, 99), strict=True):
+        ended = run(ranks, _train, tmp_path / "parts", steps, changes, fresh=True)
+        assert ended == ["finished" if steps == 99 else "preempted"] * ranks
+    first, second = (event["step"] for event in events_of(tmp_path / "parts", "resume"))
+    assert 0 < first < second < 20
+    expected, found = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("straight", "parts"))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():  # sums are rounded in another order, and nothing else differs
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def opened(folder: Path, **changes: Any) -> Trainer:
-    """A trainer that begins in ``folder``, or goes on with what is there."""
-    own = {"epochs": EPOCHS, "data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": 2}
-    recipe, world = parse_recipe("test", tables(**(own | changes))), tests.world()
-    folder.mkdir(exist_ok=True)
-    trainer = Trainer(Job("test", recipe, split_batch(recipe, world.size), None, folder, resume=True), world)
-    trainer.open_data()
-    return trainer
+def _job(folder: Path, changes: dict[str, Any]) -> Job:
+    """Twenty steps, or what is left of them."""
+    small = {"data__train_images": 120, "global_batch": 12, "micro_batch": 1, "eval_every": 2}
+    model = {"kind": "python", "name": "tests.models.own:six_pieces"}
+    recipe = parse_recipe("test", tables(model=model, **small, **changes))
+    return Job("test", recipe, split_batch(recipe, tests.world().size), None, folder, resume=True)
 
 
-def trained_until(stop: int, folder: Path, **changes: Any) -> tuple[Seen, dict[str, Tensor]]:
-    """Save after ``stop`` steps; what this rank saw meanwhile, and the whole model then."""
-    trainer = opened(folder, **changes)
-    trainer.build(small_network())
-    state = trainer.state
-    seen: Seen = []
-    images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
+    """It is told to stop after so many steps."""
+    left = iter(range(steps))
 
-    def batches() -> Iterator[Batch]:
-        """In the order that a loader is given."""
-        for _, numbers, *_ in trainer.data.train_order:
-            if not seen or seen[-1][0] != state.step + 1:
-                seen.append((state.step + 1, []))
-            seen[-1][1].extend(numbers.tolist())
-            yield images[numbers], torch.from_numpy(numbers) % 10
+    def asked() -> bool:
+        if stops := next(left, None) is None:
+            time.sleep(0.3)  # ranks agree beside their steps
+        return stops
 
-    trainer.data = replace(trainer.data, train=batches())
-    with CheckpointWriter(folder / CHECKPOINTS, trainer.world, dist.distributed_c10d._get_default_store()) as writer:
-        manager = CheckpointManager(trainer.job, trainer.world, writer, IMAGES, lambda: False)
-        trainer.checkpoints = StopAfter(stop, manager)
-        if state.step < stop:
-            trainer.train()
-        manager.close()
-    state.settle()
-    state.level_statistics()
-    weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
-    state.sync.close()
-    return seen, weights
-
-
-def test_two_then_four_then_three_ranks_see_every_image_once(tmp_path: Path):
-    """The first epoch is interrupted after its third step, and so is the second."""
-    straight, expected = zip(*run(2, trained_until, STEPS, tmp_path / "straight"), strict=True)
-    parts, weights = [], {}
-    for ranks, stop in ((2, 3), (4, 8), (3, STEPS)):
-        seen, found = zip(*run(ranks, trained_until, stop, tmp_path / "run", fresh=True), strict=True)
-        parts.append(seen)
-        weights = found[0]
-    for epoch in range(EPOCHS):
-        steps = range(1 + epoch * STEPS // EPOCHS, 1 + (epoch + 1) * STEPS // EPOCHS)
-        assert sorted(used([straight], steps)) == list(range(IMAGES))
-    for step in range(1, STEPS + 1):
-        assert sorted(used(parts, range(step, step + 1))) == sorted(used([straight], range(step, step + 1)))
-    assert {len(images) for ranks in parts[1] for _, images in ranks} == {BATCH // 4}
-    assert weights.keys() == expected[0].keys()
-    for name, tensor in weights.items():  # sums are rounded in another order, and nothing else differs
-        torch.testing.assert_close(tensor, expected[0][name], rtol=1e-3, atol=1e-4)
-
-
-def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
-    return [image for ranks in parts for seen in ranks for step, images in seen if step in steps for image in images]
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("before", "after"), [("1f1b", "interleaved"), ("interleaved", "1f1b")])
-def test_another_schedule_of_a_pipeline_cuts_the_model_elsewhere(before: str, after: str, tmp_path: Path):
-    """Interleaved, each rank holds two stages that do not follow one another, with batch norms of its own."""
-    saved, resumed = (
-        run(2, partial(trained_until, parallel={"pipeline": 2, "micro_batches": 2, "schedule": how}), 2, tmp_path)[0][1]
-        for how in (before, after)
-    )
-    assert saved.keys() == resumed.keys()
-    for name, tensor in saved.items():
-        torch.testing.assert_close(resumed[name], tensor, msg=name)
+    return train_here(_job(folder, changes), lambda: asked).status
 
 
 def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
-    run(2, trained_until, 3, tmp_path)
-    assert run(2, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)] * 2
+    assert run(1, _train, tmp_path, 2, {}, fresh=True) == ["preempted"]
+    assert run(1, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)]
 
 
 def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
-    trainer = opened(folder)
+    trainer = Trainer(_job(folder, {}), tests.world())
+    trainer.open_data()
     assert trainer.resumed_from is not None
     loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.shared["model"].values()]
-    trainer.build(small_network())
+    trainer.build()
     gc.collect()
     trainer.state.sync.close()
     return set(trainer.resumed_from.shared), sum(ref() is not None for ref in loaded)
