@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,6 @@ from tests.e2e.command import SMOKE, Forked, Launched, environment, events_of, o
 from tests.ports import free_port
 
 ONE_EPOCH = setting("epochs=1", "schedule.warmup_epochs=0")
-
-
-def test_what_a_test_starts_has_one_thread_unless_it_asks_for_more(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert environment()["OMP_NUM_THREADS"] == "1"
-    assert environment(OMP_NUM_THREADS="3")["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.usefixtures("subprocesses")
@@ -116,11 +109,6 @@ def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: Path, tmp_path: Pa
         assert first == second
     first, second = (load_file(run / "checkpoints" / "final.safetensors") for run in (smoke_run, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.ci
-def test_a_second_run_into_the_same_directory_is_refused(smoke_run: Path, refusal: Callable[..., str]):
-    assert "already holds a run" in refusal("train", "--recipe", "smoke", "--out", str(smoke_run))
 
 
 @pytest.mark.ci

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 ci = pytest.mark.ci
 
@@ -228,9 +230,8 @@ def _go_on_from(start: Path, folder: Path) -> None:
     """At a rate of nothing, at an ordinary one, and with too few classes."""
 
     def trained(name: str, **changes: Any) -> None:
-        recipe = parse_recipe("test", tables(epochs=1, data__train_images=16, **changes))
-        job = Job("test", recipe, split_batch(recipe, 2), None, folder / name, init_from=start)
-        assert train_here(job).status == "finished"
+        job = job_of(folder / name, epochs=1, data__train_images=16, model={"kind": "resnet18"}, **changes)
+        assert train_here(replace(job, init_from=start)).status == "finished"
 
     trained("same", optim__lr=1e-30)
     trained("trained")

@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torchvision.models import resnet18
@@ -21,15 +20,14 @@ from imagenet_fast.launch.export import export_weights
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, read_run, report_table
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.blurpool import add_blurpool
-from imagenet_fast.recipe.batching import Batching, split_batch
-from imagenet_fast.recipe.job import Evaluation, Job
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.recipe.schema import Recipe
-from tests.conftest import make_images, tables
+from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.parallel import small
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 OPTIM = {
     "kind": "sgd", "lr": 0.05, "momentum": 0.875, "weight_decay": 5e-3, "decay_all": True, "decoupled": True
@@ -64,9 +62,9 @@ CASES = [
 ]
 
 
-def recipe_of(changes: dict[str, Any], engine: str, epochs: int = 2) -> Recipe:
-    sync, schedule, saving = {"kind": engine, "wire": "fp32"}, {"kind": "step", "milestones": []}, {"every_minutes": 0}
-    return parse_recipe("test", tables(epochs=epochs, sync=sync, schedule=schedule, checkpoint=saving, **changes))
+def settings(changes: dict[str, Any], engine: str) -> dict[str, Any]:
+    one_rate, at_the_end = {"kind": "step", "milestones": []}, {"every_minutes": 0}
+    return changes | {"sync": {"kind": engine, "wire": "fp32"}, "schedule": one_rate, "checkpoint": at_the_end}
 
 
 @pytest.mark.parametrize(("changes", "engine"), CASES)
@@ -80,7 +78,7 @@ def test_a_resumed_run_learns_what_ddp_does_and_is_exported_and_judged(
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
     exported = export_weights(tmp_path / "whole", None, "safetensors", tmp_path / "weights.safetensors")
-    evaluation = Evaluation("any", recipe_of(changes, engine), Batching(1, 8, 1), exported, images)
+    evaluation = Evaluation("any", job_of(**settings(changes, engine)).recipe, Batching(1, 8, 1), exported, images)
     ((verdict,), past) = run(1, _judged, evaluation), read_run(tmp_path / "whole")
     for value in ("top1", "top1_mirror", "top1_shift", "top5_shift"):
         assert getattr(verdict, value) == getattr(past.outcome, value)
@@ -91,14 +89,9 @@ def test_a_resumed_run_learns_what_ddp_does_and_is_exported_and_judged(
 
 
 def _train_all(changes: dict[str, Any], engine: str, images: Path | None, folder: Path) -> None:
-    def train(name: str, recipe: Recipe, resume: bool = False) -> None:
-        outcome = train_here(Job("any", recipe, split_batch(recipe, 2), images, folder / name, resume=resume))
-        assert outcome.status == "finished"
-
-    train("ddp", recipe_of(changes, "ddp"))
-    train("whole", recipe_of(changes, engine))
-    train("resumed", recipe_of(changes, engine, epochs=1))
-    train("resumed", recipe_of(changes, engine), resume=True)
+    for name, kind, epochs in (("ddp", "ddp", 2), ("whole", engine, 2), ("resumed", engine, 1), ("resumed", engine, 2)):
+        job = job_of(folder / name, images, resume=True, epochs=epochs, **settings(changes, kind))
+        assert train_here(job).status == "finished"
 
 
 def _judged(evaluation: Evaluation) -> EvalResult:
@@ -131,15 +124,9 @@ def test_a_resumed_run_is_judged_by_what_its_recipe_measures_now(tmp_path: Path)
 
 
 def _train_then_measure_less(folder: Path) -> None:
+    small = {"ranks": 1, "eval_mirror": True, "target_mirrored": True, "data__train_images": 16, "data__val_images": 30}
     for epochs, shift, target in ((1, 1, 100), (2, 0, 1)):
-        recipe = parse_recipe(
-            "test",
-            tables(
-                ranks=1, epochs=epochs, eval_mirror=True, eval_shift=shift, target_mirrored=True, target_top1=target,
-                model={"kind": "cifarnet", "widths": [4, 4, 4]}, data__train_images=16, data__val_images=30,
-            ),
-        )  # fmt: skip
-        train_here(Job("test", recipe, split_batch(recipe, 1), None, folder, resume=epochs == 2))
+        train_here(job_of(folder, resume=epochs == 2, epochs=epochs, eval_shift=shift, target_top1=target, **small))
 
 
 @pytest.mark.ci
@@ -183,18 +170,13 @@ def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Pa
 
 def _train(engine: str, images: Path, folder: Path) -> tuple[list[float], list[float]]:
     """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
-    recipe = parse_recipe(
-        "test",
-        tables(
-            ranks=4, global_batch=32, epochs=STEPS // 2, label_smoothing=0.1,
-            model={"kind": "resnet18", "zero_init_last_gamma": True},
-            data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
-            optim={"kind": "lars", "lr": 0.6, "weight_decay": 5e-5},
-            schedule={"kind": "polynomial", "warmup_epochs": 1},
-            sync={"kind": engine, "wire": "fp32"},
-        ),
+    job = job_of(
+        folder, images, ranks=4, global_batch=32, epochs=STEPS // 2, label_smoothing=0.1,
+        model={"kind": "resnet18", "zero_init_last_gamma": True},
+        data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
+        optim={"kind": "lars", "lr": 0.6, "weight_decay": 5e-5}, schedule={"kind": "polynomial", "warmup_epochs": 1},
+        sync={"kind": engine, "wire": "fp32"},
     )  # fmt: skip
-    outcome = train_here(Job("test", recipe, split_batch(recipe, dist.get_world_size()), images, folder))
-    assert outcome.status == "finished"
+    assert train_here(job).status == "finished"
     losses = [event["loss"] for event in events_of(folder, "train")]
     return losses, [event["top1"] / 100 * IMAGES for event in events_of(folder, "eval")]

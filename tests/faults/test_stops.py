@@ -86,16 +86,3 @@ def test_told_twice_it_ends_at_once_and_harms_nothing(tmp_path: Path):
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive
     assert train(tmp_path / "stopped", *FUSED) == undisturbed
-
-
-def test_a_second_run_beside_one_that_trains_changes_none_of_its_files(tmp_path: Path):
-    out = tmp_path / "run"
-    first = start(out, *setting("eval_every=1000", "epochs=1000"))
-    wait_for(lambda: first.step > 2)
-    kept = [out / name for name in ("job.json", "recipe.toml", "environment.json")]
-    before = [file.stat().st_mtime_ns for file in kept]
-    assert start(out, "--seed", "2").ended(120) == 2, first.printed
-    assert [file.stat().st_mtime_ns for file in kept] == before
-    assert not (out / "outcome.json").exists()
-    assert first.command.poll() is None
-    first.kill_at_once()

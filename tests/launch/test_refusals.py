@@ -18,12 +18,11 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
-from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import at_first, make_images, tables
+from tests.conftest import at_first, make_images
 from tests.e2e.command import Launched, events_of, train_here
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 
 @pytest.fixture
@@ -103,10 +102,7 @@ def _trained_twice(folder: Path, name: str) -> str:
 
 
 def job(folder: Path, epochs: int = 1) -> Job:
-    data = {"loader": "synthetic", "image_size": 32, "classes": 10, "train_images": 16, "val_images": 3}
-    model = {"kind": "cifarnet", "widths": [4, 4, 4]}
-    recipe = parse_recipe("test", tables(ranks=1, epochs=epochs, model=model, data=data))
-    return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=epochs > 1)
+    return job_of(folder, resume=epochs > 1, ranks=1, epochs=epochs, data__train_images=16, data__val_images=3)
 
 
 def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):

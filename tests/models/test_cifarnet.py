@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,15 +14,11 @@ import tests
 from imagenet_fast.data.loaders import example_images
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
-from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
-from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import CifarNet as Settings
-from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 
 def built(*widths: int) -> CifarNet:
@@ -116,23 +111,20 @@ def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
     assert {name for name, _ in model.named_parameters()} - trained == frozen
 
 
-def recipe_of(**changes: Any) -> Recipe:
-    data = {"dataset": "cifar10", "loader": "folder", "image_size": 32, "resize": 32, "workers": 1}
-    return parse_recipe("test", tables(model={"kind": "cifarnet", "widths": [4, 5, 6]}, data=data, **changes))
+DATA = {"dataset": "cifar10", "loader": "folder", "image_size": 32, "resize": 32, "workers": 1}
 
 
 def test_ranks_begin_with_rank_zeros_whitening(image_dir: Path):
     """Only rank 0 reads images for it."""
     weights = run(3, _initial_weights, image_dir)
     assert all(torch.equal(weights[0][name], tensor) for other in weights for name, tensor in other.items())
-    images = list(example_images(recipe_of().data, image_dir, seed=1))
+    images = list(example_images(ImageData(**DATA), image_dir, seed=1))
     filters = whitening_filters(images, 2, 5e-4)
     torch.testing.assert_close(weights[0]["whiten.weight"], torch.cat([filters, -filters]))
 
 
 def _initial_weights(images: Path) -> dict[str, Tensor]:
-    world, recipe = tests.world(), recipe_of(global_batch=24)
-    trainer = Trainer(Job("test", recipe, split_batch(recipe, world.size), images, Path("unused")), world)
+    trainer = Trainer(job_of(images=images, global_batch=24, data=DATA), tests.world())
     trainer.open_data()
     trainer.build()
     found = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -142,8 +134,7 @@ def _initial_weights(images: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])
 def test_examples_are_whole_images_chosen_by_the_seed(image_dir: Path, loader: str):
-    data = recipe_of().data
-    assert isinstance(data, ImageData)
+    data = ImageData(**DATA)
     same = [torch.cat(list(example_images(data, image_dir, seed))) for seed in (1, 1, 2)]
     assert same[0].shape == (40, 3, 32, 32)
     assert torch.equal(same[0], same[1])

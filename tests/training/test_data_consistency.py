@@ -11,12 +11,10 @@ import pytest
 import tests
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import judge
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Evaluation, Job
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 DATA = {"dataset": "imagenet", "loader": "folder", "image_size": 32, "resize": 40}
 
@@ -66,10 +64,9 @@ def test_other_images_are_refused_wherever_they_lie(change: Callable[[Path], Non
 def _told(sound: Path, other: Path) -> tuple[str, str]:
     """The refusals of training and of an evaluation, on one rank: rank 1 reads another directory."""
     world = tests.world()
-    recipe = parse_recipe("test", tables(ranks=3, global_batch=12, data=DATA))
-    batching, root = split_batch(recipe, 3), other if world.rank == 1 else sound
-    trainer = Trainer(Job("test", recipe, batching, root, Path("unused")), world)
-    evaluation = Evaluation("test", recipe, batching, Path("none"), root)
+    root = other if world.rank == 1 else sound
+    job = job_of(images=root, ranks=3, global_batch=12, data=DATA)
+    trainer, evaluation = Trainer(job, world), Evaluation("test", job.recipe, job.batching, Path("none"), root)
     return _refusal(trainer.open_data), _refusal(lambda: judge(evaluation, world))
 
 

@@ -17,19 +17,16 @@ from imagenet_fast.distributed import init
 from imagenet_fast.distributed.init import DistContext, all_compute_bf16, computes_bf16
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.models.weights import write_weights
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Evaluation, Job
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.precision import LossScaler, effective_precision, precision_note
 from imagenet_fast.training.train_step import TrainingStep, build_step
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 CPU = torch.device("cpu")
-MODEL = {"kind": "cifarnet", "widths": [4, 5, 6]}
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_goes_on_from_its_state():
@@ -84,8 +81,8 @@ def _float32_math(kinds: tuple[str, ...]) -> list[tuple[str, bool]]:
 
 def built(world: DistContext, **changes: Any) -> TrainingStep:
     """A step of a small network with batch norms."""
-    recipe = parse_recipe("test", tables(ranks=1, model=MODEL, **changes))
-    return build_step(recipe, split_batch(recipe, world.size), build_initial_model(recipe, 10, world), world, 4)
+    job = job_of(ranks=1, **changes)
+    return build_step(job.recipe, job.batching, build_initial_model(job.recipe, 10, world), world, 4)
 
 
 def test_without_bf16_instructions_only_bf16_becomes_fp32():
@@ -111,13 +108,6 @@ def _agreed(supported: list[bool]) -> bool:
         return all_compute_bf16(CPU)
 
 
-def test_a_context_says_what_its_device_computes():
-    """Not that it computes bf16 unless told otherwise: evaluations of a CPU without it were in emulated bf16."""
-    assert tests.world().bf16 == computes_bf16(CPU)
-    with pytest.raises(TypeError, match="bf16"):
-        DistContext(0, 1, 0, 1, CPU)
-
-
 @pytest.mark.parametrize("bf16", [True, False, None], ids=["bf16", "no bf16", "this CPU"])
 def test_an_evaluation_computes_in_the_precision_of_training(bf16: bool | None, tmp_path: Path):
     expected = torch.bfloat16 if (computes_bf16(CPU) if bf16 is None else bf16) else torch.float32
@@ -127,14 +117,13 @@ def test_an_evaluation_computes_in_the_precision_of_training(bf16: bool | None, 
 def _computed(bf16: bool | None, folder: Path) -> list[set[torch.dtype]]:
     """The dtypes of logits in a step, in an evaluation amid training, and in one of the saved weights."""
     world = tests.world(bf16=bf16)
-    recipe = parse_recipe("test", tables(model=MODEL, precision={"kind": "bf16"}))
-    batching, seen = split_batch(recipe, world.size), list[set[torch.dtype]]()
-    trainer = Trainer(Job("test", recipe, batching, None, folder), world)
+    job, seen = job_of(folder, precision={"kind": "bf16"}), list[set[torch.dtype]]()
+    trainer = Trainer(job, world)
     trainer.open_data()
     trainer.build()
     weights = folder / f"{world.rank}.safetensors"
     write_weights(trainer.model.state_dict(), weights, {})
-    evaluation = Evaluation("test", recipe, batching, weights, None)
+    evaluation = Evaluation("test", job.recipe, job.batching, weights, None)
     for compute in (trainer.train_step, trainer.evaluate, lambda: judge(evaluation, world)):
         seen.append(set())
         with watched_logits(seen[-1]):

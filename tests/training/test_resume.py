@@ -18,18 +18,17 @@ import tests
 from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
-from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import at_first, tables
+from tests.conftest import at_first
 from tests.e2e.command import events_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run
 from tests.sync.loops import LINK, unmeasured
+from tests.training.jobs import job_of
 
 LARS = {"kind": "lars", "lr": 0.1, "weight_decay": 1e-3, "trust_coefficient": 0.05}
 SPARSE = {"kind": "sparse", "chunk": 256, "sparsity": 0.8}
@@ -240,8 +239,7 @@ def _job(folder: Path, changes: dict[str, Any]) -> Job:
     """Ten steps, or what is left of them."""
     small = {"data__train_images": 60, "global_batch": 12, "micro_batch": 1, "eval_every": 2}
     model = {"kind": "python", "name": "tests.models.own:six_pieces"}
-    recipe = parse_recipe("test", tables(model=model, **small, **changes))
-    return Job("test", recipe, split_batch(recipe, tests.world().size), None, folder, resume=True)
+    return job_of(folder, resume=True, model=model, **small, **changes)
 
 
 def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:

@@ -17,22 +17,15 @@ import torch.distributed as dist
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Job, recipe_tables
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import claimed, lock_run_dir, make_and_lock_run_dir, move_record_aside
 from tests.checkpoint.trees import ALONE, stamp
-from tests.conftest import tables
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 TRAINED = {"event": "train", "step": 3, "run_s": 1.0, "loss": 2.0}
 EVALUATED = {"event": "eval", "step": 4, "run_s": 2.0, "top1": 50.0}
-
-
-def the_job(folder: Path, resume: bool = True) -> Job:
-    recipe = parse_recipe("test", tables())
-    return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=resume)
 
 
 def begun(folder: Path, *events: dict[str, object], status: str | None = None, final: bool = False) -> Path:
@@ -59,7 +52,7 @@ def contents(folder: Path) -> dict[str, str]:
 def looked_for(folder: Path) -> str:
     """On a rank: why a run in ``folder`` cannot go on; nothing where it begins."""
     try:
-        assert find_resumption(the_job(folder), tests.world()) is None
+        assert find_resumption(job_of(folder, resume=True), tests.world()) is None
     except UserError as error:
         return str(error)
     return ""
@@ -131,7 +124,7 @@ def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
 def claim(folder: Path, resume: bool) -> str:
     """On a rank: why ``folder`` cannot be had."""
     try:
-        with claimed(the_job(folder, resume), tests.world()):
+        with claimed(job_of(folder, resume=resume), tests.world()):
             made = folder.is_dir()
             dist.barrier()  # behind it an empty one is removed
             return "" if made else "not made"
@@ -201,7 +194,7 @@ def test_damaged_outcome_resumes_and_fewer_epochs_are_refused(tmp_path: Path):
 
 def gone_on(folder: Path) -> tuple[int, str, str]:
     """From which step, why not for fewer epochs, and what was warned of."""
-    job = the_job(folder)
+    job = job_of(folder, resume=True)
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
         writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
     with redirect_stderr(io.StringIO()) as warned:

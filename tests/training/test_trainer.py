@@ -20,25 +20,21 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_result import read_outcome
-from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.models import own
 from tests.ranks import run
-from tests.training.jobs import run_job
+from tests.training.jobs import job_of, run_job
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
 
 def small_job(folder: Path, epochs: int, resume: bool = False, **changes: Any) -> Job:
     """One step an epoch, at one rate."""
-    small = {"model": {"kind": "cifarnet", "widths": [4, 5, 6]}, "schedule": {"kind": "step", "milestones": []}}
-    recipe = parse_recipe("test", tables(**(small | {"epochs": epochs, "data__train_images": 16} | changes)))
-    return Job("test", recipe, split_batch(recipe, tests.world().size), None, folder, resume=resume)
+    schedule = {"kind": "step", "milestones": []}
+    return job_of(folder, None, resume, epochs=epochs, data__train_images=16, schedule=schedule, **changes)
 
 
 def test_a_trainer_that_is_over_is_freed(tmp_path: Path):
