@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -38,32 +39,25 @@ def hang() -> None:
     time.sleep(60)
 
 
+LEAVE: dict[str, Callable[[], object]] = {
+    "environment OWN=1": lambda: os.environ.update(OWN="1"),
+    "process_groups": lambda: dist.new_group([0, 1]),
+    "python_threads: own": lambda: threading.Thread(target=time.sleep, args=(60,), name="own", daemon=True).start(),
+    "dtype torch.float64": lambda: torch.set_default_dtype(torch.float64),
+    "threads 2": lambda: torch.set_num_threads(2),
+}
+
+
 def leave(what: str) -> None:
-    match what:
-        case "environment OWN=1":
-            os.environ["OWN"] = "1"
-        case "process_groups":
-            dist.new_group([0, 1])
-        case "python_threads: own":
-            threading.Thread(target=time.sleep, args=(60,), name="own", daemon=True).start()
-        case "dtype torch.float64":
-            torch.set_default_dtype(torch.float64)
-        case "threads 2":
-            torch.set_num_threads(2)
+    LEAVE[what]()
 
 
-def test_ranks_are_forked_once_and_numbered():
+def test_ranks_are_forked_once_and_numbered_and_begin_with_the_same_random_numbers():
     first = run(2, number_and_process)
     assert [rank for rank, _ in first] == [0, 1]
     assert run(2, number_and_process) == first
-
-
-def test_every_case_begins_with_the_same_random_numbers():
     assert run(2, draw) == run(2, draw)
-
-
-def test_fresh_ranks_are_others():
-    assert not set(processes()) & {process for _, process in run(2, number_and_process, fresh=True)}
+    assert not set(first) & set(run(2, number_and_process, fresh=True))
 
 
 def test_a_failure_is_told_and_ranks_are_forked_anew():
@@ -78,9 +72,7 @@ def test_a_hang_is_told_with_its_stack():
         run(2, hang, limit_s=0.2)
 
 
-@pytest.mark.parametrize(
-    "what", ["environment OWN=1", "process_groups", "python_threads: own", "dtype torch.float64", "threads 2"]
-)
+@pytest.mark.parametrize("what", LEAVE)
 def test_what_is_left_behind_fails(what: str):
     before = processes()
     with pytest.raises(AssertionError, match=f"rank 0 keeps {what}"):
