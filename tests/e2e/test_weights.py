@@ -55,36 +55,29 @@ def equal(tensors: dict[str, Tensor], others: dict[str, Tensor], but: tuple[str,
 
 
 @ci
-@pytest.mark.parametrize("which", ["newest", "latest", "final", "step-16", "step-00000016", "16"])
-def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path, which: str):
-    if which != "final":
-        assert chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
-    final, found = load_file(smoke_run / FINAL_WEIGHTS), given_weights(Path(f"{smoke_run}@{which}")).tensors
-    assert found.keys() == final.keys()
-    assert equal(found, final)
+def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path):
+    final = load_file(smoke_run / FINAL_WEIGHTS)
+    for which in ("newest", "latest", "final", "step-16", "step-00000016", "16"):
+        assert which == "final" or chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
+        found = given_weights(Path(f"{smoke_run}@{which}")).tensors
+        assert found.keys() == final.keys()
+        assert equal(found, final)
+    first, last = (event["top1"] for event in events_of(smoke_run, "eval"))
+    assert chosen_checkpoint(smoke_run, "best").manifest.top1 == max(first, last)
 
 
 @ci
-def test_a_checkpoint_describes_its_weights_as_the_final_ones_are(smoke_run: Path):
+def test_a_checkpoint_describes_its_weights_as_the_final_ones_are_and_has_the_mean_of_the_statistics(smoke_run: Path):
     final = given_weights(smoke_run).about
     assert final.pop("recipe") == "smoke"
-    assert json.loads(json.dumps(given_weights(Path(f"{smoke_run}@step-6")).about)) == final
-
-
-@ci
-def test_checkpoint_statistics_are_the_mean_of_the_ranks(smoke_run: Path):
+    given = given_weights(Path(f"{smoke_run}@step-6"))
+    assert json.loads(json.dumps(given.about)) == final
     checkpoint = open_checkpoint(smoke_run / "checkpoints" / "step-00000006")
     first, second = (part["buffers"]["bn1.running_mean"] for _, part in checkpoint.parts())
     assert not torch.equal(first, second)
-    found = given_weights(Path(f"{smoke_run}@step-6")).tensors
+    found = given.tensors
     torch.testing.assert_close(found["bn1.running_mean"], (first + second) / 2)
     assert torch.equal(found["conv1.weight"], checkpoint.shared()["model"]["conv1.weight"])
-
-
-@ci
-def test_the_best_is_that_with_the_highest_top_1(smoke_run: Path):
-    first, last = (event["top1"] for event in events_of(smoke_run, "eval"))
-    assert chosen_checkpoint(smoke_run, "best").manifest.top1 == max(first, last)
 
 
 def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
@@ -161,6 +154,7 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
 
 @ci
 def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(smoke_run: Path):
+    assert load_recipe(smoke_run / "recipe.toml") == plan_evaluation(smoke_run, None, (), 1).recipe
     as_trained = ("precision.kind=fp32", "data.val_images=15", "seed=5")
     ways = [(smoke_run, None, ()), (smoke_run / FINAL_WEIGHTS, "smoke", as_trained), (f"{smoke_run}@step-8", None, ())]
     (((by_run, by_file, by_step), _),) = run(1, _judged, [(Path(file), *more, None) for file, *more in ways])
@@ -270,11 +264,6 @@ def _start(file: Path) -> None:
 
 
 @ci
-def test_a_recipe_of_a_run_is_read_back_as_it_was(smoke_run: Path):
-    assert load_recipe(smoke_run / "recipe.toml") == plan_evaluation(smoke_run, None, (), 1).recipe
-
-
-@ci
 @pytest.mark.parametrize("by", ["run", "checkpoint", "folder of a checkpoint"])
 def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
     by: str, smoke_run: Path, tmp_path: Path, refusal: Callable[..., str]
@@ -298,16 +287,12 @@ def test_an_exported_program_gives_the_networks_results(smoke_run: Path, tmp_pat
     best, out = f"{smoke_run}@best", tmp_path / "smoke.pt2"
     in_process("export", "--weights", best, "--format", "pt2", "--out", str(out))
     check_program(out, resnet18(num_classes=10), given_weights(Path(best)).tensors, 32, "smoke")
+    for kind in ("safetensors", "pt2"):
+        options = ("--weights", str(smoke_run), "--format", kind, "--out", f"/proc/w.{kind}")
+        assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
     back = refusal("export", "--weights", str(out), "--out", str(tmp_path / "w.safetensors"))
     assert "smoke.pt2 is an archive without a state dict, as a .pt2 is, of which nothing is read; give" in back
     assert [path.name for path in tmp_path.iterdir()] == ["smoke.pt2"]
-
-
-@ci
-@pytest.mark.parametrize("kind", ["safetensors", "pt2"])
-def test_where_nothing_can_be_written_that_is_said(kind: str, smoke_run: Path, refusal: Callable[..., str]):
-    options = ("--weights", str(smoke_run), "--format", kind, "--out", f"/proc/w.{kind}")
-    assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
 
 
 @pytest.mark.weekly

@@ -245,10 +245,7 @@ def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
     assert "resources" not in pod["containers"][0]
     asked = parsed(pod_words(pod)[1:])
     assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (None, 2, None)
-
-
-def test_pods_of_our_image_may_write_the_claim_of_runs():
-    assert jobset(launch(*K8S, "--recipe", "smoke"))[-1]["securityContext"]["fsGroup"] == 1000
+    assert pod["securityContext"]["fsGroup"] == 1000, "pods of our image may write the claim of runs"
     assert "USER 1000:1000" in (Path(__file__).parents[2] / "Dockerfile").read_text()
 
 
@@ -263,7 +260,7 @@ def test_any_text_is_read_as_it_was_written(text: str):
     assert yaml.safe_load(to_yaml(document)) == document
 
 
-def test_sbatch_requests_resources_and_signal():
+def test_sbatch_requests_whole_nodes_or_cores_and_a_signal():
     text = launch(
         *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64", "--time", "24:00:00", "--partition",
         "gpu", "--account", "vision", "--set", "checkpoint.grace_s=299.5",
@@ -274,9 +271,6 @@ def test_sbatch_requests_resources_and_signal():
         "job-name=resnet50-512gpu", "nodes=64", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0",
         "time=24:00:00", "partition=gpu", "account=vision", "open-mode=append", "requeue", "signal=B:USR1@370",
     }  # fmt: skip
-
-
-def test_sbatch_part_of_a_node():
     text = launch(*SLURM, "--recipe", "smoke", "--cores", "8", "--no-gpus")
     assert text.count("--cpus-per-task=8") == 2
     assert "gpus" not in text.split("srun")[0]

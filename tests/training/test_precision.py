@@ -38,7 +38,7 @@ def test_a_dynamic_scale_halves_at_an_overflow_and_goes_on_from_its_state():
     assert [later.end_step(torch.zeros(())) for _ in range(2001)][1999:] == [2.0**15, 2.0**16]
 
 
-def test_a_static_scale_stays_and_bf16_has_none():
+def test_a_static_scale_stays_and_bf16_has_none_though_an_fp16_wire_is_watched():
     weight = nn.Parameter(torch.ones(3))
     fixed = LossScaler(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
@@ -54,9 +54,6 @@ def test_a_static_scale_stays_and_bf16_has_none():
     assert none.end_step(None) is None
     assert none.largest is None
     assert none.told(*map(float, none.state)) == {}
-
-
-def test_an_fp16_wire_is_watched_in_any_precision():
     watched = LossScaler(BFloat16(kind="bf16"), "fp16", CPU)
     assert watched.largest == 65504
     for overflows in (0.0, 1.0, 1.0):
