@@ -32,7 +32,7 @@ from imagenet_fast.distributed.stragglers import Stragglers, tell_slow
 from imagenet_fast.distributed.watchdog import Watchdog
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.sync.comm_stream import CommStream
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 
 def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Heartbeat:
@@ -269,17 +269,13 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
     assert len(pickle.loads((tmp_path / "rank-3").read_bytes())["entries"]) == 1
 
 
+@with_ranks(2, fresh=True)
 def test_all_process_groups_take_the_timeout():
-    assert run(2, _limits, fresh=True) == [[90 + SLACK_S] * 3] * 2
-
-
-def _limits() -> list[float]:
     device = torch.device("cpu")
     before = CommStream(device, (0, 1))
     set_group_timeouts(90)
     after = CommStream(device, (0, 1))
     groups = (dist.group.WORLD, before._group, after._group)
-    found = [group._get_backend(device).options._timeout.total_seconds() for group in groups if group is not None]
+    assert [group._get_backend(device).options._timeout.total_seconds() for group in groups] == [90 + SLACK_S] * 3
     before.close()
     after.close()
-    return found

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores, shares, usable_cores
 from imagenet_fast.distributed.rank_info import RankInfo
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 
 GPU = torch.device("cuda", 0)
 
@@ -71,27 +71,21 @@ def test_a_core_is_divided_among_those_who_may_use_it(allowed: list[set[int]], e
     assert shares(allowed) == expected
 
 
-def test_ranks_that_are_bound_apart_have_their_cores_to_themselves():
-    assert run(2, _own_cores, False, fresh=True) == [max(1, len(os.sched_getaffinity(0)) // 2)] * 2
-    assert run(2, _own_cores, True, fresh=True) == [1, 1]
-
-
-def _own_cores(apart: bool) -> int:
-    rank = dist.get_rank()
+@pytest.mark.parametrize("apart", [False, True])
+@with_ranks(2, fresh=True)
+def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
+    rank, allowed = dist.get_rank(), sorted(os.sched_getaffinity(0))
     if apart:
-        allowed = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
-    return own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
+    own = own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
+    assert own == (1 if apart else max(1, len(allowed) // 2))
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")
+@with_ranks(1, fresh=True)
 def test_processors_taken_away_by_affinity_do_not_count():
-    assert run(1, _usable_of_one, fresh=True) == [1]
-
-
-def _usable_of_one() -> int:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    return usable_cores()
+    assert usable_cores() == 1
 
 
 @pytest.mark.parametrize(

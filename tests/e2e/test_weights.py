@@ -40,7 +40,7 @@ from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
 ci = pytest.mark.ci
@@ -234,13 +234,10 @@ def _go_on_from(start: Path, folder: Path) -> None:
 
 
 @ci
+@with_ranks(2)
 def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_run: Path):
     """With other classes only where a fresh head is asked for."""
-    run(2, _start, smoke_run / FINAL_WEIGHTS)
-
-
-def _start(file: Path) -> None:
-    world = tests.world()
+    world, file = tests.world(), smoke_run / FINAL_WEIGHTS
     given, state = file if world.is_main else Path("/nowhere"), load_file(file)
     recipe = parse_recipe("test", tables(ema_decay=0.9))
 

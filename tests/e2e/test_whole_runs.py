@@ -26,7 +26,7 @@ from imagenet_fast.recipe.parallel_config import Parallel
 from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.parallel import small
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
 OPTIM = {
@@ -114,19 +114,16 @@ def test_a_target_is_for_the_accuracy_of_the_most_views(shift: dict[str, float])
     assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
 
 
+@with_ranks(1)
 def test_a_resumed_run_is_judged_by_what_its_recipe_measures_now(tmp_path: Path):
     """The checkpoint's accuracy with shifts is of no use once eval_shift is off."""
-    run(1, _train_then_measure_less, tmp_path)
+    small = {"ranks": 1, "eval_mirror": True, "target_mirrored": True, "data__train_images": 16, "data__val_images": 30}
+    for epochs, shift, target in ((1, 1, 100), (2, 0, 1)):
+        train_here(job_of(tmp_path, resume=epochs == 2, epochs=epochs, eval_shift=shift, target_top1=target, **small))
     evaluations, outcome = events_of(tmp_path, "eval"), outcome_of(tmp_path)
     assert [event.get("top1_shift") is None for event in evaluations] == [False, True]
     assert (outcome["status"], outcome["top1_shift"]) == ("reached", None)
     assert outcome["top1_mirror"] == evaluations[1]["top1_mirror"]
-
-
-def _train_then_measure_less(folder: Path) -> None:
-    small = {"ranks": 1, "eval_mirror": True, "target_mirrored": True, "data__train_images": 16, "data__val_images": 30}
-    for epochs, shift, target in ((1, 1, 100), (2, 0, 1)):
-        train_here(job_of(folder, resume=epochs == 2, epochs=epochs, eval_shift=shift, target_top1=target, **small))
 
 
 @pytest.mark.ci

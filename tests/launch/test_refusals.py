@@ -21,7 +21,7 @@ from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.recipe.job import Job
 from tests.conftest import at_first, make_images
 from tests.e2e.command import Launched, events_of, train_here
-from tests.ranks import run
+from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
 
@@ -87,18 +87,13 @@ def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path, launche
 
 
 @pytest.mark.parametrize("name", at_first(["environment.json", "events.jsonl"], "events.jsonl"))
+@with_ranks(1)
 def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path):
-    (said,) = run(1, _trained_twice, tmp_path, name)
-    assert re.fullmatch(rf"{re.escape(str(tmp_path / name))} cannot be (read|written) .*", said)
-
-
-def _trained_twice(folder: Path, name: str) -> str:
-    train_here(job(folder))
-    (folder / name).unlink()
-    (folder / name).mkdir()
-    with pytest.raises(UserError) as refused:
-        train_here(job(folder, epochs=2))
-    return str(refused.value)
+    train_here(job(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path / name))} cannot be (read|written) "):
+        train_here(job(tmp_path, epochs=2))
 
 
 def job(folder: Path, epochs: int = 1) -> Job:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.models
-from torch import Tensor, nn
+from torch import nn
 
 import tests
 from imagenet_fast.data.normalize import Normalizer
@@ -30,7 +30,7 @@ from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import seed_step
 from tests.conftest import tables
 from tests.models import own as networks
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 OWN = "tests.models.own"
 ALONE = tests.world(0, 1)
@@ -222,18 +222,14 @@ def test_weights_may_have_masks_of_infinities(tmp_path: Path):
     assert all(torch.equal(means.all()[name], tensor) for name, tensor in (others | {"mask": mask}).items())
 
 
-def _drawn() -> list[Tensor]:
+@with_ranks(2)
+def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
     drawn, here = [], tests.world()
     for _ in range(2):
         network = build_initial_model(recipe_of(flawed("drawn")), 10, here)
         seed_step(1, 5, here)
         drawn.append(network.state_dict()["head.bias"] + random.random() + float(np.random.random()))
-    return drawn
-
-
-def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
-    for one, other in run(2, _drawn):
-        assert torch.equal(one, other)
+    assert torch.equal(*drawn)
 
 
 def test_every_size_of_training_images_is_tried():
@@ -244,11 +240,8 @@ def test_every_size_of_training_images_is_tried():
 
 
 @pytest.mark.parametrize("kind", ["index", "small integers", "five dimensions"])
+@with_ranks(2)
 def test_unusual_tensors_are_taken_beside_the_others(kind: str):
-    run(2, _build_unusual, kind)
-
-
-def _build_unusual(kind: str) -> None:
     network = build_initial_model(recipe_of(flawed(kind)), 10, tests.world())
     more = network.state_dict()["more"]
     assert int(more.sum()) == more.numel()
@@ -303,11 +296,8 @@ def test_a_missing_timm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch)
         build_model(of_timm("test_vit"), 10)
 
 
+@with_ranks(2)
 def test_a_check_leaves_norms_and_random_numbers_as_they_are():
-    run(2, _build_checked)
-
-
-def _build_checked() -> None:
     checked = build_initial_model(recipe_of(own("build", dropout=0.5)), 10, tests.world())
     drawn = torch.rand(3)
     torch.manual_seed(1)

@@ -22,7 +22,7 @@ from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
 from imagenet_fast.training.trainer import final_advice
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 
 class Clock:
@@ -36,13 +36,8 @@ class Clock:
             yield torch.empty(0), torch.empty(0)
 
 
+@with_ranks(2)
 def test_slowest_rank_counts_without_first_step_and_evaluations():
-    late, early = run(2, _train)
-    assert late == early, "all know the same"
-    assert late == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
-
-
-def _train() -> list[tuple[float | None, float]]:
     """Three steps of two batches, and an evaluation before the last; the batches of rank 1 are always there. Shares,
     and seconds that they are of, after the second step and the third."""
     rank, clock, outcome, shares = dist.get_rank(), Clock(), RunResult("failed", "r", "lazy", 2, 2), []
@@ -70,7 +65,7 @@ def _train() -> list[tuple[float | None, float]]:
         meter.restart()
         step(2.0)
         report(3)
-    return shares
+    assert shares == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
 
 
 def test_a_run_of_one_step_tells_no_share():

@@ -26,7 +26,7 @@ from imagenet_fast.training.trainer import Trainer
 from tests.conftest import at_first
 from tests.e2e.command import events_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.sync.loops import LINK, unmeasured
 from tests.training.jobs import job_of
 
@@ -82,8 +82,9 @@ def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
 @pytest.mark.ci
 @pytest.mark.parametrize("sync", [{"kind": "hybrid", "wire": "fp32", "fuse_mb": 1}, INT8], ids=["hybrid", "int8"])
 @pytest.mark.parametrize("layout", [Parallel(tensor=4), Parallel(tensor=2), PIPED], ids=["tp4", "tp2dp2", "pp2dp2"])
+@with_ranks(4)
 def test_in_a_layout_it_goes_on_to_the_bit(layout: Parallel, sync: dict[str, Any]):
-    run(4, _goes_on, wide, 8, [[3, 6]], layout, {"global_batch": 16, "sync": sync, "ema_decay": 0.9})
+    _goes_on(wide, 8, [[3, 6]], layout, {"global_batch": 16, "sync": sync, "ema_decay": 0.9})
 
 
 def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, settings: dict[str, Any]) -> None:
@@ -95,13 +96,12 @@ def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, s
 
 
 @pytest.mark.parametrize("kind", at_first(["lazy", "ring", "hybrid", "dear", "sparse", "powersgd"], "lazy"))
+@with_ranks(3)
 def test_what_is_measured_on_a_machine_changes_no_bit(kind: str):
     """Else a run that is killed before its first checkpoint would end otherwise than it would have."""
-    run(3, _however_fast, {"kind": kind, "wire": "fp32"} if kind != "powersgd" else {"kind": kind, "rank": 2})
-
-
-def _however_fast(sync: dict[str, Any]) -> None:
-    loop = Loop("tiny", global_batch=12, sync=sync)
+    loop = Loop(
+        "tiny", global_batch=12, sync={"kind": kind} | ({"rank": 2} if kind == "powersgd" else {"wire": "fp32"})
+    )
     links = (LinkModel(1e-4, 1e-8), LinkModel(3e-6, 1e-7), LinkModel(1.0, 0.0))
     first, *others = (_trained(loop, wide, 8, link=link) for link in links)
     for other in others:

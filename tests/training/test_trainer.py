@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
 from tests.e2e.command import environment, wait_for
 from tests.models import own
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of, run_job
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
@@ -37,19 +36,16 @@ def small_job(folder: Path, epochs: int, resume: bool = False, **changes: Any) -
     return job_of(folder, None, resume, epochs=epochs, data__train_images=16, schedule=schedule, **changes)
 
 
+@with_ranks(2)
 def test_a_trainer_that_is_over_is_freed(tmp_path: Path):
     """In a notebook that trains one after another."""
-    assert run(2, _freed, tmp_path) == [True, True]
-
-
-def _freed(folder: Path) -> bool:
-    trainer = Trainer(small_job(folder, 1), tests.world())
+    trainer = Trainer(small_job(tmp_path, 1), tests.world())
     assert trainer.run().status == "finished"
     trainer.state.sync.close()
     weight = weakref.ref(next(trainer.model.parameters()))
     del trainer
     gc.collect()
-    return weight() is None
+    assert weight() is None
 
 
 def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
@@ -72,25 +68,21 @@ EDITS = {
 }
 
 
+@with_ranks(2)
 def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
-    for first, *others in run(2, _train_edited, tmp_path):
-        assert first == "finished"
-        for change, said in zip(EDITS, others, strict=True):
-            assert re.match(f"the network {change} since .* was written; restore it, or begin another run", said)
-
-
-def _train_edited(folder: Path) -> list[str]:
-    """How a run of eight frozen units ends, and why it does not go on when it has others."""
-    told = []
-    for widths, frozen in (([8], True), *EDITS.values()):
-        model = {"kind": "python", "name": "tests.models.own:edited"}
-        job = small_job(folder, 2 if told else 1, resume=True, model=model)
-        with patch.object(own, "WIDTHS", widths), patch.object(own, "FROZEN", frozen):
-            try:
-                told.append(run_job(job, tests.world()).status)
-            except UserError as error:
-                told.append(str(error))
-    return told
+    """One of eight units, which are frozen."""
+    model = {"kind": "python", "name": "tests.models.own:edited"}
+    with patch.object(own, "FROZEN", True):
+        assert run_job(small_job(tmp_path, 1, model=model), tests.world()).status == "finished"
+    for change, (widths, frozen) in EDITS.items():
+        said = f"the network {change} since .* was written; restore it, or begin another run"
+        job = small_job(tmp_path, 2, resume=True, model=model)
+        with (
+            patch.object(own, "WIDTHS", widths),
+            patch.object(own, "FROZEN", frozen),
+            pytest.raises(UserError, match=said),
+        ):
+            run_job(job, tests.world())
 
 
 BY_NAME = """
@@ -144,12 +136,9 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("lazy", marks=pytest.mark.ci), "hybrid"])
-def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
-    run(2, _go_back, kind)
-
-
+@with_ranks(2)
 @patch.dict(os.environ)
-def _go_back(kind: str) -> None:
+def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
     """Weights, images and times, as a cell of a notebook that is run again; also where updates are put off."""
     trainer = Trainer("smoke", overrides=[*SMALL, f"sync.kind={kind}", "ema_decay=0.9"])
     trainer.open_data()
