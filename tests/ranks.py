@@ -47,13 +47,9 @@ cpu_s = 0.0
 
 
 def run(
-    world: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    backend: str = "gloo",
-    fresh: bool = False,
+    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", fresh: bool = False,
     limit_s: float = LIMIT_S,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
 
     With the backend "nccl" each rank has a GPU, on which tensors are made by default; where there are more ranks than

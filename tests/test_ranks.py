@@ -91,9 +91,7 @@ def test_the_guard_sees_processor_time_and_processes():
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
-def test_an_ordinary_user_is_told_what_a_test_needs(
-    ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_user_is_told_what_a_test_needs(ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(outcome, match=r"needs root .* you are not root"):

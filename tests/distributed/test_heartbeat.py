@@ -40,50 +40,34 @@ def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Hear
 
 
 LOST: tuple[tuple[list[int], dict[int, Heartbeat], str], ...] = (
-    (
-        [2],
-        {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
-        "rank 2 on node7 stopped answering at step 1234, in backward; rank 0-1 waited in sync for 37 s",
-    ),
-    (
-        [0],
-        {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
-        "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was starting",
-    ),
+    ([2], {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
+     "rank 2 on node7 stopped answering at step 1234, in backward; rank 0-1 waited in sync for 37 s"),
+    ([0], {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
+     "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was starting"),
     ([1], {0: at(3, "forward", 5)}, "rank 1 never answered; rank 0 was in forward at step 3"),
     ([0, 1], {0: at(3, "data"), 1: at(3, "data")}, "rank 0-1 on node0 stopped answering at step 3, in data"),
-    (
-        [0, 1],
-        {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
-        "rank 0 on node0 stopped answering at step 9, in data, rank 1 on node1 stopped answering at step 9, in "
-        "evaluation; rank 2 waited in sync for 2 s",
-    ),
-)
+    ([0, 1], {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
+     "rank 0 on node0 stopped answering at step 9, in data, rank 1 on node1 stopped answering at step 9, in "
+     "evaluation; rank 2 waited in sync for 2 s"),
+)  # fmt: skip
 STUCK: tuple[tuple[dict[int, Heartbeat], str], ...] = (
-    (
-        {0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
-        "rank 3 on node2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
-        "sync for 100 s",
-    ),
-    (  # a GPU's host runs ahead
-        {0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
-        "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
-        "forward at step 14, rank 1 was in backward at step 13",
-    ),
-    (
-        {rank: at(12, "sync", 100) for rank in range(4)},
-        "all 4 ranks have waited for each other at step 12, in sync for 100 s, longer than timeout.step_s allows",
-    ),
-    (
-        {0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
-        "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 at step 12, in "
-        "sync, rank 2 at step 13, in sync",
-    ),
-)
+    ({0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
+     "rank 3 on node2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
+     "sync for 100 s"),
+    # A GPU's host runs ahead.
+    ({0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
+     "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
+     "forward at step 14, rank 1 was in backward at step 13"),
+    ({rank: at(12, "sync", 100) for rank in range(4)},
+     "all 4 ranks have waited for each other at step 12, in sync for 100 s, longer than timeout.step_s allows"),
+    ({0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
+     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 at step 12, in "
+     "sync, rank 2 at step 13, in sync"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("lost", "known", "sentence"), LOST)
-def test_who_is_lost_is_named_with_the_place_it_was_last_heard_of(
+def test_who_is_lost_is_named_with_where_it_was_last_heard_of(
     lost: list[int], known: dict[int, Heartbeat], sentence: str
 ):
     assert describe_lost(lost, known) == sentence

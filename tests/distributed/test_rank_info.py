@@ -38,7 +38,7 @@ def test_a_node_has_a_number_though_nobody_has_said_it():
 
 
 @pytest.mark.parametrize("pod", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "4", "RANK": "2"}, {"RANK": "x"}])
-def test_half_a_place_is_refused_since_every_pod_would_train_by_itself(
+def test_half_a_place_is_refused_or_every_pod_would_train_by_itself(
     pod: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     for key, value in pod.items():

@@ -56,9 +56,7 @@ def test_what_cannot_be_understood_is_refused_before_anything_runs(tmp_path: Pat
 
 
 @pytest.mark.ci
-def test_what_the_doctor_finds_wrong_is_told_with_the_rest_and_the_exit_code_says_so(
-    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_the_doctor_finds_wrong_is_told(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch):
     data, report = tmp_path / "no such data", tmp_path / "found.json"
     monkeypatch.setenv("COLUMNS", "200")
     code, printed, said = launched("doctor", "--data", str(data), "--nproc", "2", "--json", str(report))

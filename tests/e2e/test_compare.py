@@ -160,9 +160,7 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
     ],
     ids=["every engine with every layout and seed", "layouts of a single engine", "seeds of a single engine"],
 )  # fmt: skip
-def test_runs_are_named_by_what_differs(
-    recipe: str, engines: list[str], seeds: list[int], layouts: str, labels: list[str]
-):
+def test_names_tell_what_differs(recipe: str, engines: list[str], seeds: list[int], layouts: str, labels: list[str]):
     settings = ["hybrid.wire=fp32", "epochs=30"]
     *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
     assert [run.label for run in (*others, last)] == labels

@@ -112,9 +112,7 @@ def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: Path, tmp_path: Pa
 
 
 @pytest.mark.ci
-def test_fewer_ranks_train_images_with_a_scaled_batch_and_miss_the_target(
-    image_dir: Path, tmp_path: Path, launched: Launched
-):
+def test_fewer_ranks_train_with_a_scaled_batch_and_miss_the_target(image_dir: Path, tmp_path: Path, launched: Launched):
     run = tmp_path / "run"
     options = (*ONE_EPOCH, *setting("global_batch=16", "micro_batch=8"), "--sync", "allreduce", "--scale-batch")
     demo = ("train", "--recipe", "demo", "--data", str(image_dir), "--nproc", "1", "--out", str(run))
@@ -142,9 +140,7 @@ PIPELINE = ("parallel.pipeline=2", "parallel.micro_batches=2", "precision.kind=f
         ),
     ],
 )  # fmt: skip
-def test_final_weights_of_a_divided_model_are_whole(
-    layout: tuple[str, ...], split: str, tmp_path: Path, launched: Launched
-):
+def test_weights_of_a_divided_model_are_whole(layout: tuple[str, ...], split: str, tmp_path: Path, launched: Launched):
     run = tmp_path / "run"
     changes = setting(
         "model.kind=alexnet", "data.image_size=63", "data.train_images=8", "data.val_images=21", "global_batch=8",

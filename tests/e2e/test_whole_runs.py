@@ -68,9 +68,7 @@ def settings(changes: dict[str, Any], engine: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("changes", "engine"), CASES)
-def test_a_resumed_run_learns_what_ddp_does_and_is_exported_and_judged(
-    changes: dict[str, Any], engine: str, image_dir: Path, tmp_path: Path
-):
+def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str, image_dir: Path, tmp_path: Path):
     images = image_dir if changes is MILD else None
     run(2, _train_all, changes, engine, images, tmp_path, fresh=True)
     ddp, whole, resumed = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("ddp", "whole", "resumed"))

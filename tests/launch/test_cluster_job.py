@@ -128,9 +128,7 @@ def hostile_job(folder: Path, number: int, *options: str) -> str:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["slurm", "ssh"])
-def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(
-    kind: str, tmp_path: Path, cluster: dict[str, str]
-):
+def test_scripts_hand_on_every_name_as_it_is_and_are_sound_shell(kind: str, tmp_path: Path, cluster: dict[str, str]):
     seen, scripts = Path(cluster["SEEN"]), []
     (seen / "end").write_text("0\n")
     for number, name in enumerate(NAMES):

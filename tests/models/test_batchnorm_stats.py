@@ -73,9 +73,7 @@ def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
-def test_a_pipelines_norm_moves_once_a_step_and_weighs_its_micro_batches_alike(
-    momentum: float | None, micro_batches: int
-):
+def test_a_pipelines_norm_moves_once_a_step_and_weighs_micro_batches_alike(momentum: float | None, micro_batches: int):
     """As if it had seen their mean; without a momentum each step counts as one."""
     norm = nn.BatchNorm1d(3, momentum=momentum).double()
     statistics = PipelinedStatistics([norm], micro_batches)

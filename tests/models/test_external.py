@@ -180,21 +180,14 @@ def test_a_network_that_views_its_maps_takes_contiguous_images():
 
 
 ASKED: dict[str, tuple[Model, str, dict[str, Any]]] = {
-    # A training batch has one if micro_batch is 1.
-    "a single image": (
-        flawed("norm of one"), r"cannot take a single image of 32 pixels .*; choose a larger micro_batch",
-        {"micro_batch": 1},
-    ),
-    "unused under ddp": (
-        flawed("unused"), "does not use more, and torch's DDP waits .* another engine than sync.kind",
-        {"sync": {"kind": "ddp"}},
-    ),
-    "compiled": (
-        of_timm("test_vit"), "compile true compiles known blocks, and model.kind 'timm' has none", {"compile": True}
-    ),
-    "tensor": (
-        of_timm("test_vit"), "parallel.tensor 2 .* model.kind 'timm' has no such layers", {"parallel": {"tensor": 2}}
-    ),
+    "batches of one image": (flawed("norm of one"), "cannot take a single image of 32 pixels .*; choose a larger micro",
+                             {"micro_batch": 1}),
+    "unused under ddp": (flawed("unused"), "does not use more, and torch's DDP waits .* another engine than sync.kind",
+                         {"sync": {"kind": "ddp"}}),
+    "compiled": (of_timm("test_vit"), "compile true compiles known blocks, and model.kind 'timm' has none",
+                 {"compile": True}),
+    "tensor": (of_timm("test_vit"), "parallel.tensor 2 .* model.kind 'timm' has no such layers",
+               {"parallel": {"tensor": 2}}),
 }  # fmt: skip
 
 
@@ -254,9 +247,7 @@ def test_unusual_tensors_are_taken_beside_the_others(kind: str):
         ("def build(n) return 1", r"cannot be imported: SyntaxError in .*broken.py, line 1 \("),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_with_its_line(
-    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_broken_module_is_told_with_its_line(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=said) as refused:

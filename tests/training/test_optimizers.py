@@ -78,11 +78,9 @@ def descend(optimizer: torch.optim.Optimizer, steps: int = 8) -> list[nn.Paramet
 
 
 def follows(
-    optimizer: SGD,
-    by_hand: ByHand,
-    tight: Collection[nn.Parameter] = (),
+    optimizer: SGD, by_hand: ByHand, tight: Collection[nn.Parameter] = (),
     take: Callable[[SGD, float], object] = step_at,
-) -> bool:
+) -> bool:  # fmt: skip
     """Whether it does as the steps written out; parameters in ``tight`` are small, or move little."""
     exact = {
         param: (param.detach().double(), torch.zeros_like(param, dtype=torch.float64)) for param in optimizer.params

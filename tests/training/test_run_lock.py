@@ -103,9 +103,7 @@ def test_run_killed_before_first_checkpoint_restarts(tmp_path: Path):
     assert "has been evaluated" in run(1, looked_for, folder)[0]
 
 
-def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_nothing_may_be_beside_a_run_its_record_is_moved_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = begun(tmp_path / "run", TRAINED)
     before = contents(folder)
     mkdir = Path.mkdir

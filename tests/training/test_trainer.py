@@ -77,11 +77,7 @@ def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
     for change, (widths, frozen) in EDITS.items():
         said = f"the network {change} since .* was written; restore it, or begin another run"
         job = small_job(tmp_path, 2, resume=True, model=model)
-        with (
-            patch.object(own, "WIDTHS", widths),
-            patch.object(own, "FROZEN", frozen),
-            pytest.raises(UserError, match=said),
-        ):
+        with patch.multiple(own, WIDTHS=widths, FROZEN=frozen), pytest.raises(UserError, match=said):
             run_job(job, tests.world())
 
 
