@@ -9,15 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 import tests
-from imagenet_fast.cli.main import app, entry, main
+from imagenet_fast.cli.main import app, entry
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.trainer import Trainer
@@ -36,7 +35,6 @@ SMOKE = (
     *setting("checkpoint.every_steps=6", "checkpoint.keep=9"),
 )  # fmt: skip
 """A quarter of the images of `smoke` as it is shipped, and all of its sixteen steps."""
-Launched = Callable[..., tuple[int, str, str]]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -77,7 +75,7 @@ class Forked:
         """Its exit code, what it has printed and what it has complained of, once it has ended by these signals."""
         for number in numbers:
             os.kill(self._process.pid or 0, number)
-        self._process.join(60)
+        self._process.join(240)
         return self._process.exitcode, *(file.read_text() for file in self._files)
 
 
@@ -88,27 +86,6 @@ def in_process(*arguments: str) -> str:
     assert done.exit_code == 0, done.output
     assert done.output == done.stdout
     return done.stdout
-
-
-@pytest.fixture
-def launched(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_signals: None
-) -> Iterator[Launched]:
-    """Runs the command line with its launcher in this process, which has imported torch already; the exit code, and
-    what launcher and ranks have printed and complained of."""
-
-    def launched(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capfd.readouterr()
-
-    before = dict(os.environ)
-    os.environ |= environment(TORCH_CPP_LOG_LEVEL="FATAL")
-    yield launched
-    os.environ.clear()
-    os.environ |= before
 
 
 def train_here(job: Job, ask_first: Callable[[], Callable[[], bool]] | None = None) -> RunResult:

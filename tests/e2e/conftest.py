@@ -11,7 +11,6 @@ import torch
 from torchvision.models import resnet18
 
 from tests.e2e.command import SMOKE, imagenet_fast
-from tests.e2e.command import launched as launched
 
 
 @pytest.fixture(scope="session")

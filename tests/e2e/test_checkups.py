@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import Launched, environment
+from tests.e2e.command import Forked, environment
 from tests.pages import ROOT
 
 
@@ -56,10 +56,11 @@ def test_what_cannot_be_understood_is_refused_before_anything_runs(tmp_path: Pat
 
 
 @pytest.mark.ci
-def test_what_the_doctor_finds_wrong_is_told(tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_doctor_finds_wrong_is_told(tmp_path: Path):
     data, report = tmp_path / "no such data", tmp_path / "found.json"
-    monkeypatch.setenv("COLUMNS", "200")
-    code, printed, said = launched("doctor", "--data", str(data), "--nproc", "2", "--json", str(report))
+    code, printed, said = Forked(
+        tmp_path, "doctor", "--data", str(data), "--nproc", "2", "--json", str(report), COLUMNS="200"
+    ).ended()
     assert (code, said) == (1, ""), printed + said
     assert f"there is no data directory {data}" in printed
     states = {finding["about"]: finding["state"] for finding in json.loads(report.read_text())}

@@ -18,7 +18,7 @@ from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.rank_info import TORCHRUN
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job, read_job
-from tests.e2e.command import SMOKE, Forked, Launched, environment, events_of, outcome_of, setting, wait_for
+from tests.e2e.command import SMOKE, Forked, environment, events_of, outcome_of, setting, wait_for
 from tests.ports import free_port
 
 ONE_EPOCH = setting("epochs=1", "schedule.warmup_epochs=0")
@@ -112,11 +112,11 @@ def test_torchrun_is_reproducible_and_exits_with_3(smoke_run: Path, tmp_path: Pa
 
 
 @pytest.mark.ci
-def test_fewer_ranks_train_with_a_scaled_batch_and_miss_the_target(image_dir: Path, tmp_path: Path, launched: Launched):
+def test_fewer_ranks_train_with_a_scaled_batch_and_miss_the_target(image_dir: Path, tmp_path: Path):
     run = tmp_path / "run"
     options = (*ONE_EPOCH, *setting("global_batch=16", "micro_batch=8"), "--sync", "allreduce", "--scale-batch")
     demo = ("train", "--recipe", "demo", "--data", str(image_dir), "--nproc", "1", "--out", str(run))
-    code, printed, said = launched(*demo, *options)
+    code, printed, said = Forked(tmp_path, *demo, *options).ended()
     assert (code, said) == (3, ""), printed
     assert "recipe written for 2 ranks: 1 rank, micro-batch 8, " in printed
     assert "batch 16 -> 8, lr 3 -> 2.121 (square-root scaling)" in printed
@@ -130,23 +130,19 @@ PIPELINE = ("parallel.pipeline=2", "parallel.micro_batches=2", "precision.kind=f
 
 @pytest.mark.parametrize(
     ("layout", "split"),
-    [
-        pytest.param(
-            ("parallel.tensor=2",), "parallel.tensor 2, data-parallel x 1\n", id="tensor", marks=pytest.mark.ci
-        ),
-        pytest.param(
-            PIPELINE, "parallel.pipeline 2, data-parallel x 1; 2 micro-batches under way ", id="pipeline",
-            marks=pytest.mark.weekly,
-        ),
-    ],
+    [pytest.param(("parallel.tensor=2",), "parallel.tensor 2, data-parallel x 1\n", id="tensor", marks=pytest.mark.ci),
+     pytest.param(PIPELINE, "parallel.pipeline 2, data-parallel x 1; 2 micro-batches under way ", id="pipeline",
+                  marks=pytest.mark.weekly)],
 )  # fmt: skip
-def test_weights_of_a_divided_model_are_whole(layout: tuple[str, ...], split: str, tmp_path: Path, launched: Launched):
+def test_weights_of_a_divided_model_are_whole(layout: tuple[str, ...], split: str, tmp_path: Path):
     run = tmp_path / "run"
     changes = setting(
         "model.kind=alexnet", "data.image_size=63", "data.train_images=8", "data.val_images=21", "global_batch=8",
         "micro_batch=4", "precision.kind=fp32", *layout,
     )  # fmt: skip
-    code, printed, said = launched("train", "--recipe", "smoke", *ONE_EPOCH, *changes, "--out", str(run))
+    code, printed, said = Forked(
+        tmp_path, "train", "--recipe", "smoke", *ONE_EPOCH, *changes, "--out", str(run)
+    ).ended()
     assert (code, said) == (0, ""), printed
     assert f"micro-batch 4, 1 accumulation step; {split}" in printed
     if layout != PIPELINE:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -210,27 +211,25 @@ def _doubt(file: Path, fresh_head: bool, names: list[str]) -> str:
 
 
 @ci
+@with_ranks(2, fresh=True)
 def test_a_run_starts_from_a_checkpoint_and_records_which(smoke_run: Path, tmp_path: Path):
-    start = Path(f"{smoke_run}@step-6")
-    run(2, _go_on_from, start, tmp_path, fresh=True)
-    assert read_job(tmp_path / "same" / "job.json", Job).init_from == start
-    begun, same, trained = (given_weights(place).tensors for place in (start, tmp_path / "same", tmp_path / "trained"))
-    assert torch.equal(same["conv1.weight"], begun["conv1.weight"])
-    assert not torch.equal(trained["conv1.weight"], begun["conv1.weight"])
-    assert not (tmp_path / "four").exists()
-
-
-def _go_on_from(start: Path, folder: Path) -> None:
     """At a rate of nothing, at an ordinary one, and with too few classes."""
+    start = Path(f"{smoke_run}@step-6")
 
-    def trained(name: str, **changes: Any) -> None:
-        job = job_of(folder / name, epochs=1, data__train_images=16, model={"kind": "resnet18"}, **changes)
+    def trained(name: str, **changes: Any) -> Tensor:
+        job = job_of(tmp_path / name, epochs=1, data__train_images=16, model={"kind": "resnet18"}, **changes)
         assert train_here(replace(job, init_from=start)).status == "finished"
+        dist.barrier()
+        return given_weights(tmp_path / name).tensors["conv1.weight"]
 
-    trained("same", optim__lr=1e-30)
-    trained("trained")
+    begun = given_weights(start).tensors["conv1.weight"]
+    assert torch.equal(trained("same", optim__lr=1e-30), begun)
+    assert not torch.equal(trained("trained"), begun)
+    assert read_job(tmp_path / "same" / "job.json", Job).init_from == start
     with pytest.raises(UserError, match=r"step-00000006 tells 10 classes apart, and the data has 4; give"):
         trained("four", data__classes=4)
+    dist.barrier()
+    assert not (tmp_path / "four").exists()
 
 
 @ci

@@ -27,18 +27,10 @@ from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import environment, wait_for
 
 NAMES = (
-    "plain",
-    "two words",
-    "it's",
-    'a "b" c',
-    "$(touch hit) `touch hit` ${HOME} $$ $(MASTER_ADDR)",
-    "new\nline\n#SBATCH --nodes=9",
-    "tab\tand\rreturn\\n",
-    "größe-数-🏔\u2028\x85\ufeff",
-    "~;&|<>*?[x]{a,b}!",
-    "-x",
+    "plain", "two words", "it's", 'a "b" c', "$(touch hit) `touch hit` ${HOME} $$ $(MASTER_ADDR)",
+    "new\nline\n#SBATCH --nodes=9", "tab\tand\rreturn\\n", "größe-数-🏔\u2028\x85\ufeff", "~;&|<>*?[x]{a,b}!", "-x",
     " : - # % @ ' ",
-)
+)  # fmt: skip
 IMAGE = "registry.example:5000/imagenet-fast@sha256:0a"
 SLURM = ("slurm", "--nodes", "2", "--out", "/runs/a")
 K8S = ("k8s", "--nodes", "2", "--image", IMAGE, "--run-claim", "runs")

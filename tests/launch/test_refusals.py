@@ -20,7 +20,7 @@ from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.recipe.job import Job
 from tests.conftest import at_first, make_images
-from tests.e2e.command import Launched, events_of, train_here
+from tests.e2e.command import Forked, events_of, train_here
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
@@ -59,9 +59,9 @@ def test_a_file_name_that_is_no_utf8_is_heard_too(refuse: Callable[[Path, str], 
 
 
 @pytest.mark.ci
-def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path, launched: Launched):
+def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path):
     wrong = ("--set", "data.train_images=8", "--set", "target_top1=0.85", "--nproc", "2")
-    code, printed, said = launched("train", "--recipe", "smoke", *wrong, "--out", str(tmp_path / "run"))
+    code, printed, said = Forked(tmp_path, "train", "--recipe", "smoke", *wrong, "--out", str(tmp_path / "run")).ended()
     assert code == 2, printed + said
     warning, error = said.splitlines()
     assert warning == "warning: target_top1 is 0.85 %; did you mean 85?"
@@ -70,16 +70,16 @@ def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path, launched: Launche
 
 
 @pytest.mark.ci
-def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path, launched: Launched):
+def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
     images = make_images(tmp_path / "images", train=30, val=6)
     bad = sorted(images.glob("train/*/*.jpg"))[7]
     bad.write_bytes(b"no image")
     run = tmp_path / "run"
-    code, printed, said = launched(
-        "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
+    code, printed, said = Forked(
+        tmp_path, "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
         "--set", "global_batch=4", "--set", "micro_batch=4", "--set", "epochs=2", "--set", "ranks=1",
         "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
-    )  # fmt: skip
+    ).ended()  # fmt: skip
     assert code == 2, printed + said
     assert said.count(os.fspath(bad)) == 1, said
     assert "Traceback" not in said
