@@ -126,6 +126,7 @@ def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path
         "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
     )
     assert describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
+    assert leave_failure(store, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-2.json"]
 
 
@@ -169,10 +170,6 @@ def test_first_step_is_published_at_once(position: Here):
     assert published(store, [0])[0].step == 1, "later ones once a second"
     watched.tick(1.0)
     assert published(store, [0])[0].step == 2
-
-
-def test_a_failure_may_name_a_file_that_is_not_utf8():
-    assert leave_failure(HashStore(), "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read"
 
 
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):

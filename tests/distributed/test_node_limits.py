@@ -60,13 +60,11 @@ def test_no_numa_binding_without_topology(tmp_path: Path, node: str, cores: str)
 @pytest.mark.parametrize(
     ("allowed", "expected"),
     [
-        ([{0, 1, 2, 3}] * 2, [2, 2]),
-        ([{0, 1, 2, 3}] * 3, [1, 1, 1]),  # a third of four, each
+        ([{0, 1, 2, 3}] * 2, [2, 2]), ([{0, 1, 2, 3}] * 3, [1, 1, 1]), ([{0, 1, 2, 3}, {3}], [3, 0]),
         ([{0, 1}, {2, 3}], [2, 2]),  # as srun gives them
         ([{0, 1}] * 2 + [{2, 3}] * 2, [1, 1, 1, 1]),  # two NUMA nodes
-        ([{0, 1, 2, 3}, {3}], [3, 0]),
     ],
-)
+)  # fmt: skip
 def test_a_core_is_divided_among_those_who_may_use_it(allowed: list[set[int]], expected: list[int]):
     assert shares(allowed) == expected
 

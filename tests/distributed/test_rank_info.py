@@ -21,12 +21,9 @@ def test_torchrun_tells_a_rank_its_place(monkeypatch: pytest.MonkeyPatch):
     assert rank_info_from_env() == RankInfo(9, 16, 1, 8)
     assert RankInfo(9, 16, 1, 8).is_multi_node
     assert not RankInfo(1, 8, 1, 8).is_multi_node
-
-
-def test_what_starts_ranks_in_torchruns_stead_tells_them_the_same():
     assert RankInfo(9, 16, 1, 8).variables(node=1) == {
         "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
-    }  # fmt: skip
+    }, "what starts ranks in torchrun's stead tells them the same"  # fmt: skip
 
 
 def test_a_node_has_a_number_though_nobody_has_said_it():

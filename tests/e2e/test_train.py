@@ -140,9 +140,8 @@ def test_weights_of_a_divided_model_are_whole(layout: tuple[str, ...], split: st
         "model.kind=alexnet", "data.image_size=63", "data.train_images=8", "data.val_images=21", "global_batch=8",
         "micro_batch=4", "precision.kind=fp32", *layout,
     )  # fmt: skip
-    code, printed, said = Forked(
-        tmp_path, "train", "--recipe", "smoke", *ONE_EPOCH, *changes, "--out", str(run)
-    ).ended()
+    smoke = ("train", "--recipe", "smoke", *ONE_EPOCH)
+    code, printed, said = Forked(tmp_path, *smoke, *changes, "--out", str(run)).ended()
     assert (code, said) == (0, ""), printed
     assert f"micro-batch 4, 1 accumulation step; {split}" in printed
     if layout != PIPELINE:

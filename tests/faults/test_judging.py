@@ -51,7 +51,7 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
     assert fault in " ".join(faults)
 
 
-def test_repeated_events_are_allowed_after_damaged_checkpoint(tmp_path: Path):
+def test_repeated_events_are_allowed_after_a_damaged_checkpoint_and_other_weights_are_not(tmp_path: Path):
     before = replace(NOTHING, finished=True, events={("train", 3)}, files={Path("outcome.json")})
     damage = Hurt("flip", "", 0.5)
     warned = "warning: step-00000004 is damaged; the one before is taken\n"
@@ -59,9 +59,6 @@ def test_repeated_events_are_allowed_after_damaged_checkpoint(tmp_path: Path):
     assert judged(tmp_path / "redone", 0, warned, before, hurts=hurts) == []
     assert judged(tmp_path / "unsaid", 0, "", before, hurts=hurts)
     assert judged(tmp_path / "unhurt", 0, warned, before)
-
-
-def test_other_weights_and_missing_ones_are_found(tmp_path: Path):
     assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
     assert judged(tmp_path / "none", 0, "", NOTHING, weights=False) == ["1: leaves no final weights"]
 

@@ -288,13 +288,10 @@ def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
     ("told", "code", "saves", "refuses", "ends_with"),
     [
         *((False, code, False, False, code) for code in (0, 1, 2, 3, 137)),
-        (False, 4, False, False, "queued again"),
-        (True, 4, False, False, "queued again"),
-        (True, 4, False, True, 4),
-        (True, 1, True, False, "queued again"),
-        (True, 1, False, False, 1),
+        (False, 4, False, False, "queued again"), (True, 4, False, False, "queued again"), (True, 4, False, True, 4),
+        (True, 1, True, False, "queued again"), (True, 1, False, False, 1),
     ],
-)
+)  # fmt: skip
 def test_sbatch_queues_again_what_was_stopped_and_saved(
     told: bool, code: int, saves: bool, refuses: bool, ends_with: int | str, tmp_path: Path, cluster: dict[str, str]
 ):

@@ -56,6 +56,8 @@ def test_ranks_of_a_node_know_its_number_however_many_they_are(rank: int, node: 
 def test_one_task_a_node_starts_ranks_of_its_own():
     environment = step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=3, node=3)
     assert not adopted(environment)
+    to_a_loop_of_ones_own = adopted(environment, one_a_node=True)
+    assert to_a_loop_of_ones_own.items() >= (as_torchrun(3, 64, 0, 1) | {"MASTER_ADDR": "rack1-node01"}).items()
     count, endpoint = step_nodes(environment) or (0, "")
     assert (count, endpoint.partition(":")[0]) == (64, "rack1-node01")
     assert step_nodes(step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=9, node=9)) == (count, endpoint)
@@ -115,11 +117,6 @@ def test_steps_that_such_a_shell_starts_have_tasks(rank: int, terminal: bool, mo
     environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
     told = adopted(environment, chosen=True, one_a_node=True)
     assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
-
-
-def test_to_a_loop_of_ones_own_one_task_a_node_is_a_rank():
-    told = adopted(step(4, "1(x4)", "n[1-4]", rank=2, node=2), one_a_node=True)
-    assert told.items() >= (as_torchrun(2, 4, 0, 1) | {"MASTER_ADDR": "n1"}).items()
 
 
 @pytest.mark.ci

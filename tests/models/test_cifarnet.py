@@ -141,8 +141,5 @@ def test_examples_are_whole_images_chosen_by_the_seed(image_dir: Path, loader: s
     assert not torch.equal(same[0], same[2])
     other = data.model_copy(update={"loader": loader, "flip": True, "crop": "resized", "workers": 2})
     assert torch.equal(torch.cat(list(example_images(other, image_dir, 1))), same[0])
-
-
-def test_examples_of_synthetic_images_are_some_thousands_at_most():
-    data = SyntheticData(loader="synthetic", image_size=8, train_images=10**6, val_images=1, classes=3)
-    assert sum(len(images) for images in example_images(data, None, 1)) == 5000
+    many = SyntheticData(loader="synthetic", image_size=8, train_images=10**6, val_images=1, classes=3)
+    assert sum(len(images) for images in example_images(many, None, 1)) == 5000

@@ -201,9 +201,11 @@ def test_alexnets_of_pytorchs_examples_load(tmp_path: Path):
     assert read_weights(tmp_path / "w.pth").tensors.keys() == {*SMALL, "features.0.bias"}
 
 
-def test_published_weights_with_classifiers_for_training_load():
+def test_networks_with_classifiers_for_training_have_one_output_and_their_published_weights_load():
     model = TorchvisionModel(kind="torchvision", name="googlenet")
-    tensors = dict(build_model(model, 7).state_dict())
+    with torch.device("meta"):
+        assert build_model(model, 7)(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
+    tensors = zeros(model, 7)
     published = tensors | {"aux1.conv.conv.weight": torch.zeros(1), "aux2.fc2.bias": torch.zeros(7)}
     assert fit(Weights("w", published), model, 7).tensors.keys() == tensors.keys()
 

@@ -66,12 +66,9 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
         step(2.0)
         report(3)
     assert shares == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
-
-
-def test_a_run_of_one_step_tells_no_share():
     outcome = RunResult("failed", "r", "lazy", 1, 1)
     outcome.wait_for_data(0.0, 0.0)
-    assert outcome.data_wait_pct is None
+    assert outcome.data_wait_pct is None, "of a run of one step"
 
 
 @pytest.mark.parametrize(

@@ -208,12 +208,10 @@ def _rest(sync: Any) -> dict[str, Tensor]:
     return found
 
 
+PIPES = [{"pipeline": 2, "micro_batches": 2, "schedule": schedule} for schedule in ("1f1b", "interleaved", "1f1b")]
 PARTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "ranks": [(2, {}), (4, {}), (3, {})],
-    "schedules": [
-        (2, {"parallel": {"pipeline": 2, "micro_batches": 2, "schedule": schedule}})
-        for schedule in ("1f1b", "interleaved", "1f1b")
-    ],
+    "schedules": [(2, {"parallel": pipe}) for pipe in PIPES],
 }
 """Of a run, each on so many ranks and with these changes of its recipe. Interleaved, each rank of a pipeline holds two
 stages that do not follow one another, with batch norms of its own."""
