@@ -14,13 +14,9 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # as `imagenet-fast` has 
 
 
 def world(
-    rank: int | None = None,
-    size: int | None = None,
-    local_rank: int | None = None,
-    local_size: int | None = None,
-    device: torch.device | None = None,
-    bf16: bool | None = None,
-) -> DistContext:
+    rank: int | None = None, size: int | None = None, local_rank: int | None = None, local_size: int | None = None,
+    device: torch.device | None = None, bf16: bool | None = None,
+) -> DistContext:  # fmt: skip
     """Return this process among all ranks: those of its process group, all on one node, or it alone.
 
     What is given replaces what the group says; ``bf16`` is what ``device``, a CPU, can do.

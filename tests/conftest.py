@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,20 +65,19 @@ def subprocesses() -> None:
     """Asked for by tests of the first tier that start processes: so that there are few."""
 
 
+def at_first(cases: Iterable[str], *chosen: str) -> list[Any]:
+    """All ``cases`` of a test; those that are not ``chosen`` run in CI only."""
+    return [pytest.param(case, id=case, marks=() if case in chosen else pytest.mark.ci) for case in cases]
+
+
 def tables(**changes: Any) -> dict[str, Any]:
     """A small valid recipe as TOML would give it; ``optim__lr=1`` changes one key of a table."""
     recipe: dict[str, Any] = {
-        "ranks": 2,
-        "global_batch": 16,
-        "epochs": 2,
-        "log_every": 1,
-        "model": {"kind": "resnet18"},
+        "ranks": 2, "global_batch": 16, "epochs": 2, "log_every": 1, "model": {"kind": "resnet18"},
         "data": {"loader": "synthetic", "image_size": 32, "classes": 10, "train_images": 64, "val_images": 21},
-        "precision": {"kind": "fp32"},
-        "optim": {"kind": "sgd", "lr": 0.1, "weight_decay": 1e-4},
-        "schedule": {"kind": "cosine"},
-        "sync": {"kind": "lazy", "wire": "fp32", "threshold_mb": 1},
-    }
+        "precision": {"kind": "fp32"}, "optim": {"kind": "sgd", "lr": 0.1, "weight_decay": 1e-4},
+        "schedule": {"kind": "cosine"}, "sync": {"kind": "lazy", "wire": "fp32", "threshold_mb": 1},
+    }  # fmt: skip
     for key, value in changes.items():
         *folder, leaf = key.split("__")
         (recipe[folder[0]] if folder else recipe)[leaf] = value

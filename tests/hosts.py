@@ -6,7 +6,6 @@ import ctypes
 import multiprocessing
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.bench.netns import Host, enter, parse_rate, shaped_network
-from imagenet_fast.cli.main import entry
-from tests.e2e.command import environment
+from tests.e2e.command import become_command
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,7 +41,9 @@ class Hosts:
     def run(self, commands: Sequence[Sequence[str]], timeout_s: float = 120.0) -> list[Ended]:
         """Run ``imagenet-fast`` with these arguments, one on each node, to the end. Torch is there already."""
         said = [[self._folder / f"{stream}{n}" for stream in ("stdout", "stderr")] for n in range(len(commands))]
-        codes = self.call([(n, _command, (said[n], arguments)) for n, arguments in enumerate(commands)], timeout_s)
+        codes = self.call(
+            [(n, become_command, (said[n], arguments, {})) for n, arguments in enumerate(commands)], timeout_s
+        )
         return [(code, *(file.read_text() for file in files)) for code, files in zip(codes, said, strict=True)]
 
     def call(
@@ -84,14 +84,6 @@ def _answer(hosts: Hosts, node: int, function: Callable[..., Any], arguments: tu
         end.send(function(*arguments))
     except Exception as error:
         end.send(error)
-
-
-def _command(said: Sequence[Path], arguments: Sequence[str]) -> None:
-    for descriptor, file in enumerate(said, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.environ.update(environment())
-    sys.argv = ["imagenet-fast", *arguments]
-    entry()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,13 +47,9 @@ cpu_s = 0.0
 
 
 def run(
-    world: int,
-    function: Callable[..., Any],
-    *arguments: Any,
-    backend: str = "gloo",
-    fresh: bool = False,
+    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", fresh: bool = False,
     limit_s: float = LIMIT_S,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
 
     With the backend "nccl" each rank has a GPU, on which tensors are made by default; where there are more ranks than
@@ -79,6 +76,22 @@ def run(
         _close(pool)
     assert not left, "\n".join(left)
     return [case.result for case in cases]
+
+
+def with_ranks(world: int, fresh: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that all ranks run, with its parameters."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @wraps(test)
+        def everywhere(**parameters: Any) -> None:
+            if dist.is_initialized():
+                test(**parameters)
+            else:
+                run(world, partial(everywhere, **parameters), fresh=fresh)
+
+        return everywhere
+
+    return decorate
 
 
 def _pool(world: int, backend: str) -> RankPool:

@@ -116,13 +116,10 @@ def test_quoted_figures_are_those_of_the_results(page: str):
 # -- the script -------------------------------------------------------------------------------------------------------
 
 
-def test_benchmarks_are_listed_by_question(capsys: pytest.CaptureFixture[str]):
+def test_benchmarks_are_listed_by_question_and_others_refused(capsys: pytest.CaptureFixture[str]):
     assert benchmarks.main([]) == 0
     listed = capsys.readouterr().out
     assert all(f"{name} " in listed and result["question"] in listed for name, result in RESULTS.items())
-
-
-def test_an_unknown_benchmark_is_one_sentence(capsys: pytest.CaptureFixture[str]):
     assert benchmarks.main(["no-such"]) == 2
     sentence = "error: there is no benchmark no-such; `scripts/benchmarks.sh` lists them\n"
     assert capsys.readouterr() == ("", sentence)

@@ -1,9 +1,11 @@
-"""The documentation: links lead somewhere, commands are understood, and pages written by scripts are current."""
+"""The documentation: links lead somewhere, commands are understood, written pages and versions are current."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -12,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+import imagenet_fast
 from experiments.convergence import page as convergence
 from imagenet_fast.bench.compare import contestants
 from imagenet_fast.bench.parallel_layouts import parse_layouts
@@ -25,6 +28,7 @@ from tests.pages import ALL_PAGES, PAGES, ROOT, Command, mentioned, name_of, pro
 
 OWN_RECIPE = "demo"
 """The recipe that stands in for a reader's own, such as my.toml."""
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PROGRAM: Any = typer.main.get_command(app)
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -151,3 +155,17 @@ def check_training(asked: dict[str, Any], command: Command) -> None:
         check_norms(recipe, batching)
     if command.prints.startswith("recipe written for"):
         assert command.prints.splitlines()[0] == explain(written, recipe, batching), command
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    versions = re.findall(r"^## \[(.+?)\](?: - (\S+))?", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert PROJECT["version"] == citation["version"] == imagenet_fast.__version__
+    assert versions[0] == ("Unreleased", "")
+    assert (citation["version"], str(citation["date-released"])) in versions
+    assert citation["license"] == PROJECT["license"]
+
+
+def test_the_command_is_there_and_the_types_are_marked():
+    assert callable(EntryPoint("imagenet-fast", PROJECT["scripts"]["imagenet-fast"], "console_scripts").load())
+    assert (ROOT / "imagenet_fast" / "py.typed").is_file()

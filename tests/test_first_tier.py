@@ -39,4 +39,5 @@ def test_every_engine_wire_and_collective_is_in_the_contract():
 def test_every_kind_of_model_is_built(kind: str):
     named = {"name": EXTERNAL[kind]} if kind in EXTERNAL else {}
     recipe = parse_recipe("test", tables(model={"kind": kind, **named}, data__image_size=67))
-    assert build_model(recipe.model, classes=3)(torch.randn(2, 3, 67, 67)).shape == (2, 3)
+    with torch.device("meta"):
+        assert build_model(recipe.model, classes=3)(torch.randn(2, 3, 67, 67)).shape == (2, 3)

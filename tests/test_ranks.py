@@ -1,4 +1,4 @@
-"""The pool of ranks, and the guard of the first tier."""
+"""The pool of ranks, the guard of the first tier, and what becomes of tests that need root."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from tests.guard import counting
 from tests.ranks import run
+from tests.root import require_root
 
 
 def number_and_process() -> tuple[int, int]:
@@ -37,32 +39,25 @@ def hang() -> None:
     time.sleep(60)
 
 
+LEAVE: dict[str, Callable[[], object]] = {
+    "environment OWN=1": lambda: os.environ.update(OWN="1"),
+    "process_groups": lambda: dist.new_group([0, 1]),
+    "python_threads: own": lambda: threading.Thread(target=time.sleep, args=(60,), name="own", daemon=True).start(),
+    "dtype torch.float64": lambda: torch.set_default_dtype(torch.float64),
+    "threads 2": lambda: torch.set_num_threads(2),
+}
+
+
 def leave(what: str) -> None:
-    match what:
-        case "environment OWN=1":
-            os.environ["OWN"] = "1"
-        case "process_groups":
-            dist.new_group([0, 1])
-        case "python_threads: own":
-            threading.Thread(target=time.sleep, args=(60,), name="own", daemon=True).start()
-        case "dtype torch.float64":
-            torch.set_default_dtype(torch.float64)
-        case "threads 2":
-            torch.set_num_threads(2)
+    LEAVE[what]()
 
 
-def test_ranks_are_forked_once_and_numbered():
+def test_ranks_are_forked_once_and_numbered_and_begin_with_the_same_random_numbers():
     first = run(2, number_and_process)
     assert [rank for rank, _ in first] == [0, 1]
     assert run(2, number_and_process) == first
-
-
-def test_every_case_begins_with_the_same_random_numbers():
     assert run(2, draw) == run(2, draw)
-
-
-def test_fresh_ranks_are_others():
-    assert not set(processes()) & {process for _, process in run(2, number_and_process, fresh=True)}
+    assert not set(first) & set(run(2, number_and_process, fresh=True))
 
 
 def test_a_failure_is_told_and_ranks_are_forked_anew():
@@ -77,9 +72,7 @@ def test_a_hang_is_told_with_its_stack():
         run(2, hang, limit_s=0.2)
 
 
-@pytest.mark.parametrize(
-    "what", ["environment OWN=1", "process_groups", "python_threads: own", "dtype torch.float64", "threads 2"]
-)
+@pytest.mark.parametrize("what", LEAVE)
 def test_what_is_left_behind_fails(what: str):
     before = processes()
     with pytest.raises(AssertionError, match=f"rank 0 keeps {what}"):
@@ -95,3 +88,11 @@ def test_the_guard_sees_processor_time_and_processes():
         assert "subprocess.Popen" in cost.started[0]
         cost.begun_s -= 1000
         assert "mark it `ci`" in cost.excess()
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_a_user_is_told_what_a_test_needs(ci: str, outcome: type[BaseException], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(outcome, match=r"needs root .* you are not root"):
+        require_root()

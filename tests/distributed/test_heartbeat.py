@@ -32,7 +32,7 @@ from imagenet_fast.distributed.stragglers import Stragglers, tell_slow
 from imagenet_fast.distributed.watchdog import Watchdog
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.sync.comm_stream import CommStream
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 
 def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Heartbeat:
@@ -40,50 +40,34 @@ def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Hear
 
 
 LOST: tuple[tuple[list[int], dict[int, Heartbeat], str], ...] = (
-    (
-        [2],
-        {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
-        "rank 2 on node7 stopped answering at step 1234, in backward; rank 0-1 waited in sync for 37 s",
-    ),
-    (
-        [0],
-        {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
-        "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was starting",
-    ),
+    ([2], {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
+     "rank 2 on node7 stopped answering at step 1234, in backward; rank 0-1 waited in sync for 37 s"),
+    ([0], {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
+     "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was starting"),
     ([1], {0: at(3, "forward", 5)}, "rank 1 never answered; rank 0 was in forward at step 3"),
     ([0, 1], {0: at(3, "data"), 1: at(3, "data")}, "rank 0-1 on node0 stopped answering at step 3, in data"),
-    (
-        [0, 1],
-        {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
-        "rank 0 on node0 stopped answering at step 9, in data, rank 1 on node1 stopped answering at step 9, in "
-        "evaluation; rank 2 waited in sync for 2 s",
-    ),
-)
+    ([0, 1], {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
+     "rank 0 on node0 stopped answering at step 9, in data, rank 1 on node1 stopped answering at step 9, in "
+     "evaluation; rank 2 waited in sync for 2 s"),
+)  # fmt: skip
 STUCK: tuple[tuple[dict[int, Heartbeat], str], ...] = (
-    (
-        {0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
-        "rank 3 on node2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
-        "sync for 100 s",
-    ),
-    (  # a GPU's host runs ahead
-        {0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
-        "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
-        "forward at step 14, rank 1 was in backward at step 13",
-    ),
-    (
-        {rank: at(12, "sync", 100) for rank in range(4)},
-        "all 4 ranks have waited for each other at step 12, in sync for 100 s, longer than timeout.step_s allows",
-    ),
-    (
-        {0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
-        "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 at step 12, in "
-        "sync, rank 2 at step 13, in sync",
-    ),
-)
+    ({0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
+     "rank 3 on node2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
+     "sync for 100 s"),
+    # A GPU's host runs ahead.
+    ({0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
+     "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
+     "forward at step 14, rank 1 was in backward at step 13"),
+    ({rank: at(12, "sync", 100) for rank in range(4)},
+     "all 4 ranks have waited for each other at step 12, in sync for 100 s, longer than timeout.step_s allows"),
+    ({0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
+     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 at step 12, in "
+     "sync, rank 2 at step 13, in sync"),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("lost", "known", "sentence"), LOST)
-def test_who_is_lost_is_named_with_the_place_it_was_last_heard_of(
+def test_who_is_lost_is_named_with_where_it_was_last_heard_of(
     lost: list[int], known: dict[int, Heartbeat], sentence: str
 ):
     assert describe_lost(lost, known) == sentence
@@ -142,6 +126,7 @@ def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path
         "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
     )
     assert describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
+    assert leave_failure(store, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-2.json"]
 
 
@@ -185,10 +170,6 @@ def test_first_step_is_published_at_once(position: Here):
     assert published(store, [0])[0].step == 1, "later ones once a second"
     watched.tick(1.0)
     assert published(store, [0])[0].step == 2
-
-
-def test_a_failure_may_name_a_file_that_is_not_utf8():
-    assert leave_failure(HashStore(), "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read"
 
 
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
@@ -269,17 +250,13 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
     assert len(pickle.loads((tmp_path / "rank-3").read_bytes())["entries"]) == 1
 
 
+@with_ranks(2, fresh=True)
 def test_all_process_groups_take_the_timeout():
-    assert run(2, _limits, fresh=True) == [[90 + SLACK_S] * 3] * 2
-
-
-def _limits() -> list[float]:
     device = torch.device("cpu")
     before = CommStream(device, (0, 1))
     set_group_timeouts(90)
     after = CommStream(device, (0, 1))
     groups = (dist.group.WORLD, before._group, after._group)
-    found = [group._get_backend(device).options._timeout.total_seconds() for group in groups if group is not None]
+    assert [group._get_backend(device).options._timeout.total_seconds() for group in groups] == [90 + SLACK_S] * 3
     before.close()
     after.close()
-    return found

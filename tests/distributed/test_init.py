@@ -1,7 +1,8 @@
-"""What a rank computes on, and which connections its backends open."""
+"""What a rank computes on, which connections its backends open, and what its memory and garbage collector do."""
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import resource
@@ -16,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError
 from tests.pages import ROOT
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 
 @contextmanager
@@ -33,13 +35,9 @@ def one_gpu() -> Iterator[None]:
         yield
 
 
+@with_ranks(4, fresh=True)
 def test_gloo_beside_nccl_connects_only_to_ranks_it_is_asked_to_reach():
     """Else each rank of 512 would hold 512 sockets a group, for messages that nobody sends."""
-    assert run(4, _sockets_of_a_group, fresh=True) == [(4, 1)] * 4
-
-
-def _sockets_of_a_group() -> tuple[int, int]:
-    """Without GPUs, and beside NCCL."""
     assert prepare_device(0)[1] == "gloo"
     before = _sockets()
     dist.new_group(backend="gloo")
@@ -47,7 +45,7 @@ def _sockets_of_a_group() -> tuple[int, int]:
     with one_gpu():
         assert "gloo" in prepare_device(0)[1]
         dist.new_group(backend="gloo")
-    return alone - before, _sockets() - alone
+    assert (alone - before, _sockets() - alone) == (4, 1), "without GPUs, and beside NCCL"
 
 
 def _sockets() -> int:
@@ -99,13 +97,9 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is not glibc's")
 @pytest.mark.parametrize("setting", [{}, {"MALLOC_TOP_PAD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}])
+@with_ranks(1, fresh=True)
 def test_freed_tensors_are_kept_for_the_next_unless_the_environment_says_otherwise(setting: dict[str, str]):
     """Else the kernel clears each page of a large tensor again at every step."""
-    (kept,) = run(1, _kept_of_freed, setting, fresh=True)
-    assert (kept > 40 << 20) == (not setting)
-
-
-def _kept_of_freed(setting: dict[str, str]) -> int:
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
         del os.environ[name]
     os.environ |= setting
@@ -113,9 +107,22 @@ def _kept_of_freed(setting: dict[str, str]) -> int:
     before = _resident()
     for _ in range(3):
         torch.ones(48 << 20, dtype=torch.uint8)
-    return _resident() - before
+    assert (_resident() - before > 40 << 20) == (not setting)
 
 
 def _resident() -> int:
     """Bytes of this process's memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.ci
+@with_ranks(1, fresh=True)
+def test_what_lives_is_not_searched_again_and_later_garbage_still_is():
+    gc.unfreeze()
+    assert len(gc.get_objects()) > 50_000, "most of it torch's"
+    freeze_gc()
+    assert len(gc.get_objects()) < 1_000
+    cycle = list[object]()
+    cycle.append(cycle)
+    del cycle
+    assert gc.collect() >= 1

@@ -31,9 +31,7 @@ def test_what_is_sent_by_an_interface_is_counted():
     [
         ("lo", RankInfo(0, 4, 0, 2), True),
         ("lo", RankInfo(1, 2, 1, 2), False),  # a single node: gloo's interface carries nothing to others
-        ("nosuch0", RankInfo(0, 4, 0, 2), False),
-        ("lo,eth0", RankInfo(0, 4, 0, 2), False),
-        (None, RankInfo(0, 4, 0, 2), False),
+        *((interface, RankInfo(0, 4, 0, 2), False) for interface in ("nosuch0", "lo,eth0", None)),
     ],
 )
 def test_a_rank_counts_its_share_of_what_its_host_sends_to_others(

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner
 
 import tests
-from imagenet_fast.cli.main import app, main
+from imagenet_fast.cli.main import app, entry
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.trainer import Trainer
@@ -34,7 +35,6 @@ SMOKE = (
     *setting("checkpoint.every_steps=6", "checkpoint.keep=9"),
 )  # fmt: skip
 """A quarter of the images of `smoke` as it is shipped, and all of its sixteen steps."""
-Launched = Callable[..., tuple[int, str, str]]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -49,6 +49,36 @@ def imagenet_fast(*arguments: str, **more: str) -> subprocess.CompletedProcess[s
     )
 
 
+def become_command(files: Sequence[Path], arguments: Sequence[str], more: dict[str, str]) -> None:
+    """Be the command line from now on, in a process that was forked from one that ignores signals; what it prints and
+    complains of goes to two ``files``."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    for descriptor, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ |= environment(**more)
+    sys.argv = ["imagenet-fast", *arguments]
+    entry()
+
+
+class Forked:
+    """The command line in a process of its own, which has imported torch already."""
+
+    def __init__(self, folder: Path, *arguments: str, **more: str) -> None:
+        self._files = folder / "printed", folder / "said"
+        self._process = multiprocessing.get_context("forkserver").Process(
+            target=become_command, args=(self._files, arguments, more)
+        )
+        self._process.start()
+
+    def ended(self, *numbers: signal.Signals) -> tuple[int | None, str, str]:
+        """Its exit code, what it has printed and what it has complained of, once it has ended by these signals."""
+        for number in numbers:
+            os.kill(self._process.pid or 0, number)
+        self._process.join(240)
+        return self._process.exitcode, *(file.read_text() for file in self._files)
+
+
 def in_process(*arguments: str) -> str:
     """Return the CLI's output, run in this process, which has imported torch already; it must exit with 0, and warn of
     nothing."""
@@ -56,27 +86,6 @@ def in_process(*arguments: str) -> str:
     assert done.exit_code == 0, done.output
     assert done.output == done.stdout
     return done.stdout
-
-
-@pytest.fixture
-def launched(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], own_signals: None
-) -> Iterator[Launched]:
-    """Runs the command line with its launcher in this process, which has imported torch already; the exit code, and
-    what launcher and ranks have printed and complained of."""
-
-    def launched(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main()
-        assert isinstance(end.value.code, int)
-        return end.value.code, *capfd.readouterr()
-
-    before = dict(os.environ)
-    os.environ |= environment(TORCH_CPP_LOG_LEVEL="FATAL")
-    yield launched
-    os.environ.clear()
-    os.environ |= before
 
 
 def train_here(job: Job, ask_first: Callable[[], Callable[[], bool]] | None = None) -> RunResult:

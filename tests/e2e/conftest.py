@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchvision.models import ResNet, resnet18
+from torchvision.models import resnet18
 
 from tests.e2e.command import SMOKE, imagenet_fast
-from tests.e2e.command import launched as launched
-
-
-def untrained(classes: int) -> ResNet:
-    """The same one each time."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(0)
-        return resnet18(num_classes=classes)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +23,9 @@ def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "printed").exists():
-            torch.save(untrained(4).state_dict(), folder / "r.pth")
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(0)
+                torch.save(resnet18(num_classes=4).state_dict(), folder / "r.pth")
             done = imagenet_fast(*SMOKE, "--init-from", str(folder / "r.pth"), "--out", str(folder / "run"), "--trace")
             assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
             (folder / "printed").write_text(done.stdout)

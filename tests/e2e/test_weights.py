@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -22,6 +24,7 @@ from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, split_checkpoint
+from imagenet_fast.models import build_model
 from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
@@ -38,8 +41,8 @@ from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
-from tests.e2e.conftest import untrained
-from tests.ranks import run
+from tests.ranks import run, with_ranks
+from tests.training.jobs import job_of
 
 ci = pytest.mark.ci
 
@@ -53,36 +56,29 @@ def equal(tensors: dict[str, Tensor], others: dict[str, Tensor], but: tuple[str,
 
 
 @ci
-@pytest.mark.parametrize("which", ["newest", "latest", "final", "step-16", "step-00000016", "16"])
-def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path, which: str):
-    if which != "final":
-        assert chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
-    final, found = load_file(smoke_run / FINAL_WEIGHTS), given_weights(Path(f"{smoke_run}@{which}")).tensors
-    assert found.keys() == final.keys()
-    assert equal(found, final)
+def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path):
+    final = load_file(smoke_run / FINAL_WEIGHTS)
+    for which in ("newest", "latest", "final", "step-16", "step-00000016", "16"):
+        assert which == "final" or chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
+        found = given_weights(Path(f"{smoke_run}@{which}")).tensors
+        assert found.keys() == final.keys()
+        assert equal(found, final)
+    first, last = (event["top1"] for event in events_of(smoke_run, "eval"))
+    assert chosen_checkpoint(smoke_run, "best").manifest.top1 == max(first, last)
 
 
 @ci
-def test_a_checkpoint_describes_its_weights_as_the_final_ones_are(smoke_run: Path):
+def test_a_checkpoint_describes_its_weights_as_the_final_ones_are_and_has_the_mean_of_the_statistics(smoke_run: Path):
     final = given_weights(smoke_run).about
     assert final.pop("recipe") == "smoke"
-    assert json.loads(json.dumps(given_weights(Path(f"{smoke_run}@step-6")).about)) == final
-
-
-@ci
-def test_checkpoint_statistics_are_the_mean_of_the_ranks(smoke_run: Path):
+    given = given_weights(Path(f"{smoke_run}@step-6"))
+    assert json.loads(json.dumps(given.about)) == final
     checkpoint = open_checkpoint(smoke_run / "checkpoints" / "step-00000006")
     first, second = (part["buffers"]["bn1.running_mean"] for _, part in checkpoint.parts())
     assert not torch.equal(first, second)
-    found = given_weights(Path(f"{smoke_run}@step-6")).tensors
+    found = given.tensors
     torch.testing.assert_close(found["bn1.running_mean"], (first + second) / 2)
     assert torch.equal(found["conv1.weight"], checkpoint.shared()["model"]["conv1.weight"])
-
-
-@ci
-def test_the_best_is_that_with_the_highest_top_1(smoke_run: Path):
-    first, last = (event["top1"] for event in events_of(smoke_run, "eval"))
-    assert chosen_checkpoint(smoke_run, "best").manifest.top1 == max(first, last)
 
 
 def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
@@ -159,6 +155,7 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
 
 @ci
 def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(smoke_run: Path):
+    assert load_recipe(smoke_run / "recipe.toml") == plan_evaluation(smoke_run, None, (), 1).recipe
     as_trained = ("precision.kind=fp32", "data.val_images=15", "seed=5")
     ways = [(smoke_run, None, ()), (smoke_run / FINAL_WEIGHTS, "smoke", as_trained), (f"{smoke_run}@step-8", None, ())]
     (((by_run, by_file, by_step), _),) = run(1, _judged, [(Path(file), *more, None) for file, *more in ways])
@@ -182,8 +179,8 @@ def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
     alone, weights = tmp_path / "data", tmp_path / "w.safetensors"
     alone.mkdir()
     (alone / "val").symlink_to(image_dir / "val")
-    write_weights(untrained(3).state_dict(), weights, describe("test", parse_recipe("test", tables()), NAMES))
-    options = ("data.loader=folder", "data.workers=1", "data.image_size=48", "data.resize=56")
+    write_tiny(weights)
+    options = ("model={kind='cifarnet', widths=[4, 4, 4]}", "data.resize=40")
     places = [(weights, "demo", options, place) for place in (alone, image_dir)]
     (((ours, both), said),) = run(1, _judged, places, fresh=True)
     assert (ours.top1, ours.top5, ours.images) == (both.top1, both.top5, 7)
@@ -191,64 +188,55 @@ def test_eval_needs_validation_images_alone(image_dir: Path, tmp_path: Path):
 
 
 NAMES, OTHERS = ["cat", "cow", "dog"], ["cat", "bee", "dog"]
+TINY = parse_recipe("test", tables(model={"kind": "cifarnet", "widths": [4, 4, 4]}))
 
 
-@pytest.mark.parametrize(
-    ("fresh_head", "names", "doubt"),
-    [
-        (False, NAMES, ""),
-        (False, [], ""),
-        (True, OTHERS, ""),
-        (False, OTHERS, "was trained on other classes: on 'cow' where the data has 'bee'\n"),
-    ],
-)
-def test_weights_of_other_classes_are_doubted_but_for_a_fresh_head(
-    fresh_head: bool, names: list[str], doubt: str, tmp_path: Path
-):
-    file, recipe = tmp_path / "w.safetensors", parse_recipe("test", tables())
-    write_weights(untrained(3).state_dict(), file, describe("test", recipe, NAMES))
-    assert run(1, _doubt, file, fresh_head, names) == [f"warning: {file} {doubt}" if doubt else ""]
+def write_tiny(file: Path) -> None:
+    """Weights for three classes with names."""
+    write_weights(build_model(TINY.model, 3).state_dict(), file, describe("test", TINY, NAMES))
+
+
+def test_weights_of_other_classes_are_doubted_but_for_a_fresh_head(tmp_path: Path):
+    write_tiny(file := tmp_path / "w.safetensors")
+    doubt = f"warning: {file} was trained on other classes: on 'cow' where the data has 'bee'\n"
+    cases = ((False, NAMES, ""), (False, [], ""), (True, OTHERS, ""), (False, OTHERS, doubt))
+    for fresh_head, names, expected in cases:
+        assert run(1, _doubt, file, fresh_head, names) == [expected]
 
 
 def _doubt(file: Path, fresh_head: bool, names: list[str]) -> str:
     with redirect_stderr(StringIO()) as told:
-        load_initial_weights(file, parse_recipe("test", tables()).model, 3, tests.world(), fresh_head, names)
+        load_initial_weights(file, TINY.model, 3, tests.world(), fresh_head, names)
     return told.getvalue()
 
 
 @ci
+@with_ranks(2, fresh=True)
 def test_a_run_starts_from_a_checkpoint_and_records_which(smoke_run: Path, tmp_path: Path):
+    """At a rate of nothing, at an ordinary one, and with too few classes."""
     start = Path(f"{smoke_run}@step-6")
-    run(2, _go_on_from, start, tmp_path, fresh=True)
+
+    def trained(name: str, **changes: Any) -> Tensor:
+        job = job_of(tmp_path / name, epochs=1, data__train_images=16, model={"kind": "resnet18"}, **changes)
+        assert train_here(replace(job, init_from=start)).status == "finished"
+        dist.barrier()
+        return given_weights(tmp_path / name).tensors["conv1.weight"]
+
+    begun = given_weights(start).tensors["conv1.weight"]
+    assert torch.equal(trained("same", optim__lr=1e-30), begun)
+    assert not torch.equal(trained("trained"), begun)
     assert read_job(tmp_path / "same" / "job.json", Job).init_from == start
-    begun, same, trained = (given_weights(place).tensors for place in (start, tmp_path / "same", tmp_path / "trained"))
-    assert torch.equal(same["conv1.weight"], begun["conv1.weight"])
-    assert not torch.equal(trained["conv1.weight"], begun["conv1.weight"])
+    with pytest.raises(UserError, match=r"step-00000006 tells 10 classes apart, and the data has 4; give"):
+        trained("four", data__classes=4)
+    dist.barrier()
     assert not (tmp_path / "four").exists()
 
 
-def _go_on_from(start: Path, folder: Path) -> None:
-    """At a rate of nothing, at an ordinary one, and with too few classes."""
-
-    def trained(name: str, **changes: Any) -> None:
-        recipe = parse_recipe("test", tables(epochs=1, data__train_images=16, **changes))
-        job = Job("test", recipe, split_batch(recipe, 2), None, folder / name, init_from=start)
-        assert train_here(job).status == "finished"
-
-    trained("same", optim__lr=1e-30)
-    trained("trained")
-    with pytest.raises(UserError, match=r"step-00000006 tells 10 classes apart, and the data has 4; give"):
-        trained("four", data__classes=4)
-
-
 @ci
+@with_ranks(2)
 def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_run: Path):
     """With other classes only where a fresh head is asked for."""
-    run(2, _start, smoke_run / FINAL_WEIGHTS)
-
-
-def _start(file: Path) -> None:
-    world = tests.world()
+    world, file = tests.world(), smoke_run / FINAL_WEIGHTS
     given, state = file if world.is_main else Path("/nowhere"), load_file(file)
     recipe = parse_recipe("test", tables(ema_decay=0.9))
 
@@ -269,11 +257,6 @@ def _start(file: Path) -> None:
     fresh = built(4, fresh_head=True)
     assert equal(fresh.state_dict(), state, but=("fc.weight", "fc.bias"))
     assert fresh.fc.weight.any()
-
-
-@ci
-def test_a_recipe_of_a_run_is_read_back_as_it_was(smoke_run: Path):
-    assert load_recipe(smoke_run / "recipe.toml") == plan_evaluation(smoke_run, None, (), 1).recipe
 
 
 @ci
@@ -300,16 +283,12 @@ def test_an_exported_program_gives_the_networks_results(smoke_run: Path, tmp_pat
     best, out = f"{smoke_run}@best", tmp_path / "smoke.pt2"
     in_process("export", "--weights", best, "--format", "pt2", "--out", str(out))
     check_program(out, resnet18(num_classes=10), given_weights(Path(best)).tensors, 32, "smoke")
+    for kind in ("safetensors", "pt2"):
+        options = ("--weights", str(smoke_run), "--format", kind, "--out", f"/proc/w.{kind}")
+        assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
     back = refusal("export", "--weights", str(out), "--out", str(tmp_path / "w.safetensors"))
     assert "smoke.pt2 is an archive without a state dict, as a .pt2 is, of which nothing is read; give" in back
     assert [path.name for path in tmp_path.iterdir()] == ["smoke.pt2"]
-
-
-@ci
-@pytest.mark.parametrize("kind", ["safetensors", "pt2"])
-def test_where_nothing_can_be_written_that_is_said(kind: str, smoke_run: Path, refusal: Callable[..., str]):
-    options = ("--weights", str(smoke_run), "--format", kind, "--out", f"/proc/w.{kind}")
-    assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
 
 
 @pytest.mark.weekly

@@ -23,6 +23,10 @@ SMALL = (
 """Twenty steps, with a checkpoint after every fourth and after each of two evaluations."""
 
 
+FUSED = ("--set", "sync.threshold_mb=4")
+"""Else each run cuts its messages as it has measured."""
+
+
 @dataclass
 class Running:
     """The command, at work."""

@@ -12,11 +12,9 @@ import pytest
 
 from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, setting, wait_for
-from tests.faults.jobs import Running, digest, start, train
+from tests.faults.jobs import FUSED, Running, digest, start, train
 
 pytestmark = pytest.mark.weekly
-
-FUSED = ("--set", "sync.threshold_mb=4")  # else each run cuts its messages as it has measured
 
 
 @contextmanager

@@ -15,28 +15,22 @@ pytestmark = pytest.mark.weekly
 
 
 NAMED: dict[str, tuple[str, list[tuple[int, float, Disturbance]], list[int]]] = {
-    "whoever is told to stop, all save": (
-        "lazy",
-        [(2, 0, Send(SIGINT, "launcher")), (4, 0, Send(SIGTERM, "launcher")), (7, 0, Send(SIGUSR1, "rank 1"))],
-        [4, 4, 4],
-    ),
+    "whoever is told to stop, all save": ("lazy", [
+        (2, 0, Send(SIGINT, "launcher")), (4, 0, Send(SIGTERM, "launcher")), (7, 0, Send(SIGUSR1, "rank 1")),
+    ], [4, 4, 4]),
     "Ctrl-C in a terminal is heard by all": ("dear", [(5, 0, Send(SIGINT, "all"))], [4]),
     **{
         f"{number.name} at the start": ("lazy", [(0, at, Send(number, "launcher")) for at in times], [4, 4])
         for number, times in ((SIGINT, (2.0, 5.0)), (SIGTERM, (3.0, 6.0)), (SIGUSR1, (4.0, 7.0)))
     },
     "a rank, then all are killed": (
-        "hybrid, three ranks",
-        [(5, 0.1, Send(SIGKILL, "rank 1")), (8, 0.2, Send(SIGKILL, "all"))],
-        [1, -9],
+        "hybrid, three ranks", [(5, 0.1, Send(SIGKILL, "rank 1")), (8, 0.2, Send(SIGKILL, "all"))], [1, -9]
     ),
     "the launcher is killed": ("lazy int8, three ranks", [(4, 0.2, Send(SIGKILL, "launcher"))], [-9]),
     "all, then a rank are killed": (
-        "sparse, three ranks",
-        [(3, 0.1, Send(SIGKILL, "all")), (7, 0.1, Send(SIGKILL, "rank 0"))],
-        [-9, 1],
+        "sparse, three ranks", [(3, 0.1, Send(SIGKILL, "all")), (7, 0.1, Send(SIGKILL, "rank 0"))], [-9, 1]
     ),
-}
+}  # fmt: skip
 """What is trained; after which step and how many seconds later what happens to each launch, and how that then ends.
 
 With three ranks sums are rounded as messages happen to be cut, which is measured unless a recipe says it. A run goes on

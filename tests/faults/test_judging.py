@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.fuzzing import Before, Launch, Round
 from tests.faults.jobs import Running, digest
-from tests.faults.programs import FILES, Hurt, draw_program, hurt
+from tests.faults.programs import FILES, Hurt, draw_program
 
 pytestmark = pytest.mark.ci
 
@@ -26,17 +26,6 @@ def test_a_seed_draws_one_program_and_all_kinds_of_disturbances_come():
     kinds = {type(command.disturbance).__name__ for command in commands}
     assert kinds == {"Send", "Second", "Hurt", "NoneType"}
     assert {damage.file for command in commands for damage in command.afterwards} == {*FILES}
-
-
-def test_damage_flips_truncates_replaces_and_deletes(tmp_path: Path):
-    for name in ("flip", "truncate", "directory", "delete"):
-        (tmp_path / name).write_bytes(b"12345678")
-    assert all(hurt(tmp_path, Hurt(how, how, 0.5)) for how in ("flip", "truncate", "directory", "delete"))
-    assert (tmp_path / "flip").read_bytes() == b"1234\xb5678"
-    assert (tmp_path / "truncate").read_bytes() == b"1234"
-    assert (tmp_path / "directory").is_dir()
-    assert not (tmp_path / "delete").exists()
-    assert hurt(tmp_path, Hurt("flip", "checkpoints/step-* newest/*.json", 0.5)) is None
 
 
 @pytest.mark.parametrize(
@@ -62,7 +51,7 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
     assert fault in " ".join(faults)
 
 
-def test_repeated_events_are_allowed_after_damaged_checkpoint(tmp_path: Path):
+def test_repeated_events_are_allowed_after_a_damaged_checkpoint_and_other_weights_are_not(tmp_path: Path):
     before = replace(NOTHING, finished=True, events={("train", 3)}, files={Path("outcome.json")})
     damage = Hurt("flip", "", 0.5)
     warned = "warning: step-00000004 is damaged; the one before is taken\n"
@@ -70,21 +59,8 @@ def test_repeated_events_are_allowed_after_damaged_checkpoint(tmp_path: Path):
     assert judged(tmp_path / "redone", 0, warned, before, hurts=hurts) == []
     assert judged(tmp_path / "unsaid", 0, "", before, hurts=hurts)
     assert judged(tmp_path / "unhurt", 0, warned, before)
-
-
-def test_other_weights_and_missing_ones_are_found(tmp_path: Path):
     assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
     assert judged(tmp_path / "none", 0, "", NOTHING, weights=False) == ["1: leaves no final weights"]
-
-
-def test_a_second_checkpoint_of_a_step_is_one(tmp_path: Path):
-    for name in ("step-00000004", "step-00000010", "step-00000010-2"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        (tmp_path / "checkpoints" / name / "manifest.json").touch()
-    round_ = Round(tmp_path, (), "")
-    assert round_._before().checkpoint == Path("checkpoints/step-00000010-2")
-    round_._hurts[Path("checkpoints/step-00000010-2/manifest.json")] = Hurt("flip", "", 0.5)
-    assert (round_._before().step, round_._before().checkpoint) == (10, Path("checkpoints/step-00000010"))
 
 
 def judged(

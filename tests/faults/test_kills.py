@@ -15,13 +15,10 @@ from typing import Any
 import pytest
 
 from imagenet_fast.metrics.run_result import read_outcome
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import tables
 from tests.e2e.command import train_here
 from tests.faults.jobs import digest
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 pytestmark = pytest.mark.ci
 
@@ -64,9 +61,8 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(moment: str, engine
 
 
 def _train(folder: Path, engine: str, moment: str | int = 0) -> None:
-    small = {"model": {"kind": "cifarnet", "widths": [8, 8, 8]}, "checkpoint": {"every_steps": 3}}
-    sync = {"wire": "fp32"} | ENGINES[engine]
-    recipe = parse_recipe("test", tables(data__train_images=80, data__val_images=6, sync=sync, **small))
+    small = {"data__train_images": 80, "data__val_images": 6, "checkpoint": {"every_steps": 3}}
+    job = job_of(folder, resume=True, sync={"wire": "fp32"} | ENGINES[engine], **small)
     steps = iter(range(moment if isinstance(moment, int) and moment else sys.maxsize))
 
     def asked() -> bool:
@@ -77,7 +73,6 @@ def _train(folder: Path, engine: str, moment: str | int = 0) -> None:
 
     if isinstance(moment, str):
         sys.addaudithook(partial(_hear, moment))
-    job = Job("test", recipe, split_batch(recipe, 2), None, folder, resume=True)
     train_here(job, lambda: asked)
 
 

@@ -27,18 +27,10 @@ from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import environment, wait_for
 
 NAMES = (
-    "plain",
-    "two words",
-    "it's",
-    'a "b" c',
-    "$(touch hit) `touch hit` ${HOME} $$ $(MASTER_ADDR)",
-    "new\nline\n#SBATCH --nodes=9",
-    "tab\tand\rreturn\\n",
-    "größe-数-🏔\u2028\x85\ufeff",
-    "~;&|<>*?[x]{a,b}!",
-    "-x",
+    "plain", "two words", "it's", 'a "b" c', "$(touch hit) `touch hit` ${HOME} $$ $(MASTER_ADDR)",
+    "new\nline\n#SBATCH --nodes=9", "tab\tand\rreturn\\n", "größe-数-🏔\u2028\x85\ufeff", "~;&|<>*?[x]{a,b}!", "-x",
     " : - # % @ ' ",
-)
+)  # fmt: skip
 IMAGE = "registry.example:5000/imagenet-fast@sha256:0a"
 SLURM = ("slurm", "--nodes", "2", "--out", "/runs/a")
 K8S = ("k8s", "--nodes", "2", "--image", IMAGE, "--run-claim", "runs")
@@ -128,9 +120,7 @@ def hostile_job(folder: Path, number: int, *options: str) -> str:
 
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["slurm", "ssh"])
-def test_scripts_hand_on_every_name_as_it_is_and_shells_find_nothing_wrong(
-    kind: str, tmp_path: Path, cluster: dict[str, str]
-):
+def test_scripts_hand_on_every_name_as_it_is_and_are_sound_shell(kind: str, tmp_path: Path, cluster: dict[str, str]):
     seen, scripts = Path(cluster["SEEN"]), []
     (seen / "end").write_text("0\n")
     for number, name in enumerate(NAMES):
@@ -245,10 +235,7 @@ def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
     assert "resources" not in pod["containers"][0]
     asked = parsed(pod_words(pod)[1:])
     assert (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"]) == (None, 2, None)
-
-
-def test_pods_of_our_image_may_write_the_claim_of_runs():
-    assert jobset(launch(*K8S, "--recipe", "smoke"))[-1]["securityContext"]["fsGroup"] == 1000
+    assert pod["securityContext"]["fsGroup"] == 1000, "pods of our image may write the claim of runs"
     assert "USER 1000:1000" in (Path(__file__).parents[2] / "Dockerfile").read_text()
 
 
@@ -263,7 +250,7 @@ def test_any_text_is_read_as_it_was_written(text: str):
     assert yaml.safe_load(to_yaml(document)) == document
 
 
-def test_sbatch_requests_resources_and_signal():
+def test_sbatch_requests_whole_nodes_or_cores_and_a_signal():
     text = launch(
         *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64", "--time", "24:00:00", "--partition",
         "gpu", "--account", "vision", "--set", "checkpoint.grace_s=299.5",
@@ -274,9 +261,6 @@ def test_sbatch_requests_resources_and_signal():
         "job-name=resnet50-512gpu", "nodes=64", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0",
         "time=24:00:00", "partition=gpu", "account=vision", "open-mode=append", "requeue", "signal=B:USR1@370",
     }  # fmt: skip
-
-
-def test_sbatch_part_of_a_node():
     text = launch(*SLURM, "--recipe", "smoke", "--cores", "8", "--no-gpus")
     assert text.count("--cpus-per-task=8") == 2
     assert "gpus" not in text.split("srun")[0]
@@ -304,13 +288,10 @@ def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
     ("told", "code", "saves", "refuses", "ends_with"),
     [
         *((False, code, False, False, code) for code in (0, 1, 2, 3, 137)),
-        (False, 4, False, False, "queued again"),
-        (True, 4, False, False, "queued again"),
-        (True, 4, False, True, 4),
-        (True, 1, True, False, "queued again"),
-        (True, 1, False, False, 1),
+        (False, 4, False, False, "queued again"), (True, 4, False, False, "queued again"), (True, 4, False, True, 4),
+        (True, 1, True, False, "queued again"), (True, 1, False, False, 1),
     ],
-)
+)  # fmt: skip
 def test_sbatch_queues_again_what_was_stopped_and_saved(
     told: bool, code: int, saves: bool, refuses: bool, ends_with: int | str, tmp_path: Path, cluster: dict[str, str]
 ):

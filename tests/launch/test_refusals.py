@@ -1,4 +1,4 @@
-"""What a rank refuses is heard, whichever is ended before it speaks, and is not tried again and again."""
+"""What a rank refuses is heard, whichever is ended before it speaks, and is not tried again; so are signals."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import argparse
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +17,12 @@ from imagenet_fast import errors
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
-from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import make_images, tables
-from tests.e2e.command import Launched, events_of, train_here
-from tests.ranks import run
+from tests.conftest import at_first, make_images
+from tests.e2e.command import Forked, events_of, train_here
+from tests.ranks import with_ranks
+from tests.training.jobs import job_of
 
 
 @pytest.fixture
@@ -38,11 +40,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
 
 
 def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(
-    refuse: Callable[[Path, str], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-):
+):  # fmt: skip
     def ranks(path: Path, *_: object) -> tuple[int, str]:
         refuse(path.parent, "no images; give some")
         return 1, "rank 0 on here was killed by SIGTERM"
@@ -59,9 +59,9 @@ def test_a_file_name_that_is_no_utf8_is_heard_too(refuse: Callable[[Path, str], 
 
 
 @pytest.mark.ci
-def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path, launched: Launched):
+def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path):
     wrong = ("--set", "data.train_images=8", "--set", "target_top1=0.85", "--nproc", "2")
-    code, printed, said = launched("train", "--recipe", "smoke", *wrong, "--out", str(tmp_path / "run"))
+    code, printed, said = Forked(tmp_path, "train", "--recipe", "smoke", *wrong, "--out", str(tmp_path / "run")).ended()
     assert code == 2, printed + said
     warning, error = said.splitlines()
     assert warning == "warning: target_top1 is 0.85 %; did you mean 85?"
@@ -70,42 +70,34 @@ def test_what_all_ranks_refuse_is_printed_once(tmp_path: Path, launched: Launche
 
 
 @pytest.mark.ci
-def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path, launched: Launched):
+def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
     images = make_images(tmp_path / "images", train=30, val=6)
     bad = sorted(images.glob("train/*/*.jpg"))[7]
     bad.write_bytes(b"no image")
     run = tmp_path / "run"
-    code, printed, said = launched(
-        "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
+    code, printed, said = Forked(
+        tmp_path, "train", "--recipe", "demo", "--data", str(images), "--nproc", "1", "--set", "data.loader=folder",
         "--set", "global_batch=4", "--set", "micro_batch=4", "--set", "epochs=2", "--set", "ranks=1",
         "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
-    )  # fmt: skip
+    ).ended()  # fmt: skip
     assert code == 2, printed + said
     assert said.count(os.fspath(bad)) == 1, said
     assert "Traceback" not in said
     assert not events_of(run, "resume")
 
 
-@pytest.mark.parametrize("name", ["environment.json", "events.jsonl"])
+@pytest.mark.parametrize("name", at_first(["environment.json", "events.jsonl"], "events.jsonl"))
+@with_ranks(1)
 def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path):
-    (said,) = run(1, _trained_twice, tmp_path, name)
-    assert re.fullmatch(rf"{re.escape(str(tmp_path / name))} cannot be (read|written) .*", said)
-
-
-def _trained_twice(folder: Path, name: str) -> str:
-    train_here(job(folder))
-    (folder / name).unlink()
-    (folder / name).mkdir()
-    with pytest.raises(UserError) as refused:
-        train_here(job(folder, epochs=2))
-    return str(refused.value)
+    train_here(job(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path / name))} cannot be (read|written) "):
+        train_here(job(tmp_path, epochs=2))
 
 
 def job(folder: Path, epochs: int = 1) -> Job:
-    data = {"loader": "synthetic", "image_size": 32, "classes": 10, "train_images": 16, "val_images": 3}
-    model = {"kind": "cifarnet", "widths": [4, 4, 4]}
-    recipe = parse_recipe("test", tables(ranks=1, epochs=epochs, model=model, data=data))
-    return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=epochs > 1)
+    return job_of(folder, resume=epochs > 1, ranks=1, epochs=epochs, data__train_images=16, data__val_images=3)
 
 
 def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
@@ -130,3 +122,20 @@ def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatc
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("own_signals", "subprocesses")
+def test_a_signal_while_a_process_starts_is_answered_after_it():
+    """Python drops what a handler raises in what it calls as it forks."""
+    interrupt_on_signals()
+    started: list[bytes] = []
+    with pytest.raises(KeyboardInterrupt):
+        _start_and_signal(started)
+    assert b"default_int_handler" in started[0], "and the process gets its own"
+
+
+def _start_and_signal(started: list[bytes]) -> None:
+    with signals_held():
+        os.kill(os.getpid(), signal.SIGINT)
+        told = [sys.executable, "-c", "import signal; print(signal.getsignal(2))"]
+        started.append(subprocess.run(told, capture_output=True, check=True).stdout)

@@ -194,31 +194,19 @@ TOLD = "were told different things"
 @pytest.mark.parametrize(
     ("nodes", "jobs", "devices", "sentence"),
     [
-        (
-            (0, 1, 2),
-            (JOB, JOB, OTHER),
-            ("cpu",) * 3,
-            f"rank 0 (node0) and rank 2 (node2) {TOLD}: epochs is 3 and 4, optim.lr is 1.0 and 2.0, optim.nesterov is "
-            "unset and true; give every node the same command",
-        ),
-        (  # as with `srun bash -c 'imagenet-fast train --seed $SLURM_PROCID'`; a node's first rank speaks for it
-            (0, 0),
-            ({"seed": 0}, {"seed": 1}),
-            ("cpu",) * 2,
-            f"rank 0 (node0) and rank 1 (node0) {TOLD}: seed is 0 and 1; give every node the same command",
-        ),
-        (
-            (0, 1, 2),
-            ({},) * 3,
-            ("cuda", "cuda", "cpu"),
-            "ranks compute on devices of one type, but rank 0 (node0) on cuda and rank 2 (node2) on cpu; run "
-            "`imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs",
-        ),
+        ((0, 1, 2), (JOB, JOB, OTHER), ["cpu"] * 3, f"rank 0 (node0) and rank 2 (node2) {TOLD}: epochs is 3 and 4, "
+         "optim.lr is 1.0 and 2.0, optim.nesterov is unset and true; give every node the same command"),
+        # As with `srun bash -c 'imagenet-fast train --seed $SLURM_PROCID'`; a node's first rank speaks for it.
+        ((0, 0), ({"seed": 0}, {"seed": 1}), ["cpu"] * 2,
+         f"rank 0 (node0) and rank 1 (node0) {TOLD}: seed is 0 and 1; give every node the same command"),
+        ((0, 1, 2), ({},) * 3, ["cuda", "cuda", "cpu"],
+         "ranks compute on devices of one type, but rank 0 (node0) on cuda and rank 2 (node2) on cpu; run "
+         "`imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"),
     ],
     ids=["jobs", "jobs on one node", "devices"],
-)
+)  # fmt: skip
 def test_ranks_that_differ_are_refused(
-    nodes: tuple[int, ...], jobs: tuple[dict[str, Any], ...], devices: tuple[str, ...], sentence: str, network: Hosts
+    nodes: tuple[int, ...], jobs: tuple[dict[str, Any], ...], devices: list[str], sentence: str, network: Hosts
 ):
     here = len(nodes) // len(set(nodes))
     places = [RankInfo(n, len(nodes), n % here, here) for n in range(len(nodes))]

@@ -41,30 +41,27 @@ def test_several_tasks_a_node_are_ranks():
     assert told.items() >= (as_torchrun(17, 20, 1, 4) | {"MASTER_ADDR": "gpu07"}).items()
     assert 1024 < int(told["MASTER_PORT"]) < 2**16
     assert step_nodes(environment | told) is None
+    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3"}
+    assert not own.keys() & adopted(environment | own).keys(), "what a user has set stays"
 
 
 @pytest.mark.parametrize(("rank", "node", "local"), [(0, 0, 0), (7, 0, 7), (8, 1, 0), (16, 2, 0), (19, 2, 3)])
 def test_ranks_of_a_node_know_its_number_however_many_they_are(rank: int, node: int, local: int):
     environment = step(20, "8(x2),4", "gpu[07-08,11]", rank=rank, node=node, local=local)
     assert adopted(environment)["GROUP_RANK"] == str(node)
-
-
-def test_the_number_of_a_node_is_sruns_where_it_deals_tasks_out_in_turn():
-    around = {"GROUP_RANK": "9"}  # by a torchrun
-    assert adopted(step(4, "2(x2)", "a,b", rank=2, node=0, local=1) | around)["GROUP_RANK"] == "0"
+    in_turn = step(4, "2(x2)", "a,b", rank=2, node=0, local=1) | {"GROUP_RANK": "9"}  # by a torchrun around it
+    assert adopted(in_turn)["GROUP_RANK"] == "0", "srun's, which deals tasks out in turn"
 
 
 def test_one_task_a_node_starts_ranks_of_its_own():
     environment = step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=3, node=3)
     assert not adopted(environment)
+    to_a_loop_of_ones_own = adopted(environment, one_a_node=True)
+    assert to_a_loop_of_ones_own.items() >= (as_torchrun(3, 64, 0, 1) | {"MASTER_ADDR": "rack1-node01"}).items()
     count, endpoint = step_nodes(environment) or (0, "")
     assert (count, endpoint.partition(":")[0]) == (64, "rack1-node01")
     assert step_nodes(step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=9, node=9)) == (count, endpoint)
-
-
-def test_two_steps_of_a_job_meet_at_different_ports():
-    one, two = step(2, "1(x2)", "a,b"), step(2, "1(x2)", "a,b") | {"SLURM_STEP_ID": "3"}
-    assert step_nodes(one) != step_nodes(two)
+    assert step_nodes(environment | {"SLURM_STEP_ID": "3"}) != (count, endpoint), "another step has another port"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +84,6 @@ def test_the_first_host_of_a_list(nodes: str, first: str):
 def test_whoever_is_no_task_of_several_stays_as_it_is(environment: dict[str, str]):
     assert not adopted(environment)
     assert step_nodes(environment) is None or "RANK" in environment
-
-
-def test_what_a_user_has_set_stays():
-    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3"}
-    assert not own.keys() & adopted(step(4, "2(x2)", "a,b") | own).keys()
 
 
 @pytest.mark.parametrize("given", [None, "node0:29400"])
@@ -125,11 +117,6 @@ def test_steps_that_such_a_shell_starts_have_tasks(rank: int, terminal: bool, mo
     environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
     told = adopted(environment, chosen=True, one_a_node=True)
     assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
-
-
-def test_to_a_loop_of_ones_own_one_task_a_node_is_a_rank():
-    told = adopted(step(4, "1(x4)", "n[1-4]", rank=2, node=2), one_a_node=True)
-    assert told.items() >= (as_torchrun(2, 4, 0, 1) | {"MASTER_ADDR": "n1"}).items()
 
 
 @pytest.mark.ci

@@ -184,3 +184,11 @@ def edited(classes: int) -> nn.Module:
     layers = [nn.Linear(3 * 32 * 32, WIDTHS[0]), *(nn.Linear(a, b) for a, b in pairwise(WIDTHS))]
     layers[0].requires_grad_(not FROZEN)
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(WIDTHS[-1], classes))
+
+
+def six_pieces(classes: int) -> nn.Module:
+    """For stages of a pipeline, with batch norms."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
+        nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, classes),
+    )  # fmt: skip

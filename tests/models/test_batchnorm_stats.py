@@ -10,12 +10,10 @@ import tests
 from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
-from tests.conftest import tables
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 
 def test_one_two_and_four_ranks_have_the_same_after_one_step():
@@ -28,12 +26,10 @@ def test_one_two_and_four_ranks_have_the_same_after_one_step():
 
 def _after_one_step() -> dict[str, Tensor]:
     """A global batch of 4 micro-batches, without augmentation; the buffers that an evaluation would see."""
-    world, model = tests.world(), {"kind": "cifarnet", "widths": [4, 5, 6]}
-    recipe = parse_recipe("test", tables(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"}, model=model))
-    batching = split_batch(recipe, world.size)
-    dataset = build_loaders(recipe.data, None, batching, world.rank, 1, world.device, recipe.seed)
-    network = build_initial_model(recipe, dataset.classes, world)
-    take_step = build_step(recipe, batching, network, world, steps_per_epoch=4)
+    world, job = tests.world(), job_of(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"})
+    dataset = build_loaders(job.recipe.data, None, job.batching, world.rank, 1, world.device, job.recipe.seed)
+    network = build_initial_model(job.recipe, dataset.classes, world)
+    take_step = build_step(job.recipe, job.batching, network, world, steps_per_epoch=4)
     take_step(dataset.train, lr=0.1)
     take_step.state.sync.close()
     average_batch_norms(network)
@@ -77,9 +73,7 @@ def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
-def test_a_pipelines_norm_moves_once_a_step_and_weighs_its_micro_batches_alike(
-    momentum: float | None, micro_batches: int
-):
+def test_a_pipelines_norm_moves_once_a_step_and_weighs_micro_batches_alike(momentum: float | None, micro_batches: int):
     """As if it had seen their mean; without a momentum each step counts as one."""
     norm = nn.BatchNorm1d(3, momentum=momentum).double()
     statistics = PipelinedStatistics([norm], micro_batches)

@@ -48,14 +48,14 @@ def test_layers_blur_then_convolve_and_blur_maxima():
 
 
 @pytest.mark.parametrize(("layers", "pools"), [("conv", 0), ("conv_maxpool", 1)])
-@pytest.mark.parametrize(("kind", "convolutions"), [("resnet18", 6), ("resnet50", 6)])
-def test_names_and_shapes_stay_torchvisions(kind: str, layers: str, convolutions: int, pools: int):
+@pytest.mark.parametrize("kind", ["resnet18", pytest.param("resnet50", marks=pytest.mark.ci)])
+def test_names_and_shapes_stay_torchvisions(kind: str, layers: str, pools: int):
     with torch.device("meta"):
         ours = build_model(ResNet(kind=kind, blurpool=layers), 1000)
         theirs = getattr(torchvision.models, kind)()
         assert ours(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
     assert {n: t.shape for n, t in ours.state_dict().items()} == {n: t.shape for n, t in theirs.state_dict().items()}
-    assert sum(isinstance(m, BlurConv2d) for m in ours.modules()) == convolutions, "all strided ones but the stem"
+    assert sum(isinstance(m, BlurConv2d) for m in ours.modules()) == 6, "all strided ones but the stem"
     assert sum(isinstance(m, BlurMaxPool2d) for m in ours.modules()) == pools
 
 

@@ -1,6 +1,8 @@
-"""The network of airbench: its size, its whitening, its formula, its weights on disk."""
+"""The network of airbench: its size, its formula, its whitening, made from training images."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import tests
+from imagenet_fast.data.loaders import example_images
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
-from imagenet_fast.models.weights import Weights, fit
+from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.schema import CifarNet as Settings
-
-LARGE, SMALL = (64, 256, 256), (64, 128, 128)
+from imagenet_fast.training.trainer import Trainer
+from tests.ranks import run
+from tests.training.jobs import job_of
 
 
 def built(*widths: int) -> CifarNet:
@@ -29,7 +34,7 @@ def correlated_images(count: int) -> Tensor:
     return F.avg_pool2d(torch.randn(count, 3, 36, 36), 5, stride=1) * 3 + 0.3
 
 
-@pytest.mark.parametrize(("widths", "millions"), [(LARGE, 118.1), (SMALL, 54.2)])
+@pytest.mark.parametrize(("widths", "millions"), [((64, 256, 256), 118.1), ((64, 128, 128), 54.2)])
 def test_it_multiplies_as_often_as_published(widths: tuple[int, int, int], millions: float):
     with torch.device("meta"):
         model = built(*widths)
@@ -106,9 +111,35 @@ def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
     assert {name for name, _ in model.named_parameters()} - trained == frozen
 
 
-def test_weights_of_other_widths_are_named():
-    other = Weights("w", dict(built(*SMALL).state_dict()))
-    with pytest.raises(
-        Exception, match="w is of the model cifarnet of widths 64/128/128 for 10 classes, and the recipe"
-    ):
-        fit(other, Settings(kind="cifarnet"), 10)
+DATA = {"dataset": "cifar10", "loader": "folder", "image_size": 32, "resize": 32, "workers": 1}
+
+
+def test_ranks_begin_with_rank_zeros_whitening(image_dir: Path):
+    """Only rank 0 reads images for it."""
+    weights = run(3, _initial_weights, image_dir)
+    assert all(torch.equal(weights[0][name], tensor) for other in weights for name, tensor in other.items())
+    images = list(example_images(ImageData(**DATA), image_dir, seed=1))
+    filters = whitening_filters(images, 2, 5e-4)
+    torch.testing.assert_close(weights[0]["whiten.weight"], torch.cat([filters, -filters]))
+
+
+def _initial_weights(images: Path) -> dict[str, Tensor]:
+    trainer = Trainer(job_of(images=images, global_batch=24, data=DATA), tests.world())
+    trainer.open_data()
+    trainer.build()
+    found = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    trainer.state.sync.close()
+    return found
+
+
+@pytest.mark.parametrize("loader", ["dali", "folder"])
+def test_examples_are_whole_images_chosen_by_the_seed(image_dir: Path, loader: str):
+    data = ImageData(**DATA)
+    same = [torch.cat(list(example_images(data, image_dir, seed))) for seed in (1, 1, 2)]
+    assert same[0].shape == (40, 3, 32, 32)
+    assert torch.equal(same[0], same[1])
+    assert not torch.equal(same[0], same[2])
+    other = data.model_copy(update={"loader": loader, "flip": True, "crop": "resized", "workers": 2})
+    assert torch.equal(torch.cat(list(example_images(other, image_dir, 1))), same[0])
+    many = SyntheticData(loader="synthetic", image_size=8, train_images=10**6, val_images=1, classes=3)
+    assert sum(len(images) for images in example_images(many, None, 1)) == 5000

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.models
-from torch import Tensor, nn
+from torch import nn
 
 import tests
 from imagenet_fast.data.normalize import Normalizer
@@ -29,7 +29,8 @@ from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import seed_step
 from tests.conftest import tables
-from tests.ranks import run
+from tests.models import own as networks
+from tests.ranks import with_ranks
 
 OWN = "tests.models.own"
 ALONE = tests.world(0, 1)
@@ -55,14 +56,14 @@ def recipe_of(model: Model | dict[str, Any], **changes: Any) -> Recipe:
     return parse_recipe("test", tables(model=model if isinstance(model, dict) else model.model_dump(), **changes))
 
 
-def check(model: PythonModel) -> nn.Module:
+def check(model: Model) -> nn.Module:
     """The network, with which nothing is wrong."""
     network = build_model(model, 10)
     check_network(network, model, 10, [32], 32)
     return network
 
 
-def test_networks_of_torchvision_and_timm_are_their_own_to_the_bit():
+def test_networks_of_torchvision_timm_and_functions_are_their_own_to_the_bit():
     import timm
 
     for named, make in (
@@ -70,6 +71,7 @@ def test_networks_of_torchvision_and_timm_are_their_own_to_the_bit():
          lambda: torchvision.models.mobilenet_v3_small(num_classes=7, dropout=0.1)),
         (of_timm("test_vit", img_size=32, drop_path_rate=0.1),
          lambda: timm.create_model("test_vit", num_classes=7, img_size=32, drop_path_rate=0.1)),
+        (own("build", width=5), lambda: networks.build(7, width=5)),
     ):  # fmt: skip
         torch.manual_seed(3)
         ours = build_model(named, 7)
@@ -78,17 +80,6 @@ def test_networks_of_torchvision_and_timm_are_their_own_to_the_bit():
         assert type(ours) is type(theirs)
         pairs = zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
-
-
-def test_a_function_is_called_with_the_classes_and_the_options():
-    model = build_model(own("build", width=5), 7)
-    assert model.state_dict()["head.weight"].shape == (7, 5)
-
-
-def test_networks_that_give_several_outputs_in_training_give_one():
-    with torch.device("meta"):
-        model = build_model(of_torchvision("googlenet"), 7)
-        assert model(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
 
 
 def test_keys_for_any_model_hold_for_them():
@@ -182,11 +173,23 @@ def test_a_network_that_views_its_maps_takes_contiguous_images():
     assert network(normalised).shape == (4, 10)
 
 
-def test_a_single_image_is_tried_where_there_may_be_one():
-    """A training batch has one if micro_batch is 1."""
-    said = r"cannot take a single image of 32 pixels .*; choose a larger micro_batch"
-    refused(said, flawed("norm of one"), micro_batch=1)
-    check(flawed("norm of one"))
+ASKED: dict[str, tuple[Model, str, dict[str, Any]]] = {
+    "batches of one image": (flawed("norm of one"), "cannot take a single image of 32 pixels .*; choose a larger micro",
+                             {"micro_batch": 1}),
+    "unused under ddp": (flawed("unused"), "does not use more, and torch's DDP waits .* another engine than sync.kind",
+                         {"sync": {"kind": "ddp"}}),
+    "compiled": (of_timm("test_vit"), "compile true compiles known blocks, and model.kind 'timm' has none",
+                 {"compile": True}),
+    "tensor": (of_timm("test_vit"), "parallel.tensor 2 .* model.kind 'timm' has no such layers",
+               {"parallel": {"tensor": 2}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_what_a_recipe_may_not_ask_of_a_network_is_refused(case: str):
+    model, said, changes = ASKED[case]
+    refused(said, model, **changes)
+    check(model)
 
 
 def test_weights_may_have_masks_of_infinities(tmp_path: Path):
@@ -206,24 +209,14 @@ def test_weights_may_have_masks_of_infinities(tmp_path: Path):
     assert all(torch.equal(means.all()[name], tensor) for name, tensor in (others | {"mask": mask}).items())
 
 
-def _drawn() -> list[Tensor]:
+@with_ranks(2)
+def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
     drawn, here = [], tests.world()
     for _ in range(2):
         network = build_initial_model(recipe_of(flawed("drawn")), 10, here)
         seed_step(1, 5, here)
         drawn.append(network.state_dict()["head.bias"] + random.random() + float(np.random.random()))
-    return drawn
-
-
-def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
-    for one, other in run(2, _drawn):
-        assert torch.equal(one, other)
-
-
-def test_ddp_is_given_no_network_with_an_unused_parameter():
-    said = r"does not use more, and torch's DDP waits .* another engine than sync.kind"
-    refused(said, flawed("unused"), sync={"kind": "ddp"})
-    check(flawed("unused"))
+    assert torch.equal(*drawn)
 
 
 def test_every_size_of_training_images_is_tried():
@@ -234,11 +227,8 @@ def test_every_size_of_training_images_is_tried():
 
 
 @pytest.mark.parametrize("kind", ["index", "small integers", "five dimensions"])
+@with_ranks(2)
 def test_unusual_tensors_are_taken_beside_the_others(kind: str):
-    run(2, _build_unusual, kind)
-
-
-def _build_unusual(kind: str) -> None:
     network = build_initial_model(recipe_of(flawed(kind)), 10, tests.world())
     more = network.state_dict()["more"]
     assert int(more.sum()) == more.numel()
@@ -251,9 +241,7 @@ def _build_unusual(kind: str) -> None:
         ("def build(n) return 1", r"cannot be imported: SyntaxError in .*broken.py, line 1 \("),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_told_with_its_line(
-    code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_broken_module_is_told_with_its_line(code: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "broken.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=said) as refused:
@@ -287,29 +275,14 @@ def test_tied_weights_are_written_under_both_names(tmp_path: Path):
     assert all(torch.equal(read[name], tensor) for name, tensor in network.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"compile": True}, "compile true compiles known blocks, and model.kind 'timm' has none"),
-        ({"parallel": {"tensor": 2}}, "parallel.tensor 2 .* model.kind 'timm' has no such layers"),
-    ],
-)
-def test_what_no_network_from_elsewhere_can_do_is_refused_before_it_is_built(changes: dict[str, Any], said: str):
-    with pytest.raises(UserError, match=said):
-        recipe_of(of_timm("test_vit"), **changes)
-
-
 def test_a_missing_timm_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UserError, match=r"pip install timm"):
         build_model(of_timm("test_vit"), 10)
 
 
+@with_ranks(2)
 def test_a_check_leaves_norms_and_random_numbers_as_they_are():
-    run(2, _build_checked)
-
-
-def _build_checked() -> None:
     checked = build_initial_model(recipe_of(own("build", dropout=0.5)), 10, tests.world())
     drawn = torch.rand(3)
     torch.manual_seed(1)

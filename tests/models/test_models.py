@@ -1,19 +1,18 @@
-"""The networks: torchvision's names, the papers' shapes, pieces that compile one by one."""
+"""The networks: torchvision's names, the papers' shapes, how weights begin, pieces that compile one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from copy import deepcopy
-from typing import Any
 
 import pytest
 import torch
 import torchvision.models
-from torch import Tensor, nn
+from torch import nn
 
 from imagenet_fast.models import build_model, compile_blocks
 from imagenet_fast.recipe.schema import AlexNet, AlexNetBN, CifarNet, Model, ResNet
-from tests.models.narrow import narrow_model
+from tests.conftest import at_first
 
 NETWORKS: dict[str, Model] = {
     "alexnet": AlexNet(kind="alexnet"),
@@ -24,19 +23,8 @@ NETWORKS: dict[str, Model] = {
 }
 
 
-LARGE = pytest.param("resnet50", marks=pytest.mark.ci)
-
-
-@pytest.mark.parametrize("kind", ["alexnet", "resnet18", "resnet50"])
-def test_weights_carry_torchvisions_names_and_shapes(kind: str):
-    with torch.device("meta"):
-        ours = build_model(NETWORKS[kind], 1000).state_dict()
-        theirs = getattr(torchvision.models, kind)().state_dict()
-    assert {name: tensor.shape for name, tensor in ours.items()} == {n: t.shape for n, t in theirs.items()}
-
-
 @pytest.mark.parametrize("zero_gamma", [False, True])
-@pytest.mark.parametrize("kind", [pytest.param("alexnet", marks=pytest.mark.ci), "resnet18", LARGE])
+@pytest.mark.parametrize("kind", at_first(["alexnet", "resnet18", "resnet50"], "resnet18"))
 def test_fresh_models_are_torchvisions_to_the_bit(kind: str, zero_gamma: bool):
     torch.manual_seed(3)
     ours = build_model(NETWORKS[kind].model_copy(update={"zero_init_last_gamma": zero_gamma}), 10)
@@ -79,6 +67,30 @@ def test_alexnet_with_batch_norm_begins_as_nvidia_caffes():
         assert layer.weight.std().item() == pytest.approx(0.005 if hidden else 0.01, rel=0.05)
 
 
+COMPOSERS = ("kaiming_normal", "bn_uniform", "linear_log_constant_bias")
+"""The rules of its mild recipe."""
+
+
+@pytest.mark.ci
+def test_all_rules_of_composers_mild_recipe():
+    torch.manual_seed(0)
+    model = build_model(ResNet(kind="resnet50", init=COMPOSERS), 100)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            inputs = module.weight[0].numel()
+            assert abs(module.weight.std().item() / math.sqrt(2 / inputs) - 1) < 0.05, name
+        elif isinstance(module, nn.BatchNorm2d):
+            assert 0 <= module.weight.min() < 0.2 < 0.8 < module.weight.max() <= 1, name
+            assert not module.bias.any()
+    assert torch.equal(model.fc.bias, torch.full((100,), -math.log(100)))
+
+
+def test_only_the_last_of_layers_as_wide_as_the_classes_gets_their_bias():
+    plain = build_model(AlexNet(kind="alexnet", init=("linear_log_constant_bias",)), 4096)
+    biases = [layer.bias.detach() for layer in plain.classifier if isinstance(layer, nn.Linear)]
+    assert [torch.equal(bias, bias[:1].expand(4096)) for bias in biases] == [False, False, True]
+
+
 PIECES = {"alexnet": 2, "alexnet_bn": 2, "resnet18": 1 + 8, "resnet50": 1 + 16, "cifarnet": 3}
 """The stem and the residual blocks, two halves, or groups."""
 
@@ -90,51 +102,6 @@ def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     compile_blocks(model)
     assert list(model.state_dict()) == list(untouched.state_dict())
     assert [name for name, _ in model.named_modules()] == [name for name, _ in untouched.named_modules()]
-
-
-@pytest.mark.parametrize(
-    ("kind", "image_size"),
-    [
-        ("cifarnet", 32),
-        *(
-            pytest.param(*case, marks=pytest.mark.ci)
-            for case in (("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67))
-        ),
-    ],
-)
-def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
-    """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
-    runs: list[torch.fx.GraphModule] = []
-
-    def watched(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        assert all(isinstance(value, Tensor) for value in inputs), "a size is left open, so kernels are slower"
-
-        def run(*values: Any) -> Any:
-            runs.append(graph)
-            return graph.forward(*values)
-
-        return run
-
-    torch._dynamo.reset()
-    model = narrow_model(NETWORKS[kind], 10)
-    with (
-        torch.compiler.set_stance("default", force_backend=watched),
-        torch._dynamo.config.patch(
-            recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=True
-        ),
-    ):
-        compile_blocks(model)
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(torch.randn(4, 3, image_size, image_size)).square().mean()
-            loss.backward()
-            model.eval()
-            with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-                for images in (4, 3):
-                    model(torch.randn(images, 3, image_size, image_size))
-            model.train()
-            assert len(runs) == 3 * PIECES[kind], "one forward in training, two in evaluation"
-            runs.clear()
 
 
 def test_a_copy_of_a_compiled_model_has_a_stem_of_its_own():

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import tests
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event, MetricLogger, RunResult, Sink
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.models.weights import Weights, write_weights
+from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.trainer import Trainer
+from tests.conftest import tables
+
+SMALL_NETWORK = {"kind": "cifarnet", "widths": [4, 5, 6]}
+
+
+def job_of(folder: Path = Path("unused"), images: Path | None = None, resume: bool = False, **changes: Any) -> Job:
+    """For the ranks that are here; with a small network unless ``changes`` of the recipe name another."""
+    recipe = parse_recipe("test", tables(**({"model": SMALL_NETWORK} | changes)))
+    return Job("test", recipe, split_batch(recipe, tests.world().size), images, folder, resume=resume)
 
 
 class Told:

@@ -1,14 +1,15 @@
-"""Steps of compiled blocks: synchronisation neither breaks them into pieces nor has them compiled again."""
+"""Compiled blocks: whole in training and in evaluation, and synchronisation has none compiled again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tests
 from imagenet_fast.models import compile_blocks
@@ -17,6 +18,8 @@ from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.train_step import build_step
 from tests.conftest import tables
+from tests.models.narrow import narrow_model
+from tests.models.test_models import NETWORKS, PIECES
 
 STEPS = 9
 """Gradients change places before the second, and until the seventh steps may be watched."""
@@ -31,12 +34,13 @@ def network() -> nn.Module:
 BATCH = torch.randn(4, 3, 12, 12, generator=torch.Generator().manual_seed(0)), torch.arange(4)
 
 
-def counted(begin: Callable[[nn.Module], Callable[[], object]]) -> list[tuple[int, int]]:
-    """After each step: how many graphs have been compiled so far, and how often one has run."""
-    graphs: list[torch.fx.GraphModule] = []
-    runs: list[torch.fx.GraphModule] = []
+@contextmanager
+def compiling() -> Iterator[tuple[list[torch.fx.GraphModule], list[torch.fx.GraphModule]]]:
+    """The graphs that are compiled in the block, and those that have run."""
+    graphs, runs = list[torch.fx.GraphModule](), list[torch.fx.GraphModule]()
 
     def watched(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        assert all(isinstance(value, Tensor) for value in inputs), "a size is left open, so kernels are slower"
         graphs.append(graph)
 
         def run(*values: Any) -> Any:
@@ -46,8 +50,14 @@ def counted(begin: Callable[[nn.Module], Callable[[], object]]) -> list[tuple[in
         return run
 
     torch._dynamo.reset()
-    counts = []
     with torch.compiler.set_stance("default", force_backend=watched):
+        yield graphs, runs
+
+
+def counted(begin: Callable[[nn.Module], Callable[[], object]]) -> list[tuple[int, int]]:
+    """After each step: how many graphs have been compiled so far, and how often one has run."""
+    counts = []
+    with compiling() as (graphs, runs):
         take_step = begin(network())
         for _ in range(STEPS):
             take_step()
@@ -82,3 +92,30 @@ def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]
     counts = counted(plain)
     assert counts[-1][1] == 2 * STEPS, "two blocks, each compiled as one piece"
     assert counted(ours) == counts
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kind", "image_size"), [("cifarnet", 32), ("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)]
+)
+def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
+    """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
+    model = narrow_model(NETWORKS[kind], 10)
+    with (
+        compiling() as (_, runs),
+        torch._dynamo.config.patch(
+            recompile_limit=8, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=True
+        ),
+    ):
+        compile_blocks(model)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.randn(4, 3, image_size, image_size)).square().mean()
+            loss.backward()
+            model.eval()
+            with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+                for images in (4, 3):
+                    model(torch.randn(images, 3, image_size, image_size))
+            model.train()
+            assert len(runs) == 3 * PIECES[kind], "one forward in training, two in evaluation"
+            runs.clear()

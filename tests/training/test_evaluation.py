@@ -15,7 +15,7 @@ from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate, mirrored_logits, shifted_logits
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 
 CPU = torch.device("cpu")
 
@@ -140,17 +140,14 @@ def _looks_before_the_stop() -> int:
 
 
 @pytest.mark.parametrize("training", [True, False])
+@with_ranks(2)
 def test_layers_that_were_frozen_stay_frozen(training: bool):
     """A network may hold norms whose statistics are not to move, in eval mode while the rest trains."""
-    assert run(2, _modes_after, training) == [[training, True, False, True]] * 2
-
-
-def _modes_after(training: bool) -> list[bool]:
     model = nn.Sequential(nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.Sequential(Guess()))
     model[1].eval()
     model.training = training
     evaluate(model, data_of(10, 4), EXACT, tests.world())
-    return [model.training, model[0].training, model[1].training, model[2].training]
+    assert [layer.training for layer in (model, *model)] == [training, True, False, True]
 
 
 class Caching(Guess):
@@ -165,11 +162,8 @@ class Caching(Guess):
         return super().forward(images) + self.scale * self.grid
 
 
+@with_ranks(2)
 def test_what_a_network_keeps_of_an_evaluation_can_be_trained_with():
-    run(2, _train_after_evaluation)
-
-
-def _train_after_evaluation() -> None:
     model = Caching()
     evaluate(model, data_of(5, 2), EXACT, tests.world())
     model(torch.randn(2, 3, 4, 4)).sum().backward()

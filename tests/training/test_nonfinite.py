@@ -14,17 +14,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest
+from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.models.resnet import BasicBlock, ResNet
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is_finite, trace_nonfinite
 from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.train_step import TrainingStep
+from tests.conftest import at_first
+from tests.e2e.command import outcome_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny, images_of, small_model
 from tests.ranks import run
 from tests.sync.loops import unmeasured
+from tests.training.jobs import job_of
 
 
 def first(model: nn.Module, *inputs: Any, **named: Any) -> str | None:
@@ -102,6 +108,7 @@ def test_an_overflow_of_16_bits_is_seen_where_it_happens():
         assert first(model, torch.ones(4, 8)) is None
 
 
+@pytest.mark.ci
 def test_compiled_layers_are_looked_at_all_the_same():
     model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=5)
     model.compile_stem(backend="eager")
@@ -163,7 +170,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", at_first(CASES, "dear", "layer", "lazy-watched", "images", "loss"))
 def test_every_engine_ends_alike_and_names_the_layer_and_the_rank(case: str):
     changes, expected = CASES[case]
     told, other = run(2, _told, changes)
@@ -186,7 +193,7 @@ def test_the_rank_that_holds_the_layer_says_so(layout: str, watched: int | None)
     assert " the first layer whose output" in told
 
 
-@pytest.mark.parametrize("name", ["hybrid", "dear", "lazy"])
+@pytest.mark.parametrize("name", at_first(["hybrid", "dear", "lazy"], "hybrid"))
 def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path):
     """Hybrid and dear update a layer in the next forward. That of step 4 has weights that are wild, though finite."""
     for told in run(2, _told, {"sync": ENGINES[name]}, UNDIVIDED, tmp_path):
@@ -211,6 +218,33 @@ def test_whoever_does_not_want_to_be_stopped_is_not_and_all_is_saved(tmp_path: P
     found = newest(tmp_path)
     assert found is not None
     assert found.manifest.step == 8
+
+
+@pytest.mark.ci
+def test_a_run_that_ended_so_goes_on_from_before_and_looks_at_every_layer(tmp_path: Path):
+    """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
+    spoilt = r"\d+ of its \d+ parameters are not finite, the first of them in [\w.]+ \(\w+\)"
+    seen = r"in step 10 \w[\w.]* \(\w+\) was the first layer whose output was not finite though its input was"
+    for resumed, most, steps, where, look in (
+        (0, 2, 2, spoilt, " and looks at every layer in step 10"),
+        (1, 100, 7, seen, ""),  # at the end of the second epoch, where there are no final weights to be had
+    ):
+        run(2, _explode, tmp_path, most, fresh=True)
+        outcome, kept = outcome_of(tmp_path), newest(tmp_path / CHECKPOINTS)
+        begins = f"the loss has not been finite for {steps} steps, from step 10 on: on rank 0 {where}; lower optim.lr "
+        ends = f"; --resume goes on from the checkpoint of step 8{look}"
+        assert re.fullmatch(f"{begins}.*{ends}", outcome["message"]), outcome["message"]
+        assert (outcome["status"], outcome["resumed"]) == ("failed", resumed)
+        assert kept is not None
+        assert kept.manifest.step == 8
+        assert not (tmp_path / FINAL_WEIGHTS).exists()
+
+
+def _explode(folder: Path, most: int) -> None:
+    explodes = {"kind": "step", "milestones": [1.0], "gamma": 1e30}
+    small = {"global_batch": 8, "micro_batch": 2, "checkpoint": {"every_steps": 1}, "nonfinite_steps": most}
+    with pytest.raises(JobAborted):
+        train_here(job_of(folder, resume=True, schedule=explodes, **small))
 
 
 def _spoil(what: str, take_step: TrainingStep) -> None:

@@ -16,14 +16,12 @@ import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.distributed.heartbeat import Phase, here
-from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import TrainingStep, build_step
-from tests.conftest import tables
-from tests.ranks import run
+from tests.ranks import run, with_ranks
+from tests.training.jobs import job_of
 
 LAZY = {"kind": "lazy", "wire": "fp32", "threshold_mb": 1}
 DEAR = {"kind": "dear", "wire": "fp32", "bucket_mb": 1}
@@ -56,12 +54,9 @@ def test_a_stage_waits_for_its_neighbour_between_the_passes():
 
 
 def begun(**changes: Any) -> tuple[TrainingStep, Loaders, Job]:
-    world, model = tests.world(), {"kind": "cifarnet", "widths": [4, 5, 6]}
-    recipe = parse_recipe("test", tables(global_batch=8, data__train_images=16, model=model, **changes))
-    batching = split_batch(recipe, world.size)
-    dataset = build_loaders(recipe.data, None, batching, world.rank, 1, world.device, recipe.seed)
-    take_step = build_step(recipe, batching, build_initial_model(recipe, 10, world), world, 4)
-    return take_step, dataset, Job("test", recipe, batching, None, Path())
+    world, job = tests.world(), job_of(global_batch=8, data__train_images=16, **changes)
+    dataset = build_loaders(job.recipe.data, None, job.batching, world.rank, 1, world.device, job.recipe.seed)
+    return build_step(job.recipe, job.batching, build_initial_model(job.recipe, 10, world), world, 4), dataset, job
 
 
 def _last_step(steps: int, **changes: Any) -> list[Phase]:
@@ -87,17 +82,14 @@ def _last_step(steps: int, **changes: Any) -> list[Phase]:
 
 
 @pytest.mark.ci
+@with_ranks(2)
 def test_whoever_waits_for_a_slow_disk_says_so_all_the_time(tmp_path: Path):
     """Else the last checkpoint on a slow disk would count as a hang, and a resumed run would end at the same place."""
-    assert min(run(2, _saved_to_a_slow_disk, tmp_path)) >= 4, "once a second, for three"
-
-
-def _saved_to_a_slow_disk(folder: Path) -> int:
     take_step, _, job = begun(sync=LAZY)
     state, world = take_step.state, tests.world()
     entered: list[Phase] = []
     store = dist.distributed_c10d._get_default_store()
-    with CheckpointWriter(folder, world, store) as writer, pytest.MonkeyPatch.context() as patch:
+    with CheckpointWriter(tmp_path, world, store) as writer, pytest.MonkeyPatch.context() as patch:
         manager = CheckpointManager(job, world, writer, 64, lambda: False)
         fsync, once = os.fsync, iter([3.0])
         patch.setattr(os, "fsync", lambda descriptor: (time.sleep(next(once, 0.0)), fsync(descriptor)))
@@ -107,4 +99,4 @@ def _saved_to_a_slow_disk(folder: Path) -> int:
         manager.close()
     assert manager.saved_step == state.step
     state.sync.close()
-    return entered.count("checkpoint")
+    assert entered.count("checkpoint") >= 4, "once a second, for three"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,19 +18,16 @@ from imagenet_fast.distributed import init
 from imagenet_fast.distributed.init import DistContext, all_compute_bf16, computes_bf16
 from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.models.weights import write_weights
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Evaluation, Job
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.precision import LossScaler, effective_precision, precision_note
 from imagenet_fast.training.train_step import TrainingStep, build_step
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
-from tests.ranks import run
+from tests.ranks import with_ranks
+from tests.training.jobs import job_of
 
 CPU = torch.device("cpu")
-MODEL = {"kind": "cifarnet", "widths": [4, 5, 6]}
 
 
 def test_a_dynamic_scale_halves_at_an_overflow_and_goes_on_from_its_state():
@@ -41,7 +39,7 @@ def test_a_dynamic_scale_halves_at_an_overflow_and_goes_on_from_its_state():
     assert [later.end_step(torch.zeros(())) for _ in range(2001)][1999:] == [2.0**15, 2.0**16]
 
 
-def test_a_static_scale_stays_and_bf16_has_none():
+def test_a_static_scale_stays_and_bf16_has_none_though_an_fp16_wire_is_watched():
     weight = nn.Parameter(torch.ones(3))
     fixed = LossScaler(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
@@ -57,9 +55,6 @@ def test_a_static_scale_stays_and_bf16_has_none():
     assert none.end_step(None) is None
     assert none.largest is None
     assert none.told(*map(float, none.state)) == {}
-
-
-def test_an_fp16_wire_is_watched_in_any_precision():
     watched = LossScaler(BFloat16(kind="bf16"), "fp16", CPU)
     assert watched.largest == 65504
     for overflows in (0.0, 1.0, 1.0):
@@ -67,25 +62,20 @@ def test_an_fp16_wire_is_watched_in_any_precision():
     assert watched.told(*map(float, watched.state)) == {"skipped_steps": 2}
 
 
+@with_ranks(1, fresh=True)
 def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
-    exact, fast = ("highest", False), ("high", True)
-    kinds = ("fp32", "tf32", "bf16", "fp32")
-    assert run(1, _float32_math, kinds, fresh=True) == [[exact, fast, fast, exact]], "settings of a process"
-
-
-def _float32_math(kinds: tuple[str, ...]) -> list[tuple[str, bool]]:
-    """Return whether products and convolutions may be made in TF32, once a step of each precision has been built."""
-    seen = []
-    for kind in kinds:
+    """Whether products and convolutions may be made in TF32 is a setting of a process."""
+    for kind, expected in (
+        ("fp32", ("highest", False)), ("tf32", ("high", True)), ("bf16", ("high", True)), ("fp32", ("highest", False)),
+    ):  # fmt: skip
         built(tests.world(bf16=True), precision={"kind": kind}).state.sync.close()
-        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-    return seen
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == expected
 
 
 def built(world: DistContext, **changes: Any) -> TrainingStep:
     """A step of a small network with batch norms."""
-    recipe = parse_recipe("test", tables(ranks=1, model=MODEL, **changes))
-    return build_step(recipe, split_batch(recipe, world.size), build_initial_model(recipe, 10, world), world, 4)
+    job = job_of(ranks=1, **changes)
+    return build_step(job.recipe, job.batching, build_initial_model(job.recipe, 10, world), world, 4)
 
 
 def test_without_bf16_instructions_only_bf16_becomes_fp32():
@@ -100,48 +90,30 @@ def test_without_bf16_instructions_only_bf16_becomes_fp32():
     assert precision_note(bf16, bf16=False).startswith("layers compute in fp32, not in bf16")
 
 
+@with_ranks(3)
 def test_ranks_agree_on_bf16():
-    assert run(3, _agreed, [True, True, True]) == [True] * 3
-    assert run(3, _agreed, [True, False, True]) == [False] * 3
-
-
-def _agreed(supported: list[bool]) -> bool:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(init, "computes_bf16", lambda device: supported[dist.get_rank()])
-        return all_compute_bf16(CPU)
-
-
-def test_a_context_says_what_its_device_computes():
-    """Not that it computes bf16 unless told otherwise: evaluations of a CPU without it were in emulated bf16."""
-    assert tests.world().bf16 == computes_bf16(CPU)
-    with pytest.raises(TypeError, match="bf16"):
-        DistContext(0, 1, 0, 1, CPU)
+    for supported in ([True, True, True], [True, False, True]):
+        with patch.object(init, "computes_bf16", lambda device, by=supported: by[dist.get_rank()]):
+            assert all_compute_bf16(CPU) == all(supported)
 
 
 @pytest.mark.parametrize("bf16", [True, False, None], ids=["bf16", "no bf16", "this CPU"])
+@with_ranks(2)
 def test_an_evaluation_computes_in_the_precision_of_training(bf16: bool | None, tmp_path: Path):
+    """So are logits in a step, in an evaluation amid training, and in one of the saved weights."""
     expected = torch.bfloat16 if (computes_bf16(CPU) if bf16 is None else bf16) else torch.float32
-    assert run(2, _computed, bf16, tmp_path) == [[{expected}] * 3] * 2
-
-
-def _computed(bf16: bool | None, folder: Path) -> list[set[torch.dtype]]:
-    """The dtypes of logits in a step, in an evaluation amid training, and in one of the saved weights."""
-    world = tests.world(bf16=bf16)
-    recipe = parse_recipe("test", tables(model=MODEL, precision={"kind": "bf16"}))
-    batching, seen = split_batch(recipe, world.size), list[set[torch.dtype]]()
-    trainer = Trainer(Job("test", recipe, batching, None, folder), world)
+    world, job = tests.world(bf16=bf16), job_of(tmp_path, precision={"kind": "bf16"})
+    trainer = Trainer(job, world)
     trainer.open_data()
     trainer.build()
-    weights = folder / f"{world.rank}.safetensors"
+    weights = tmp_path / f"{world.rank}.safetensors"
     write_weights(trainer.model.state_dict(), weights, {})
-    evaluation = Evaluation("test", recipe, batching, weights, None)
+    evaluation = Evaluation("test", job.recipe, job.batching, weights, None)
     for compute in (trainer.train_step, trainer.evaluate, lambda: judge(evaluation, world)):
-        seen.append(set())
-        with watched_logits(seen[-1]):
+        with watched_logits(seen := set()):
             compute()
+        assert seen == {expected}
     trainer.state.sync.close()
-    torch.set_float32_matmul_precision("highest")
-    return seen
 
 
 @contextmanager
@@ -157,34 +129,22 @@ def watched_logits(seen: set[torch.dtype]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", ["lazy", "hybrid"])
+@with_ranks(2)
 def test_gradients_are_sent_in_bf16_whatever_layers_compute_in(kind: str):
-    (sent, other), (without, other_too) = (run(2, _sent, kind, bf16) for bf16 in (True, False))
-    assert sent == other == without == other_too > 0
-
-
-def _sent(kind: str, bf16: bool) -> float:
-    """Return the bytes that a step sent."""
-    sync = {"kind": kind, "wire": "bf16"}
-    step = built(tests.world(bf16=bf16), sync=sync, precision={"kind": "bf16"}, global_batch=4, micro_batch=2)
-    step(iter([(torch.randn(2, 3, 32, 32), torch.arange(2))]), lr=0.1)
-    step.state.settle()
-    step.state.sync.close()
-    torch.set_float32_matmul_precision("highest")
-    return step.state.sent_bytes
+    sync, sent = {"kind": kind, "wire": "bf16"}, []
+    for bf16 in (True, False):
+        step = built(tests.world(bf16=bf16), sync=sync, precision={"kind": "bf16"}, global_batch=4, micro_batch=2)
+        step(iter([(torch.randn(2, 3, 32, 32), torch.arange(2))]), lr=0.1)
+        step.state.settle()
+        step.state.sync.close()
+        sent.append(step.state.sent_bytes)
+    assert sent[0] == sent[1] > 0
 
 
 @pytest.mark.parametrize(("kind", "accumulation"), [("lazy", 1), ("hybrid", 2), ("ddp", 2)])
+@with_ranks(2)
 def test_a_step_in_which_one_rank_overflows_moves_neither_weights_nor_statistics(kind: str, accumulation: int):
     """A running mean of inf would never come back."""
-    for before, skipped, after, averaged, steps in run(2, _overflow_in_a_layer, kind, accumulation):
-        assert steps == 1
-        assert all(torch.equal(value, before[name]) for name, value in skipped.items())
-        moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
-        assert {"head.weight", "group1.norm1.running_mean"} <= moved, "a good step moves them"
-        assert all(value.isfinite().all() for value in (*after.values(), *averaged.values()))
-
-
-def _overflow_in_a_layer(kind: str, accumulation: int) -> tuple[Any, ...]:
     world, precision = tests.world(), {"kind": "fp16", "loss_scale": 128}
     changes = {"global_batch": 8 * accumulation, "micro_batch": 4, "ema_decay": 0.5, "precision": precision}
     step = built(world, sync={"kind": kind, "wire": "fp32"}, **changes)
@@ -206,7 +166,10 @@ def _overflow_in_a_layer(kind: str, accumulation: int) -> tuple[Any, ...]:
     take(torch.inf)  # 6e4 overflows only where a product is rounded to fp16
     skipped = kept(state.model)
     take()
-    found = before, skipped, kept(state.model), kept(state.judged), int(state.scale.state[1])
+    after, averaged = kept(state.model), kept(state.judged)
     state.sync.close()
-    torch.set_float32_matmul_precision("highest")
-    return found
+    assert state.scale.state[1] == 1
+    assert all(torch.equal(value, before[name]) for name, value in skipped.items())
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert {"head.weight", "group1.norm1.running_mean"} <= moved, "a good step moves them"
+    assert all(value.isfinite().all() for value in (*after.values(), *averaged.values()))

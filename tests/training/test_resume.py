@@ -5,35 +5,30 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.data.loaders import Batch
-from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.training.checkpoint_manager import CheckpointManager
-from imagenet_fast.training.run_lock import CHECKPOINTS
-from imagenet_fast.training.state import TrainState, joined
+from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
+from tests.conftest import at_first
+from tests.e2e.command import events_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.sync.loops import LINK, unmeasured
+from tests.training.jobs import job_of
 
 LARS = {"kind": "lars", "lr": 0.1, "weight_decay": 1e-3, "trust_coefficient": 0.05}
 SPARSE = {"kind": "sparse", "chunk": 256, "sparsity": 0.8}
@@ -60,11 +55,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped-accumulated": {"clip_norm": 0.5, "global_batch": 24, "sync": {"kind": "ring", "wire": "fp32"}},
     "fp16": {"precision": {"kind": "fp16"}, "sync": {"kind": "hybrid", "wire": "fp16"}},
 }  # fmt: skip
-AT_FIRST = ("lazy-planned", "dear-averaged", "sparse-deferred-corrected", "ddp-accumulated")
-CASES = [
-    *(pytest.param(name, 3, id=f"{name}-3", marks=() if name in AT_FIRST else pytest.mark.ci) for name in SETTINGS),
-    *(pytest.param(name, 2, id=f"{name}-2", marks=pytest.mark.weekly) for name in SETTINGS),
-]
 PIPED = Parallel(pipeline=2, micro_batches=2)
 
 
@@ -82,7 +72,8 @@ def wide() -> nn.Module:
     return Tiny(units=128)
 
 
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("name", at_first(SETTINGS, "dear-averaged", "sparse-deferred-corrected"))
 def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
     """Before and after what is learnt from the first steps."""
     run(ranks, _goes_on, normalised, 9, [[1], [7]], UNDIVIDED, {"global_batch": 12} | SETTINGS[name])
@@ -91,8 +82,9 @@ def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
 @pytest.mark.ci
 @pytest.mark.parametrize("sync", [{"kind": "hybrid", "wire": "fp32", "fuse_mb": 1}, INT8], ids=["hybrid", "int8"])
 @pytest.mark.parametrize("layout", [Parallel(tensor=4), Parallel(tensor=2), PIPED], ids=["tp4", "tp2dp2", "pp2dp2"])
+@with_ranks(4)
 def test_in_a_layout_it_goes_on_to_the_bit(layout: Parallel, sync: dict[str, Any]):
-    run(4, _goes_on, wide, 8, [[3, 6]], layout, {"global_batch": 16, "sync": sync, "ema_decay": 0.9})
+    _goes_on(wide, 8, [[3, 6]], layout, {"global_batch": 16, "sync": sync, "ema_decay": 0.9})
 
 
 def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, settings: dict[str, Any]) -> None:
@@ -103,16 +95,13 @@ def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, s
     torch.set_float32_matmul_precision("highest")  # which fp16 has not
 
 
-@pytest.mark.parametrize(
-    "kind", ["lazy", *(pytest.param(k, marks=pytest.mark.ci) for k in ("ring", "hybrid", "dear", "sparse", "powersgd"))]
-)
+@pytest.mark.parametrize("kind", at_first(["lazy", "ring", "hybrid", "dear", "sparse", "powersgd"], "lazy"))
+@with_ranks(3)
 def test_what_is_measured_on_a_machine_changes_no_bit(kind: str):
     """Else a run that is killed before its first checkpoint would end otherwise than it would have."""
-    run(3, _however_fast, {"kind": kind, "wire": "fp32"} if kind != "powersgd" else {"kind": kind, "rank": 2})
-
-
-def _however_fast(sync: dict[str, Any]) -> None:
-    loop = Loop("tiny", global_batch=12, sync=sync)
+    loop = Loop(
+        "tiny", global_batch=12, sync={"kind": kind} | ({"rank": 2} if kind == "powersgd" else {"wire": "fp32"})
+    )
     links = (LinkModel(1e-4, 1e-8), LinkModel(3e-6, 1e-7), LinkModel(1.0, 0.0))
     first, *others = (_trained(loop, wide, 8, link=link) for link in links)
     for other in others:
@@ -219,119 +208,56 @@ def _rest(sync: Any) -> dict[str, Tensor]:
     return found
 
 
-IMAGES, BATCH, EPOCHS = 60, 12, 2  # five steps an epoch
-STEPS = EPOCHS * IMAGES // BATCH
-Seen = list[tuple[int, list[int]]]
-"""Of each step, the images that a rank trained on."""
-
-
-class StopAfter:
-    """Saves once, after a step, and has all ranks stop there."""
-
-    def __init__(self, step: int, manager: CheckpointManager) -> None:
-        self.step, self.manager, self.asked = step, manager, lambda: False
-
-    def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
-        if state.step == self.step:
-            self.manager(state, evaluated=True)
-        return state.step == self.step
-
-
-def small_network() -> nn.Module:
-    """Six pieces, for stages of a pipeline."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8),
-        nn.ReLU(), nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(72, 16), nn.ReLU(), nn.Linear(16, 10),
-    )  # fmt: skip
-
-
-def opened(folder: Path, **changes: Any) -> Trainer:
-    """A trainer that begins in ``folder``, or goes on with what is there."""
-    own = {"epochs": EPOCHS, "data__train_images": IMAGES, "global_batch": BATCH, "micro_batch": 1, "eval_every": 2}
-    recipe, world = parse_recipe("test", tables(**(own | changes))), tests.world()
-    folder.mkdir(exist_ok=True)
-    trainer = Trainer(Job("test", recipe, split_batch(recipe, world.size), None, folder, resume=True), world)
-    trainer.open_data()
-    return trainer
-
-
-def trained_until(stop: int, folder: Path, **changes: Any) -> tuple[Seen, dict[str, Tensor]]:
-    """Save after ``stop`` steps; what this rank saw meanwhile, and the whole model then."""
-    trainer = opened(folder, **changes)
-    trainer.build(small_network())
-    state = trainer.state
-    seen: Seen = []
-    images = torch.randn(IMAGES, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-
-    def batches() -> Iterator[Batch]:
-        """In the order that a loader is given."""
-        for _, numbers, *_ in trainer.data.train_order:
-            if not seen or seen[-1][0] != state.step + 1:
-                seen.append((state.step + 1, []))
-            seen[-1][1].extend(numbers.tolist())
-            yield images[numbers], torch.from_numpy(numbers) % 10
-
-    trainer.data = replace(trainer.data, train=batches())
-    with CheckpointWriter(folder / CHECKPOINTS, trainer.world, dist.distributed_c10d._get_default_store()) as writer:
-        manager = CheckpointManager(trainer.job, trainer.world, writer, IMAGES, lambda: False)
-        trainer.checkpoints = StopAfter(stop, manager)
-        if state.step < stop:
-            trainer.train()
-        manager.close()
-    state.settle()
-    state.level_statistics()
-    weights = {name: tensor.clone() for name, tensor in state.whole().state_dict().items()}
-    state.sync.close()
-    return seen, weights
-
-
-def test_two_then_four_then_three_ranks_see_every_image_once(tmp_path: Path):
-    """The first epoch is interrupted after its third step, and so is the second."""
-    straight, expected = zip(*run(2, trained_until, STEPS, tmp_path / "straight"), strict=True)
-    parts, weights = [], {}
-    for ranks, stop in ((2, 3), (4, 8), (3, STEPS)):
-        seen, found = zip(*run(ranks, trained_until, stop, tmp_path / "run", fresh=True), strict=True)
-        parts.append(seen)
-        weights = found[0]
-    for epoch in range(EPOCHS):
-        steps = range(1 + epoch * STEPS // EPOCHS, 1 + (epoch + 1) * STEPS // EPOCHS)
-        assert sorted(used([straight], steps)) == list(range(IMAGES))
-    for step in range(1, STEPS + 1):
-        assert sorted(used(parts, range(step, step + 1))) == sorted(used([straight], range(step, step + 1)))
-    assert {len(images) for ranks in parts[1] for _, images in ranks} == {BATCH // 4}
-    assert weights.keys() == expected[0].keys()
-    for name, tensor in weights.items():  # sums are rounded in another order, and nothing else differs
-        torch.testing.assert_close(tensor, expected[0][name], rtol=1e-3, atol=1e-4)
-
-
-def used(parts: list[tuple[Seen, ...]], steps: range) -> list[int]:
-    return [image for ranks in parts for seen in ranks for step, images in seen if step in steps for image in images]
+PIPES = [{"pipeline": 2, "micro_batches": 2, "schedule": schedule} for schedule in ("1f1b", "interleaved", "1f1b")]
+PARTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "ranks": [(2, {}), (4, {}), (3, {})],
+    "schedules": [(2, {"parallel": pipe}) for pipe in PIPES],
+}
+"""Of a run, each on so many ranks and with these changes of its recipe. Interleaved, each rank of a pipeline holds two
+stages that do not follow one another, with batch norms of its own."""
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("before", "after"), [("1f1b", "interleaved"), ("interleaved", "1f1b")])
-def test_another_schedule_of_a_pipeline_cuts_the_model_elsewhere(before: str, after: str, tmp_path: Path):
-    """Interleaved, each rank holds two stages that do not follow one another, with batch norms of its own."""
-    saved, resumed = (
-        run(2, partial(trained_until, parallel={"pipeline": 2, "micro_batches": 2, "schedule": how}), 2, tmp_path)[0][1]
-        for how in (before, after)
-    )
-    assert saved.keys() == resumed.keys()
-    for name, tensor in saved.items():
-        torch.testing.assert_close(resumed[name], tensor, msg=name)
+@pytest.mark.parametrize("parts", PARTS)
+def test_a_run_in_unlike_parts_learns_what_an_unbroken_one_does(parts: str, tmp_path: Path):
+    ranks, changes = PARTS[parts][0]
+    run(ranks, _train, tmp_path / "straight", 99, changes, fresh=True)
+    for (ranks, changes), steps in zip(PARTS[parts], (2, 2, 99), strict=True):
+        ended = run(ranks, _train, tmp_path / "parts", steps, changes, fresh=True)
+        assert ended == ["finished" if steps == 99 else "preempted"] * ranks
+    first, second = (event["step"] for event in events_of(tmp_path / "parts", "resume"))
+    assert 0 < first < second < 10
+    expected, found = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("straight", "parts"))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():  # sums are rounded in another order, and nothing else differs
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def _job(folder: Path, changes: dict[str, Any]) -> Job:
+    """Ten steps, or what is left of them."""
+    small = {"data__train_images": 60, "global_batch": 12, "micro_batch": 1, "eval_every": 2}
+    model = {"kind": "python", "name": "tests.models.own:six_pieces"}
+    return job_of(folder, resume=True, model=model, **small, **changes)
+
+
+def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
+    """It is told to stop after so many steps."""
+    left = iter(range(steps))
+    with patch("imagenet_fast.distributed.reductions._EVERY_S", 0.0):  # ranks vote beside each step
+        return train_here(_job(folder, changes), lambda: lambda: next(left, None) is None).status
 
 
 def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
-    run(2, trained_until, 3, tmp_path)
-    assert run(2, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)] * 2
+    assert run(1, _train, tmp_path, 2, {}, fresh=True) == ["preempted"]
+    assert run(1, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)]
 
 
 def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
-    trainer = opened(folder)
+    trainer = Trainer(_job(folder, {}), tests.world())
+    trainer.open_data()
     assert trainer.resumed_from is not None
     loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.shared["model"].values()]
-    trainer.build(small_network())
+    trainer.build()
     gc.collect()
     trainer.state.sync.close()
     return set(trainer.resumed_from.shared), sum(ref() is not None for ref in loaded)

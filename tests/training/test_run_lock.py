@@ -17,22 +17,15 @@ import torch.distributed as dist
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Job, recipe_tables
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import claimed, lock_run_dir, make_and_lock_run_dir, move_record_aside
 from tests.checkpoint.trees import ALONE, stamp
-from tests.conftest import tables
 from tests.ranks import run
+from tests.training.jobs import job_of
 
 TRAINED = {"event": "train", "step": 3, "run_s": 1.0, "loss": 2.0}
 EVALUATED = {"event": "eval", "step": 4, "run_s": 2.0, "top1": 50.0}
-
-
-def the_job(folder: Path, resume: bool = True) -> Job:
-    recipe = parse_recipe("test", tables())
-    return Job("test", recipe, split_batch(recipe, 1), None, folder, resume=resume)
 
 
 def begun(folder: Path, *events: dict[str, object], status: str | None = None, final: bool = False) -> Path:
@@ -59,7 +52,7 @@ def contents(folder: Path) -> dict[str, str]:
 def looked_for(folder: Path) -> str:
     """On a rank: why a run in ``folder`` cannot go on; nothing where it begins."""
     try:
-        assert find_resumption(the_job(folder), tests.world()) is None
+        assert find_resumption(job_of(folder, resume=True), tests.world()) is None
     except UserError as error:
         return str(error)
     return ""
@@ -110,9 +103,7 @@ def test_run_killed_before_first_checkpoint_restarts(tmp_path: Path):
     assert "has been evaluated" in run(1, looked_for, folder)[0]
 
 
-def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_where_nothing_may_be_beside_a_run_its_record_is_moved_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = begun(tmp_path / "run", TRAINED)
     before = contents(folder)
     mkdir = Path.mkdir
@@ -131,7 +122,7 @@ def test_where_nothing_can_be_put_beside_a_run_its_record_is_moved_inside(
 def claim(folder: Path, resume: bool) -> str:
     """On a rank: why ``folder`` cannot be had."""
     try:
-        with claimed(the_job(folder, resume), tests.world()):
+        with claimed(job_of(folder, resume=resume), tests.world()):
             made = folder.is_dir()
             dist.barrier()  # behind it an empty one is removed
             return "" if made else "not made"
@@ -151,6 +142,8 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
     assert run(2, claim, folder, True) == ["", ""]
     assert all("already holds a run" in refusal for refusal in run(2, claim, folder, False))
     assert contents(tmp_path) == before
+    assert run(2, claim, tmp_path / "new" / "run", False) == ["", ""]
+    assert not (tmp_path / "new" / "run").exists(), "it was claimed for nothing"
 
 
 @pytest.mark.ci
@@ -161,11 +154,6 @@ def test_all_ranks_give_up_on_a_locked_directory_after_a_while(tmp_path: Path):
     assert run(2, claim, tmp_path, True) == [f"{tmp_path} is being trained by another process; stop that first"] * 2
     assert time.monotonic() - begun_at < 30
     os.close(descriptor)
-
-
-def test_a_directory_that_was_claimed_for_nothing_is_gone(tmp_path: Path):
-    assert run(2, claim, tmp_path / "new" / "run", False) == ["", ""]
-    assert not (tmp_path / "new" / "run").exists()
 
 
 def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
@@ -201,7 +189,7 @@ def test_damaged_outcome_resumes_and_fewer_epochs_are_refused(tmp_path: Path):
 
 def gone_on(folder: Path) -> tuple[int, str, str]:
     """From which step, why not for fewer epochs, and what was warned of."""
-    job = the_job(folder)
+    job = job_of(folder, resume=True)
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
         writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
     with redirect_stderr(io.StringIO()) as warned:

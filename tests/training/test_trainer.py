@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,47 +19,40 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_result import read_outcome
-from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
 from tests.e2e.command import environment, wait_for
 from tests.models import own
-from tests.ranks import run
-from tests.training.jobs import run_job
+from tests.ranks import run, with_ranks
+from tests.training.jobs import job_of, run_job
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
 
 def small_job(folder: Path, epochs: int, resume: bool = False, **changes: Any) -> Job:
     """One step an epoch, at one rate."""
-    small = {"model": {"kind": "cifarnet", "widths": [4, 5, 6]}, "schedule": {"kind": "step", "milestones": []}}
-    recipe = parse_recipe("test", tables(**(small | {"epochs": epochs, "data__train_images": 16} | changes)))
-    return Job("test", recipe, split_batch(recipe, tests.world().size), None, folder, resume=resume)
+    schedule = {"kind": "step", "milestones": []}
+    return job_of(folder, None, resume, epochs=epochs, data__train_images=16, schedule=schedule, **changes)
 
 
+@with_ranks(2)
 def test_a_trainer_that_is_over_is_freed(tmp_path: Path):
     """In a notebook that trains one after another."""
-    assert run(2, _freed, tmp_path) == [True, True]
-
-
-def _freed(folder: Path) -> bool:
-    trainer = Trainer(small_job(folder, 1), tests.world())
+    trainer = Trainer(small_job(tmp_path, 1), tests.world())
     assert trainer.run().status == "finished"
     trainer.state.sync.close()
     weight = weakref.ref(next(trainer.model.parameters()))
     del trainer
     gc.collect()
-    return weight() is None
+    assert weight() is None
 
 
 def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
     """A finished run that goes on for more epochs has none until it ends again."""
     final = tmp_path / "checkpoints" / "final.safetensors"
     for epochs, stop, status in ((1, False, "finished"), (2, True, "preempted"), (2, False, "finished")):
-        assert run(2, _train_on, tmp_path, epochs, stop, fresh=True) == [status] * 2, "a stop is for all of a store"
+        assert run(1, _train_on, tmp_path, epochs, stop, fresh=True) == [status], "a stop is for all of a store"
         assert final.exists() != stop
 
 
@@ -69,28 +61,24 @@ def _train_on(folder: Path, epochs: int, stop: bool) -> str:
     return run_job(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).status
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "change"),
-    [
-        (([8], False), ([4], False), r"has 1.weight of shape \[4, 3072\], and had \[8, 3072\]"),
-        (([8], False), ([8, 8], False), "has got 3.bias"),
-        (([8], True), ([8], False), "trains 1.weight, which was frozen,"),
-    ],
-    ids=["narrower", "deeper", "thawed"],
-)
-def test_a_network_that_was_edited_is_not_gone_on_with(before: Any, after: Any, change: str, tmp_path: Path):
-    assert run(2, _train_edited, tmp_path, 1, *before) == ["finished"] * 2
-    for said in run(2, _train_edited, tmp_path, 2, *after):
-        assert re.match(f"the network {change} since .* was written; restore it, or begin another run", said)
+EDITS = {
+    r"has 1.weight of shape \[4, 3072\], and had \[8, 3072\]": ([4], True),
+    "has got 3.bias": ([8, 8], True),
+    "trains 1.weight, which was frozen,": ([8], False),
+}
 
 
-def _train_edited(folder: Path, epochs: int, widths: list[int], frozen: bool) -> str:
-    job = small_job(folder, epochs, resume=True, model={"kind": "python", "name": "tests.models.own:edited"})
-    with patch.object(own, "WIDTHS", widths), patch.object(own, "FROZEN", frozen):
-        try:
-            return run_job(job, tests.world()).status
-        except UserError as error:
-            return str(error)
+@with_ranks(2)
+def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
+    """One of eight units, which are frozen."""
+    model = {"kind": "python", "name": "tests.models.own:edited"}
+    with patch.object(own, "FROZEN", True):
+        assert run_job(small_job(tmp_path, 1, model=model), tests.world()).status == "finished"
+    for change, (widths, frozen) in EDITS.items():
+        said = f"the network {change} since .* was written; restore it, or begin another run"
+        job = small_job(tmp_path, 2, resume=True, model=model)
+        with patch.multiple(own, WIDTHS=widths, FROZEN=frozen), pytest.raises(UserError, match=said):
+            run_job(job, tests.world())
 
 
 BY_NAME = """
@@ -143,13 +131,10 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
     assert "and not saved in the middle of it; the same train command with --resume run " in outcome.message
 
 
-@pytest.mark.parametrize("kind", ["lazy", "hybrid"])
-def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
-    run(2, _go_back, kind)
-
-
+@pytest.mark.parametrize("kind", [pytest.param("lazy", marks=pytest.mark.ci), "hybrid"])
+@with_ranks(2)
 @patch.dict(os.environ)
-def _go_back(kind: str) -> None:
+def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
     """Weights, images and times, as a cell of a notebook that is run again; also where updates are put off."""
     trainer = Trainer("smoke", overrides=[*SMALL, f"sync.kind={kind}", "ema_decay=0.9"])
     trainer.open_data()
@@ -188,14 +173,10 @@ def masks(steps: range, seed: int = 1, rank: int = 0) -> list[Tensor]:
     return kept
 
 
-def test_resumed_run_draws_the_same_dropout_masks():
+def test_steps_micro_steps_ranks_and_seeds_have_masks_of_their_own_which_a_resumed_run_draws_too():
     whole = masks(range(6))
     torch.rand(17)  # whatever was drawn before
-    for one, other in zip(whole[3:], masks(range(3, 6)), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_steps_micro_steps_ranks_and_seeds_have_masks_of_their_own():
+    assert torch.equal(torch.stack(whole[3:]), torch.stack(masks(range(3, 6))))
     drawn = [*masks(range(3)), *masks(range(3), rank=1), *masks(range(3), seed=2)]
     kept = (torch.cat(drawn) > 0).double().flatten(1)
     assert len(kept) == 9 * MICRO_STEPS

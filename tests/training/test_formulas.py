@@ -1,4 +1,4 @@
-"""The learning rate against the formulas it is defined by."""
+"""Learning rates and losses against the formulas that they are defined by."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from imagenet_fast.recipe.optim_config import Cosine, Polynomial, StepDecay
+from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.lr_schedule import learning_rate
 
 STEPS, EPOCHS = 10, 20
@@ -67,3 +69,26 @@ def test_cosine_ends_beside_its_end():
     assert lr[100] == pytest.approx(1.05)
     assert lr[-1] == pytest.approx(0.1 + 1.9 * (1 + math.cos(math.pi * 199 / 200)) / 2)
     assert lr == sorted(lr, reverse=True)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.08])
+def test_binary_cross_entropy_is_the_formula_summed_over_classes(smoothing: float):
+    """As Composer's binary_cross_entropy_with_logits, which divides the sum by the number of images."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(6, 9), torch.randint(9, (6,))
+    shares = torch.full((6, 9), smoothing / 9, dtype=torch.float64)
+    shares[range(6), labels] += 1 - smoothing
+    p = logits.double().sigmoid()
+    expected = -(shares * p.log() + (1 - shares) * (1 - p).log()).sum() / 6
+    loss = build_loss("bce", smoothing)
+    torch.testing.assert_close(loss(logits, labels).double(), expected)
+    whole = torch.nn.functional.one_hot(labels, 9).float()
+    torch.testing.assert_close(loss(logits, whole), loss(logits, labels), msg="labels may be shares, as of mixup")
+
+
+def test_low_precision_logits_are_summed_in_fp32():
+    logits, labels = torch.randn(4, 1000, dtype=torch.bfloat16), torch.randint(1000, (4,))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = build_loss("bce", 0.1)(logits, labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, build_loss("bce", 0.1)(logits.float(), labels))

@@ -1,8 +1,10 @@
-"""The time that a run waited for its images, by a clock that tells what was agreed with it."""
+"""The time that a run waited for its images, and what it is told when that was long."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -12,16 +14,19 @@ from torch import Tensor
 
 import tests
 from imagenet_fast.metrics import MetricLogger, RunResult
-from imagenet_fast.recipe.schema import Full
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.schema import Full, Recipe
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
-from tests.ranks import run
+from imagenet_fast.training.trainer import final_advice
+from tests.ranks import with_ranks
 
 
 class Clock:
-    """Seconds, as a device would tell them."""
+    """Seconds, as a device would tell them; it tells what was agreed with it."""
 
     now = 0.0
 
@@ -31,13 +36,8 @@ class Clock:
             yield torch.empty(0), torch.empty(0)
 
 
+@with_ranks(2)
 def test_slowest_rank_counts_without_first_step_and_evaluations():
-    late, early = run(2, _train)
-    assert late == early, "all know the same"
-    assert late == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
-
-
-def _train() -> list[tuple[float | None, float]]:
     """Three steps of two batches, and an evaluation before the last; the batches of rank 1 are always there. Shares,
     and seconds that they are of, after the second step and the third."""
     rank, clock, outcome, shares = dist.get_rank(), Clock(), RunResult("failed", "r", "lazy", 2, 2), []
@@ -65,10 +65,30 @@ def _train() -> list[tuple[float | None, float]]:
         meter.restart()
         step(2.0)
         report(3)
-    return shares
-
-
-def test_a_run_of_one_step_tells_no_share():
+    assert shares == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
     outcome = RunResult("failed", "r", "lazy", 1, 1)
     outcome.wait_for_data(0.0, 0.0)
-    assert outcome.data_wait_pct is None
+    assert outcome.data_wait_pct is None, "of a run of one step"
+
+
+@pytest.mark.parametrize(
+    ("status", "wait_pct", "rank", "advised"),
+    [
+        ("finished", 5.2, 0, True), ("preempted", 80.0, 0, True), ("finished", 5.0, 0, False),
+        ("finished", None, 0, False), ("failed", 80.0, 0, False), ("finished", 80.0, 1, False),
+    ],
+    ids=["waited", "stopped", "bearable", "unmeasured", "failed", "another rank"],
+)  # fmt: skip
+def test_a_run_that_waited_long_is_told_what_may_help_on_this_node(
+    status: str, wait_pct: float | None, rank: int, advised: bool,
+    make_recipe: Callable[..., Recipe], image_dir: Path, tmp_path: Path,
+):  # fmt: skip
+    recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
+    job = Job("test", recipe, split_batch(recipe, 2), image_dir, tmp_path)
+    ended = replace(RunResult("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
+    advice = final_advice(job, ended, tests.world(rank, 2))
+    assert bool(advice) == advised
+    if advised:
+        assert advice[0].startswith(f"Waited for data {wait_pct:.0f} % of training: a rank reads with dali")
+        assert advice[1].startswith("  --set data.loader=folder")
+    assert final_advice(replace(job, data=tmp_path / "gone"), ended, tests.world(rank, 2)) == []

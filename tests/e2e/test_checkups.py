@@ -1,7 +1,8 @@
-"""The check of one GPU, on a node without one: every section's command runs, as small as it goes."""
+"""Check-ups from the command line: the doctor's, and that of one GPU on a node without one, as small as it goes."""
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.command import environment
+from tests.e2e.command import Forked, environment
 from tests.pages import ROOT
 
 
@@ -52,3 +53,15 @@ def test_what_cannot_be_understood_is_refused_before_anything_runs(tmp_path: Pat
         assert sentence in check.communicate(timeout=60)[1]
         assert check.returncode == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.ci
+def test_what_the_doctor_finds_wrong_is_told(tmp_path: Path):
+    data, report = tmp_path / "no such data", tmp_path / "found.json"
+    code, printed, said = Forked(
+        tmp_path, "doctor", "--data", str(data), "--nproc", "2", "--json", str(report), COLUMNS="200"
+    ).ended()
+    assert (code, said) == (1, ""), printed + said
+    assert f"there is no data directory {data}" in printed
+    states = {finding["about"]: finding["state"] for finding in json.loads(report.read_text())}
+    assert (states["data"], states["all-reduce"], states["torch"]) == ("fail", "ok", "ok")

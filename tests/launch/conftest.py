@@ -1,1 +1,0 @@
-from tests.e2e.command import launched as launched
