@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +65,10 @@ def subprocesses() -> None:
     """Asked for by tests of the first tier that start processes: so that there are few."""
 
 
-def at_first(cases: Iterable[str], *chosen: str) -> list[Any]:
-    """All ``cases`` of a test; those that are not ``chosen`` run in CI only."""
-    return [pytest.param(case, id=case, marks=() if case in chosen else pytest.mark.ci) for case in cases]
+def tiers(first: Sequence[Any], every: Iterable[Any]) -> list[Any]:
+    """Every case, of which the first tier has some, and `ci` the others. A case is a value or a tuple of them."""
+    others = [case if isinstance(case, tuple) else (case,) for case in every if case not in first]
+    return [*first, *(pytest.param(*case, marks=pytest.mark.ci) for case in others)]
 
 
 def tables(**changes: Any) -> dict[str, Any]:

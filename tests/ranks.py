@@ -42,6 +42,8 @@ _ENDING_S = 1.0  # for threads and groups that have been told to end
 
 _pools: dict[tuple[int, str], RankPool] = {}
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
+at_end: list[Callable[[], None]] = []
+"""What the case that runs on this rank calls when it is done, one after the other."""
 cpu_s = 0.0
 """Seconds of a processor that the ranks of this process have used so far, of each call those of the busiest rank."""
 
@@ -78,8 +80,8 @@ def run(
     return [case.result for case in cases]
 
 
-def with_ranks(world: int, fresh: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test that all ranks run, with its parameters."""
+def with_ranks(count: int | None = None, fresh: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test that all ranks run, with its parameters. Without a count, ``world`` is one of them, and says it."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
@@ -87,7 +89,7 @@ def with_ranks(world: int, fresh: bool = False) -> Callable[[Callable[..., None]
             if dist.is_initialized():
                 test(**parameters)
             else:
-                run(world, partial(everywhere, **parameters), fresh=fresh)
+                run(count or parameters["world"], partial(everywhere, **parameters), fresh=fresh)
 
         return everywhere
 
@@ -176,6 +178,8 @@ def _case(function: Callable[..., Any], arguments: tuple[Any, ...], limit_s: flo
         faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
         try:
             result = function(*arguments)
+            while at_end:
+                at_end.pop(0)()
         finally:
             faulthandler.cancel_dump_traceback_later()
     patch.stopall()

@@ -14,7 +14,6 @@ from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
 from tests.sync import test_powersgd as powersgd
-from tests.sync.given import on_ranks
 
 pytestmark = pytest.mark.usefixtures("two_ranks")
 
@@ -35,7 +34,7 @@ USES = [
 @pytest.mark.parametrize("name", contract.POOLED)
 @pytest.mark.parametrize("use", USES)
 def test_layers_may_be_idle_or_used_several_times(use: Callable[..., None], name: str):
-    on_ranks(2, partial(use, name=name), backend="nccl")
+    run(2, partial(use, name=name), backend="nccl")
 
 
 @pytest.mark.parametrize("collective", collectives.COLLECTIVES)
@@ -45,8 +44,8 @@ def test_collectives_give_every_rank_the_mean_to_the_bit(collective: Collective)
 
 
 def test_collectives_add_alike_wherever_an_element_lies_and_overflow_nowhere():
-    on_ranks(2, collectives.test_wherever_an_element_lies_it_is_added_alike, backend="nccl")
-    on_ranks(2, collectives.test_large_fp16_values_do_not_overflow_on_their_way, backend="nccl")
+    run(2, collectives.test_wherever_an_element_lies_it_is_added_alike, backend="nccl")
+    run(2, collectives.test_large_fp16_values_do_not_overflow_on_their_way, backend="nccl")
 
 
 def test_all_reduces_are_timed_by_message_size():
@@ -57,7 +56,7 @@ def test_all_reduces_are_timed_by_message_size():
 
 
 def test_products_of_powersgd_are_of_fp32_where_others_are_of_tf32():
-    on_ranks(2, _recovered_beside_tf32, backend="nccl", fresh=True)
+    run(2, _recovered_beside_tf32, backend="nccl", fresh=True)
 
 
 def _recovered_beside_tf32() -> None:

@@ -19,7 +19,7 @@ from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
-from tests.sync.given import with_ranks
+from tests.ranks import with_ranks
 
 MAY_WAIT = frozenset({"Event.synchronize in wait_for", "Event.synchronize in seconds_between"})
 """Of an earlier interval, which :class:`Aged` sees to."""

@@ -22,8 +22,7 @@ from imagenet_fast.sync import EngineSettings, GradientPool, factory, network_be
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu
-from tests.ranks import run
-from tests.sync.given import with_ranks
+from tests.ranks import run, with_ranks
 from tests.sync.loops import unmeasured
 
 WIRES: tuple[Wire, ...] = get_args(Wire)

@@ -19,7 +19,7 @@ from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.recipe.job import Job
-from tests.conftest import at_first, make_images
+from tests.conftest import make_images, tiers
 from tests.e2e.command import Forked, events_of, train_here
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
@@ -86,7 +86,7 @@ def test_a_bad_image_ends_a_run_that_may_restart_at_once(tmp_path: Path):
     assert not events_of(run, "resume")
 
 
-@pytest.mark.parametrize("name", at_first(["environment.json", "events.jsonl"], "events.jsonl"))
+@pytest.mark.parametrize("name", tiers(["events.jsonl"], ["environment.json"]))
 @with_ranks(1)
 def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path):
     train_here(job(tmp_path))

@@ -15,7 +15,7 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import LocalStages, recorded_times, split_model
 from imagenet_fast.recipe import schema
-from tests.conftest import at_first
+from tests.conftest import tiers
 from tests.models.narrow import narrow_model
 from tests.models.own import Residual
 
@@ -51,7 +51,7 @@ def through(parts: list[LocalStages], values: Tensor) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("name", at_first(MODELS, *MODELS.keys() - {"resnet50"}))
+@pytest.mark.parametrize("name", tiers([name for name in MODELS if name != "resnet50"], ["resnet50"]))
 def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
     model, images = built(name)
     torch.manual_seed(1)  # of dropout

@@ -25,7 +25,7 @@ from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weig
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import TorchvisionModel
 from imagenet_fast.recipe.schema import AlexNetBN, CifarNet, Model, ResNet
-from tests.conftest import at_first, tables
+from tests.conftest import tables, tiers
 from tests.corruption import corrupted
 from tests.models.test_models import NETWORKS
 
@@ -174,7 +174,7 @@ def test_damage_is_refused_or_changes_nothing_but_values(tmp_path: Path):
                 assert all(isinstance(tensor, Tensor) for tensor in read_weights(file).tensors.values())
 
 
-@pytest.mark.parametrize("kind", at_first(NETWORKS, *NETWORKS.keys() - {"resnet50"}))
+@pytest.mark.parametrize("kind", tiers([kind for kind in NETWORKS if kind != "resnet50"], ["resnet50"]))
 def test_weights_are_recognised_and_those_of_each_model_fit_it(kind: str):
     model = NETWORKS[kind]
     weights = Weights("w.pth", zeros(model, 7))

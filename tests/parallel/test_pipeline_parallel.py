@@ -22,7 +22,8 @@ from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.sync import DdpSync, GradientPool, ParamSlot, SyncEngine, SyncStats, attach
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.sync.given import tiers, with_ranks
+from tests.conftest import tiers
+from tests.ranks import with_ranks
 
 SGD = Sgd(kind="sgd", lr=0.01, weight_decay=1e-4)
 PIXELS, MICRO = 15, 4

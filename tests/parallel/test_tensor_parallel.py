@@ -17,9 +17,9 @@ from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
+from tests.conftest import tiers
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
-from tests.ranks import run
-from tests.sync.given import tiers, with_ranks
+from tests.ranks import run, with_ranks
 
 
 def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:

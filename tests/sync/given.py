@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
-from typing import Any, TypeVar
+from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncStats, build_engine
 from imagenet_fast.sync.topology import Topology
-from tests.ranks import lending, run
+from tests.ranks import at_end, lending
 
 Shapes = Sequence[tuple[int, ...]]
 Gradients = Sequence[Tensor | None]
@@ -96,66 +94,21 @@ def weights_of(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().flatten() for param in model.parameters()])
 
 
-_pools: list[GradientPool] | None = None
-"""Made by the function that `on_ranks` is running."""
-
-
 def pooled(
     model: nn.Module, settings: EngineSettings | Engine, *, topology: Topology | None = None,
     group: dist.ProcessGroup | None = None, steps_per_epoch: int = 1,
 ) -> GradientPool:  # fmt: skip
-    """A pool of all parameters, with its engine, on streams that other cases use too where it is one of all ranks."""
+    """A pool of all parameters, with its engine, on streams that other cases use too where it is one of all ranks.
+
+    It is closed at the end of the case.
+    """
     if topology is None and group is None and dist.is_initialized() and torch.get_default_device().type == "cpu":
         topology = lending()
     pool = GradientPool(model, group, topology=topology)
-    if _pools is not None:
-        _pools.append(pool)
+    if dist.is_initialized():
+        at_end.append(pool.close)
     pool.attach(build_engine(settings, pool, steps_per_epoch))
     return pool
-
-
-def on_ranks(
-    world: int, function: Callable[..., Any], *arguments: Any, backend: str = "gloo", fresh: bool = False
-) -> list[Any]:
-    """``run``, after which the pools that ``pooled`` has made are closed."""
-    return run(world, _closing, function, arguments, backend=backend, fresh=fresh)
-
-
-def _closing(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    global _pools
-    _pools = []
-    try:
-        result = function(*arguments)
-        for pool in _pools:
-            pool.close()
-        return result
-    finally:
-        _pools = None
-
-
-def tiers(first: Sequence[Any], every: Iterable[Any]) -> list[Any]:
-    """Every case, of which the first tier has some, and `ci` the others. A case is a value or a tuple of them."""
-    others = [case if isinstance(case, tuple) else (case,) for case in every if case not in first]
-    return [*first, *(pytest.param(*case, marks=pytest.mark.ci) for case in others)]
-
-
-Test = TypeVar("Test", bound=Callable[..., None])
-
-
-def with_ranks(count: int | None = None) -> Callable[[Test], Test]:
-    """A test that all ranks run, with its parameters. Without a count, ``world`` is one of them, and says it."""
-
-    def decorate(test: Test) -> Test:
-        @wraps(test)
-        def everywhere(**parameters: Any) -> None:
-            if dist.is_initialized():
-                test(**parameters)
-            else:
-                on_ranks(count or parameters["world"], partial(everywhere, **parameters))
-
-        return everywhere  # type: ignore[return-value]
-
-    return decorate
 
 
 @contextmanager

@@ -20,8 +20,9 @@ from imagenet_fast.sync.all_reduce import all_reduce, usual_collective
 from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
-from tests.ranks import lending, run
-from tests.sync.given import process_groups, tiers, with_ranks
+from tests.conftest import tiers
+from tests.ranks import lending, run, with_ranks
+from tests.sync.given import process_groups
 
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 BY_NODE: tuple[Collective, ...] = ("hierarchical", "ring", "butterfly")

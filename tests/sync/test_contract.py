@@ -30,9 +30,10 @@ from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
+from tests.conftest import tiers
 from tests.covering import covering
-from tests.ranks import lending, run
-from tests.sync.given import Given, applied, ended, integers, means, normals, pooled, process_groups, tiers, with_ranks
+from tests.ranks import lending, run, with_ranks
+from tests.sync.given import Given, applied, ended, integers, means, normals, pooled, process_groups
 from tests.sync.loops import LINK, synced, unmeasured
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}

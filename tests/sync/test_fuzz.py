@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import tiers
 from tests.ranks import run
 from tests.sync.fuzz import Case, are_finite, describe, failure_of, shrink
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.fuzz_programs import program_of
-from tests.sync.given import tiers
 
 
 @pytest.mark.parametrize("engine", ["hybrid", "dear fp8", "sparse hybrid"])

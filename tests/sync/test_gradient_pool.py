@@ -12,7 +12,8 @@ from torch import nn
 from imagenet_fast.sync import EngineSettings, GradientPool, LazySync, ParamSlot, PowerSgdSync, SyncEngine, SyncStats
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.training.clock import Clock
-from tests.sync.given import pooled, with_ranks
+from tests.ranks import with_ranks
+from tests.sync.given import pooled
 
 
 class Listener(SyncEngine):

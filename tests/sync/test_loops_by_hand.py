@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.sync.reshard_state import reshard_sync_state
-from tests.ranks import lending, run
+from tests.conftest import tiers
+from tests.ranks import lending, run, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import on_ranks, pooled, tiers, weights_of, with_ranks
+from tests.sync.given import pooled, weights_of
 from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 SPARSE = ENGINES["sparse"]
@@ -32,7 +33,7 @@ DEFERRED = pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear"]))
 
 @pytest.mark.parametrize("engine", ["hybrid", "lazy", "sparse whole"])
 def test_nobody_overlooks_a_backward_that_fails_on_one_rank(engine: str):
-    for weights in on_ranks(2, _failing_on_rank_1, ENGINES[engine], 2, 2):
+    for weights in run(2, _failing_on_rank_1, ENGINES[engine], 2, 2):
         assert all(weights[f"layer{layer}.weight"].isnan().all() for layer in (0, 1, 2))
 
 
@@ -58,7 +59,7 @@ def test_nobody_overlooks_it_under_sparse_either(world: int, layer: int, fails: 
 
     A chunk of padding alone says nothing, but changes nothing either.
     """
-    first, *others = on_ranks(world, _failing_on_rank_1, FEW_CHUNKS, layer, fails)
+    first, *others = run(world, _failing_on_rank_1, FEW_CHUNKS, layer, fails)
     seen = torch.cat([weights.flatten() for weights in first.values()]).isnan().any()
     for other in others:
         assert seen == torch.cat([weights.flatten() for weights in other.values()]).isnan().any(), "all ranks see it"
@@ -101,7 +102,7 @@ def test_a_loss_scale_under_sparse_unscales_what_was_sent_alone():
 
 
 def check_scales(engine: str, scales: list[float], by_optimizer: bool) -> None:
-    expected, found = (on_ranks(2, _scaled, engine, s, by_optimizer)[0] for s in ([1.0] * len(scales), scales))
+    expected, found = (run(2, _scaled, engine, s, by_optimizer)[0] for s in ([1.0] * len(scales), scales))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -253,7 +254,8 @@ def _outlives() -> list[object]:
     model = Layers()
     optimizer, seen = sgd(model), []
     for _ in range(3):
-        with closing(pooled(model, ENGINES["dear"])) as pool:
+        with closing(GradientPool(model, topology=lending())) as pool:
+            pool.attach(build_engine(ENGINES["dear"], pool))
             seen.append(weakref.ref(pool))
             train(model, pool, optimizer, range(2))
         del pool

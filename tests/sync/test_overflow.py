@@ -15,9 +15,10 @@ from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync, build_e
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
-from tests.ranks import lending
+from tests.conftest import tiers
+from tests.ranks import lending, run, with_ranks
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import SMALL, Given, integers, on_ranks, tiers, weights_of, with_ranks
+from tests.sync.given import SMALL, Given, integers, weights_of
 
 LARGEST = torch.finfo(torch.float16).max
 SCALES = {
@@ -85,7 +86,7 @@ def test_a_step_that_overflows_in_one_layer_of_one_rank_is_skipped_by_all(engine
 
 def test_an_overflow_that_sparse_has_not_sent_is_skipped_while_it_is_there_by_all_ranks():
     """It is the next to be sent. Put off or at once, the same comes out."""
-    (skipped, steps), *others = [result for way in ("lazy", "hybrid") for result in on_ranks(2, _sparsely, way)]
+    (skipped, steps), *others = [result for way in ("lazy", "hybrid") for result in run(2, _sparsely, way)]
     for other_skipped, other_steps in others:
         assert skipped == other_skipped
         assert all(torch.equal(*pair) for pair in zip(steps, other_steps, strict=True))

@@ -18,7 +18,8 @@ from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.sync.given import Given, integers, mean_over_ranks, weights_of, with_ranks
+from tests.ranks import with_ranks
+from tests.sync.given import Given, integers, mean_over_ranks, weights_of
 from tests.sync.loops import synced
 
 BATCH, STEPS, MB = 24, 100, 0.01

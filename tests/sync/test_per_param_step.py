@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imagenet_fast.sync.per_param_step import needs_all, snapshot_step
+from tests.conftest import tiers
 from tests.sync.fuzz_loops import Counting, Signs
-from tests.sync.given import tiers
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))

@@ -23,8 +23,9 @@ from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
-from tests.ranks import lending
-from tests.sync.given import engine_of, mean_over_ranks, on_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
+from tests.conftest import tiers
+from tests.ranks import lending, run, with_ranks
+from tests.sync.given import engine_of, mean_over_ranks, pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, unmeasured
 
 
@@ -78,7 +79,7 @@ def take_step(model: nn.Module, pool: GradientPool, optimizer: Optimizer, images
 
 @pytest.mark.parametrize("defers", tiers([True], [False]), ids=["deferring", "not deferring"])
 def test_auto_decides_alike_everywhere_and_trains_on(defers: bool):
-    decisions, others = on_ranks(2, _decide, defers)
+    decisions, others = run(2, _decide, defers)
     assert decisions == others
     engines = {engine for engine, *_ in decisions}
     deferring = {"hybrid", "dear"} if defers else set()
@@ -118,7 +119,7 @@ class Scaled(nn.Module):
 
 def test_auto_may_choose_an_inexact_engine_and_loses_no_gradient():
     """Against ``sparse`` put in lazy's place by hand."""
-    (elected, ours), (others, theirs) = (on_ranks(2, _elect, by_hand)[0] for by_hand in (False, True))
+    (elected, ours), (others, theirs) = (run(2, _elect, by_hand)[0] for by_hand in (False, True))
     assert (elected, others) == (["sparse"], [])
     assert torch.equal(ours, theirs)
 

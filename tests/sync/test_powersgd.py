@@ -16,8 +16,10 @@ from torch.nn import functional as F
 
 from imagenet_fast.sync import DdpSync, GradientPool, PowerSgdSync, attach
 from imagenet_fast.sync.powersgd import PowerSGD, _each_orthonormal, matrix_shape
+from tests.conftest import tiers
+from tests.ranks import run, with_ranks
 from tests.sync import given
-from tests.sync.given import Given, Gradients, mean_over_ranks, on_ranks, pooled, same_on_ranks, tiers, with_ranks
+from tests.sync.given import Given, Gradients, mean_over_ranks, pooled, same_on_ranks
 from tests.sync.loops import unmeasured
 
 SHAPES = [(12, 3, 3, 3), (12,), (40, 30), (30, 40), (), (1, 50), (64, 9)]
@@ -85,7 +87,7 @@ def test_only_what_becomes_smaller_is_compressed():
 
 @pytest.mark.parametrize("timings", tiers(["lazy and dear"], ["hybrid and dear"]))
 def test_what_is_not_applied_is_kept_and_timing_changes_no_bit(timings: str):
-    results = [result for timing in timings.split(" and ") for result in on_ranks(3, _conserves, timing)]
+    results = [result for timing in timings.split(" and ") for result in run(3, _conserves, timing)]
     for steps in results:
         assert all(alike(one, other) for one, other in zip(results[0], steps, strict=True))
 
@@ -212,9 +214,7 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
 
 @pytest.mark.ci
 def test_it_trains_as_ddps_hook_does_and_sends_as_little():
-    ours, theirs = (
-        on_ranks(2, _trained, by) for by in (settings(dense_epochs=5, bucket_mb=1.0), DdpSync(powersgd_rank=2))
-    )
+    ours, theirs = (run(2, _trained, by) for by in (settings(dense_epochs=5, bucket_mb=1.0), DdpSync(powersgd_rank=2)))
     (losses, sent, _), (others, others_sent, _) = ours[0], theirs[0]
     assert losses[:5] == others[:5], "both begin with five steps as they are"
     assert losses[-1] < 0.5 * losses[5]

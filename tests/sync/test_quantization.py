@@ -17,8 +17,9 @@ from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool,
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
-from tests.ranks import lending
-from tests.sync.given import Given, applied, engine_of, on_ranks, pooled, same_on_ranks, tiers, with_ranks
+from tests.conftest import tiers
+from tests.ranks import lending, run, with_ranks
+from tests.sync.given import Given, applied, engine_of, pooled, same_on_ranks
 from tests.sync.loops import unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
@@ -197,7 +198,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
 
 def test_a_rank_alone_keeps_what_several_have_left():
     """For the time when there are several again, as in an elastic job."""
-    on_ranks(1, _alone_again, on_ranks(2, _state_of_two)[0])
+    run(1, _alone_again, run(2, _state_of_two)[0])
 
 
 @unmeasured()

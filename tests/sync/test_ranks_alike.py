@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, RingSync, attach, build_engine, declare
 from imagenet_fast.sync.consistency import _digests
-from tests.sync.given import pooled, process_groups, with_ranks
+from tests.ranks import with_ranks
+from tests.sync.given import pooled, process_groups
 from tests.sync.loops import Layers
 
 

@@ -22,10 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync, attach, build_engine
 from imagenet_fast.training.optimizers import LARS
+from tests.conftest import tiers
 from tests.ports import free_port
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import on_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
+from tests.sync.given import pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, train, unmeasured
 
 STATES = ("lazy", "hybrid", "dear", "lazy int8", "powersgd", "sparse", "sparse whole", "sparse corrected")
@@ -464,7 +465,7 @@ def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
 @pytest.mark.parametrize("engine", ["lazy", "lazy int8", "sparse", "powersgd"])
 def test_a_residual_of_other_ranks_is_refused(engine: str):
     """One rank's file has one rank's residual: the others' would be lost, and its own counted too much."""
-    state, _ = on_ranks(2, kept, ENGINES[engine])
+    state, _ = run(2, kept, ENGINES[engine])
     pool = pooled(Layers(), ENGINES[engine])
     if engine == "lazy":
         pool.load_state_dict(state)
@@ -501,7 +502,7 @@ EVERY = [(name, engine) for name, refusal in REFUSALS.items() for engine in refu
 
 @pytest.mark.parametrize(("name", "engine"), tiers(FIRST, EVERY))
 def test_refused(name: str, engine: str):
-    on_ranks(2, _refused, name, engine, fresh=REFUSALS[name].abandons)
+    run(2, _refused, name, engine, fresh=REFUSALS[name].abandons)
 
 
 @unmeasured()

@@ -21,8 +21,10 @@ from imagenet_fast.sync import GradientPool, LazySync, SparseSync
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
+from tests.conftest import tiers
+from tests.ranks import with_ranks
 from tests.sync import loops
-from tests.sync.given import Given, engine_of, mean_over_ranks, pooled, same_on_ranks, tiers, weights_of, with_ranks
+from tests.sync.given import Given, engine_of, mean_over_ranks, pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, ours
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)

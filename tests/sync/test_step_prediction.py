@@ -21,7 +21,8 @@ from imagenet_fast.sync import Engine, GradientPool, declare
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
-from tests.sync.given import tiers, with_ranks
+from tests.conftest import tiers
+from tests.ranks import with_ranks
 
 OURS: tuple[Sync, ...] = (
     sync.AllReduceSync(wire="bf16"), sync.RingSync(), sync.LazySync(), sync.HybridSync(), sync.DearSync(),

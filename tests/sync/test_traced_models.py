@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from imagenet_fast.sync import EngineSettings, GradientPool
+from tests.conftest import tiers
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import tiers
 from tests.sync.loops import alike, images, started, state, train
 
 LAZY, HYBRID, DEAR = (ENGINES[name] for name in ("lazy", "hybrid", "dear"))

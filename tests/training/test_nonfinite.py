@@ -25,7 +25,7 @@ from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.train_step import TrainingStep
-from tests.conftest import at_first
+from tests.conftest import tiers
 from tests.e2e.command import outcome_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny, images_of, small_model
 from tests.ranks import run
@@ -170,7 +170,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("case", at_first(CASES, "dear", "layer", "lazy-watched", "images", "loss"))
+@pytest.mark.parametrize("case", tiers(["dear", "layer", "lazy-watched", "images", "loss"], CASES))
 def test_every_engine_ends_alike_and_names_the_layer_and_the_rank(case: str):
     changes, expected = CASES[case]
     told, other = run(2, _told, changes)
@@ -193,7 +193,7 @@ def test_the_rank_that_holds_the_layer_says_so(layout: str, watched: int | None)
     assert " the first layer whose output" in told
 
 
-@pytest.mark.parametrize("name", at_first(["hybrid", "dear", "lazy"], "hybrid"))
+@pytest.mark.parametrize("name", tiers(["hybrid"], ["dear", "lazy"]))
 def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path):
     """Hybrid and dear update a layer in the next forward. That of step 4 has weights that are wild, though finite."""
     for told in run(2, _told, {"sync": ENGINES[name]}, UNDIVIDED, tmp_path):

@@ -23,7 +23,7 @@ from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import at_first
+from tests.conftest import tiers
 from tests.e2e.command import events_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run, with_ranks
@@ -73,7 +73,7 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.weekly)])
-@pytest.mark.parametrize("name", at_first(SETTINGS, "dear-averaged", "sparse-deferred-corrected"))
+@pytest.mark.parametrize("name", tiers(["dear-averaged", "sparse-deferred-corrected"], SETTINGS))
 def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
     """Before and after what is learnt from the first steps."""
     run(ranks, _goes_on, normalised, 9, [[1], [7]], UNDIVIDED, {"global_batch": 12} | SETTINGS[name])
@@ -95,7 +95,7 @@ def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, s
     torch.set_float32_matmul_precision("highest")  # which fp16 has not
 
 
-@pytest.mark.parametrize("kind", at_first(["lazy", "ring", "hybrid", "dear", "sparse", "powersgd"], "lazy"))
+@pytest.mark.parametrize("kind", tiers(["lazy"], ["ring", "hybrid", "dear", "sparse", "powersgd"]))
 @with_ranks(3)
 def test_what_is_measured_on_a_machine_changes_no_bit(kind: str):
     """Else a run that is killed before its first checkpoint would end otherwise than it would have."""
