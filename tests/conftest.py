@@ -5,16 +5,20 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import typer.main
+import typer.testing
 from PIL import Image
 
 from imagenet_fast.cli.main import main
 from imagenet_fast.distributed.forkserver import freeze_gc, start_fork_server
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.guard import Cost, counting
@@ -23,6 +27,8 @@ from tests.root import require_root
 COST = pytest.StashKey[Cost]()
 
 torch.set_num_threads(1)
+# To make all commands of the application takes longer than most of what tests ask of one of them.
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 
 def pytest_collection() -> None:
@@ -100,6 +106,14 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return printed
 
     return refused
+
+
+def refusal_of(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The one line of the error with which a call is refused."""
+    with pytest.raises(UserError) as error:
+        call(*arguments, **named)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 @pytest.fixture
