@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -74,6 +78,13 @@ def one_class(root: Path, contents: dict[str, bytes]) -> Path:
         for name, content in contents.items():
             put(root / split / "all", f"{name}.jpg", content=content)
     return root
+
+
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty of noise for those of scikit-learn, whose import takes longer than all else about them."""
+    images = np.random.default_rng(0).integers(0, 17, (40, 8, 8)).astype(float)
+    digits = SimpleNamespace(images=images, target=np.arange(40) % 10)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: digits))
 
 
 def with_bad_images(image_dir: Path, root: Path) -> Path:

@@ -8,13 +8,10 @@ import pytest
 from imagenet_fast.plan.stragglers import expected_max, straggling
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64, 512, 4096])
-def test_the_mean_of_the_largest_is_that_of_draws(ranks: int):
-    draws = np.random.default_rng(ranks).standard_normal((2000, ranks)).max(axis=1)
-    assert expected_max(ranks) == pytest.approx(draws.mean(), abs=4 * draws.std() / np.sqrt(len(draws)))
-
-
-def test_two_ranks_by_the_formula():
+def test_the_mean_of_the_largest_is_that_of_draws_and_of_two_ranks_by_the_formula():
+    for ranks in (2, 8, 64, 1024):
+        draws = np.random.default_rng(ranks).standard_normal((2000, ranks)).max(axis=1)
+        assert expected_max(ranks) == pytest.approx(draws.mean(), abs=4 * draws.std() / np.sqrt(len(draws))), ranks
     assert expected_max(1) == pytest.approx(0, abs=1e-9)
     assert expected_max(2) == pytest.approx(1 / np.sqrt(np.pi), abs=1e-6)
 
