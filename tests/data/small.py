@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +54,12 @@ def opened(
 def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
     taken = list(islice(batches, count))
     return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
+
+
+def same(ours: Iterable[Sequence[Tensor]], theirs: Iterable[Sequence[Tensor]]) -> bool:
+    """Whether these are as many batches of the same images and labels, to the bit."""
+    pairs = zip_longest(ours, theirs, fillvalue=())
+    return all(len(ours) == len(theirs) and all(map(torch.equal, ours, theirs)) for ours, theirs in pairs)
 
 
 def put(folder: Path, *names: str, content: bytes = JPEG) -> Path:
