@@ -42,13 +42,10 @@ def test_images_are_normalised_as_torchvision_does(count: int):
     assert images.stride() == source.stride()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fewer_bits_are_rounded_once(dtype: torch.dtype):
-    images = normalised(some_images(2, 13), dtype)
-    assert images.dtype == dtype
-    assert torch.equal(images, normalised(some_images(2, 13), torch.float32).to(dtype))
-
-
-def test_images_of_another_layout_are_normalised_too():
-    images = some_images(3, 13).contiguous()
-    assert torch.equal(normalised(images, torch.float32), normalised(some_images(3, 13), torch.float32))
+def test_fewer_bits_are_rounded_once_and_another_layout_is_taken_too():
+    source = some_images(3, 13)
+    expected = normalised(source, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        images = normalised(source.contiguous() if dtype == torch.float32 else source, dtype)
+        assert images.dtype == dtype
+        assert torch.equal(images, expected.to(dtype))

@@ -11,14 +11,13 @@ import torch
 
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.sampler import BatchIndices, EvalSampler, TrainSampler, resolution
-from imagenet_fast.errors import UserError
+from tests.conftest import refusal_of
 from tests.data.small import ALONE, LOADERS, image_data, opened
 
 GROWING = {"sizes": [[1, 36], [2, 40]], "eval_size": 52}
 
 
-@pytest.mark.parametrize("augment", [True, False])
-@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("loader", "augment"), [("dali", True), ("dali", False), ("folder", True)])
 def test_progressive_sizes_and_eval_size(image_dir: Path, loader: str, augment: bool):
     dataset = opened(image_dir, loader, augment=augment, **GROWING)
     each = dataset.train_order.steps_per_epoch
@@ -88,21 +87,17 @@ def test_mixed_images_come_with_shares_of_their_classes(image_dir: Path, loader:
     assert all(labels.dtype == torch.int64 for _, labels in dataset.next_evaluation())
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"sizes": [[2, 40], [1, 48]]}, r"rising epochs.* not \[2, 1\]"),
+def test_what_makes_no_sense_is_refused():
+    for changes, said in (
+        ({"sizes": [[2, 40], [1, 48]]}, "rising epochs, such as [[1, 128], [6, 192]], not [2, 1]"),
         ({"sizes": [[1, 40], [1, 48]]}, "rising epochs"),
-        ({"sizes": [[1, 16]]}, r"data.sizes from epoch 1 on \(16\) is too small for resnet18"),
-        ({"sizes": [[0, 40]]}, r"data.*sizes"),
-        ({"sizes": [40]}, r"data.*sizes"),
-        ({"sizes": [[1, 40], [2, 46]], "size_multiple": 4}, r"multiples of size_multiple \(4\), and 46 is not"),
-        ({"eval_size": 57}, r"resize \(56\) must be at least eval_size \(57\)"),
-        ({"eval_size": 31}, r"eval_size \(31\) is too small"),
+        ({"sizes": [[1, 16]]}, "data.sizes from epoch 1 on (16) is too small for resnet18"),
+        ({"sizes": [[0, 40]]}, "sizes"),
+        ({"sizes": [40]}, "sizes"),
+        ({"sizes": [[1, 40], [2, 46]], "size_multiple": 4}, "multiples of size_multiple (4), and 46 is not"),
+        ({"eval_size": 57}, "resize (56) must be at least eval_size (57)"),
+        ({"eval_size": 31}, "eval_size (31) is too small"),
         ({"mixup": -1}, "mixup"),
         ({"crop": "krizhevsky"}, "crop"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(changes: dict[str, object], said: str):
-    with pytest.raises(UserError, match=said):
-        image_data(**changes)
+    ):
+        assert said in refusal_of(image_data, **changes)

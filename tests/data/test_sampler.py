@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -44,18 +44,17 @@ def test_another_seed_is_another_order():
     assert not np.array_equal(*orders)
 
 
-@pytest.mark.parametrize("first_step", [0, 1, 3, 4, 9, 4_000_001])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_an_order_that_begins_later_goes_on_as_the_whole_one(first_step: int, ranks: int):
+def test_an_order_that_begins_later_goes_on_as_the_whole_one():
     """From the middle of an epoch, from its end, into the next."""
-    batching = Batching(ranks, 4, GLOBAL // ranks // 4)
-    whole = TrainSampler(IMAGES, batching, ranks - 1, seed=3, first_step=first_step // 4 * 4)
-    later = replace(whole, first_step=first_step)
-    skipped = first_step % 4 * batching.accumulation
-    for one, other in zip(islice(whole, skipped, skipped + 20), islice(later, 20), strict=True):
-        assert one.epoch == other.epoch
-        assert np.array_equal(one.images, other.images)
-    assert next(iter(later)).epoch == first_step // 4
+    for first_step, ranks in product((0, 1, 3, 4, 9, 4_000_001), (1, 2, 3)):
+        batching = Batching(ranks, 4, GLOBAL // ranks // 4)
+        whole = TrainSampler(IMAGES, batching, ranks - 1, seed=3, first_step=first_step // 4 * 4)
+        later = replace(whole, first_step=first_step)
+        skipped = first_step % 4 * batching.accumulation
+        for one, other in zip(islice(whole, skipped, skipped + 20), islice(later, 20), strict=True):
+            assert one.epoch == other.epoch
+            assert np.array_equal(one.images, other.images)
+        assert next(iter(later)).epoch == first_step // 4
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 1), (6, 2)])
@@ -73,16 +72,12 @@ def test_epoch_across_world_sizes_shows_every_image_once(before: int, after: int
     assert sorted(seen) == sorted(int(i) for batch in undisturbed for i in batch.images)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 120])
-@pytest.mark.parametrize("batch", [1, 8, 200])
-def test_an_evaluation_shows_every_image_once(ranks: int, batch: int):
-    seen: list[int] = []
-    for rank in range(ranks):
-        order = EvalSampler(IMAGES, batch, ranks, rank)
-        batches = list(islice(iter(order), order.batches))
-        assert all(0 < len(images) <= batch for _, images, _ in batches)
-        seen += [int(i) for _, images, _ in batches for i in images]
-    assert seen == list(range(IMAGES))
+def test_an_evaluation_shows_every_image_once():
+    for ranks, batch in product((1, 2, 3, 4, 7, 120), (1, 8, 200)):
+        orders = [EvalSampler(IMAGES, batch, ranks, rank) for rank in range(ranks)]
+        batches = [images for order in orders for _, images, _ in islice(order, order.batches)]
+        assert all(0 < len(images) <= batch for images in batches)
+        assert [int(i) for images in batches for i in images] == list(range(IMAGES))
 
 
 def test_pipeline_ranks_read_the_same_images():
