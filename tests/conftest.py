@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -109,11 +110,17 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def refusal_of(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
-    """The one line of the error with which a call is refused."""
+    """The sentence of the error with which a call is refused."""
     with pytest.raises(UserError) as error:
         call(*arguments, **named)
-    assert "\n" not in str(error.value)
     return str(error.value)
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture

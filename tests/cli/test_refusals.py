@@ -26,11 +26,13 @@ REFUSED = {
         ("--recipe smoke --nodes 2", "needs --rdzv-endpoint"),
         ("--recipe smoke --rdzv-endpoint localhost:99999", "is not HOST:PORT"),
         ("--recipe demo --out=", "--out is empty; name a directory"),
+        ("--recipe smoke --on-bad-image skip", "data.on_bad_image"),
         ("--recipe smoke --fresh-head", "--fresh-head is for weights to start from; add --init-from FILE"),
     ],
     "eval": [
         ("--weights nowhere.pth", "there is no run or file nowhere.pth"),
         ("--weights nowhere.pth --recipe smoke --json /no/where", "there is no directory /no"),
+        ("--weights w.pth --recipe smoke --on-bad-image skip", "data.on_bad_image"),
         ("--weights w.pth --nodes 2:4", "--nodes 2:4 is for `train` alone"),
     ],
     "export": [

@@ -7,11 +7,7 @@ import io
 import pytest
 
 from imagenet_fast.data.progress import measurement_bar, progress_bars
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.conftest import Terminal
 
 
 def moved(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -108,29 +108,20 @@ def areas(png: Path) -> dict[str, int]:
     return {name: int((pixels == list(bytes.fromhex(code))).all(-1).sum()) for name, code in colours.items()}
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no"),
+def test_what_is_no_trace_and_a_wrong_name_are_refused(tmp_path: Path, refusal: Callable[..., str]):
+    run, file = str(tmp_path), tmp_path / "trace.json"
+    assert f"there is no {file}" in refusal("timeline", run)
+    for content, said in (
         ([], "is no trace of ours, or is damaged"),
         ({"traceEvents": [{"ph": "X"}]}, "or is damaged"),
         ({"traceEvents": [{"ph": "i", "name": "step ends", "ts": "soon"}]}, "is damaged"),
         ({"traceEvents": []}, "holds no whole step"),
         (trace(steps=1), "holds no whole step"),
         (trace(without="wire"), "holds no message"),
-    ],
-)
-def test_what_is_no_trace_is_refused(content: object, said: str, tmp_path: Path, refusal: Callable[..., str]):
-    tmp_path.joinpath("run").mkdir()
-    if content is not None:
-        written(tmp_path / "run" / "trace.json", content)
-    sentence = refusal("timeline", str(tmp_path / "run"))
-    assert said in sentence
-    assert str(tmp_path / "run" / "trace.json") in sentence
-
-
-def test_a_file_that_was_cut_off_and_a_wrong_name_are_refused(tmp_path: Path, refusal: Callable[..., str]):
-    file = written(tmp_path / "trace.json", trace())
-    assert "does not end in .png" in refusal("timeline", str(file), "--png", str(tmp_path / "a.svg"))
+    ):
+        sentence = refusal("timeline", str(written(file, content).parent))
+        assert said in sentence
+        assert str(file) in sentence
+    assert "does not end in .png" in refusal("timeline", str(written(file, trace())), "--png", f"{tmp_path}/a.svg")
     file.write_text(file.read_text()[:200])
-    assert "is damaged" in refusal("timeline", str(file))
+    assert "is damaged" in refusal("timeline", run)

@@ -68,6 +68,7 @@ def test_wrong_clusters_and_files_that_are_none_get_one_sentence(tmp_path: Path)
         told = refusal_of(load_cluster, written(tmp_path, old, new))
         assert sentence in told
         assert "mine.toml" in told
+        assert "\n" not in told
     (tmp_path / "wide.toml").write_bytes(GOOD.encode("utf-16"))
     (tmp_path / "empty.toml").touch()
     for name, sentence in (

@@ -41,9 +41,7 @@ def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: P
     assert read_job(tmp_path / "job.json", Job) == PLAIN
 
 
-def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_resumed_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_before(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = replace(PLAIN, folder=tmp_path / "runs" / "my run")
     assert job.resuming == "the same train command with --resume 'runs/my run'"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 from imagenet_fast.recipe.schema import Recipe
+from tests.conftest import refusal_of
 
 
 def paths(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Iterator[str]:
@@ -61,7 +59,5 @@ def test_what_chooses_the_other_keys_stands_first_in_its_table():
 
 
 def test_an_unknown_key_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match=r"no recipe key begins with 'optin\.lr'; did you mean optim\.lr"):
-        recipe_keys("optin.lr")
-    with pytest.raises(UserError, match="`imagenet-fast recipes keys` lists all"):
-        recipe_keys("§")
+    assert "no recipe key begins with 'optin.lr'; did you mean optim.lr" in refusal_of(recipe_keys, "optin.lr")
+    assert "`imagenet-fast recipes keys` lists all" in refusal_of(recipe_keys, "§")

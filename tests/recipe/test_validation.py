@@ -7,15 +7,13 @@ from collections.abc import Callable
 from itertools import product
 from typing import Any
 
-import pytest
-
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import explain, split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
-from tests.conftest import tables
+from tests.conftest import refusal_of, tables
 
 
 def laid(global_batch: int = 64, **parallel: Any) -> Recipe:
@@ -31,21 +29,17 @@ def test_without_the_table_all_ranks_are_data_parallel(make_recipe: Callable[...
     assert "parallel" not in explain(make_recipe(), make_recipe(), split_batch(make_recipe(), 2))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "name"),
-    [
+def test_a_layout_has_a_name():
+    for parallel, ranks, name in (
         ({}, 1, "dp1"), ({}, 8, "dp8"), ({"tensor": 4}, 4, "tp4"), ({"tensor": 4}, 8, "dp2tp4"),
         ({"pipeline": 2, "micro_batches": 4}, 4, "pp2dp2"),
         ({"tensor": 2, "pipeline": 2, "micro_batches": 4}, 8, "pp2dp2tp2"),
-    ],
-)  # fmt: skip
-def test_a_layout_has_a_name(parallel: dict[str, Any], ranks: int, name: str):
-    assert Parallel(**parallel).layout(ranks) == name
+    ):  # fmt: skip
+        assert Parallel(**parallel).layout(ranks) == name
 
 
-@pytest.mark.parametrize(
-    ("parallel", "ranks", "sentence"),
-    [
+def test_uneven_layout_is_refused_with_the_nearest():
+    for parallel, ranks, sentence in (
         ({"tensor": 2}, 1, "parallel.tensor 2 needs a multiple of 2 ranks, and there is 1; give --set parallel."),
         ({"tensor": 2}, 3, "a multiple of 2 ranks, and there are 3; give --set parallel.tensor=1, or choose another"),
         ({"tensor": 4}, 6, "give --set parallel.tensor=2 or --set parallel.tensor=1, or choose another --nproc"),
@@ -62,18 +56,14 @@ def test_a_layout_has_a_name(parallel: dict[str, Any], ranks: int, name: str):
             "give --set global_batch=60, or choose another parallel.micro_batches",
         ),
         ({"pipeline": 2, "micro_batches": 100}, 4, "give --set global_batch=200, or"),
-    ],
-)  # fmt: skip
-def test_uneven_layout_is_refused_with_the_nearest(parallel: dict[str, Any], ranks: int, sentence: str):
-    with pytest.raises(UserError) as error:
-        check_axes(laid(**parallel), ranks)
-    assert sentence in str(error.value)
-    assert "\n" not in str(error.value)
+    ):  # fmt: skip
+        told = refusal_of(check_axes, laid(**parallel), ranks)
+        assert sentence in told
+        assert "\n" not in told
 
 
-@pytest.mark.parametrize(
-    ("parallel", "micro_batch", "ranks", "expected", "line"),
-    [
+def test_a_batch_is_read_by_what_is_left_of_the_ranks_or_a_whole_pipeline():
+    for parallel, micro_batch, ranks, expected, line in (
         # A pipeline reads what its ranks would have read together.
         ({"pipeline": 2, "micro_batches": 4}, 0, 2, (1, 64, 1), "2 ranks, micro-batch 16, 1 accumulation step; "),
         ({"pipeline": 2, "micro_batches": 4}, 0, 4, (2, 32, 1), "x 2; 4 micro-batches under way by 1f1b"),
@@ -85,26 +75,19 @@ def test_uneven_layout_is_refused_with_the_nearest(parallel: dict[str, Any], ran
         ({"tensor": 2}, 0, 2, (2, 32, 1), ", data-parallel x 1"),
         ({"tensor": 4}, 0, 64, (64, 1, 1), ", data-parallel x 16"),
         ({"pipeline": 4, "micro_batches": 4}, 0, 8, (2, 32, 1), ", data-parallel x 2; 4"),
-    ],
-)
-def test_a_batch_is_read_by_what_is_left_of_the_ranks_or_a_whole_pipeline(
-    parallel: dict[str, Any], micro_batch: int, ranks: int, expected: tuple[int, int, int], line: str
-):
-    recipe = laid(**parallel).model_copy(update={"micro_batch": micro_batch, "ranks": ranks})
-    check_axes(recipe, ranks)
-    batching = split_batch(recipe, ranks)
-    assert (batching.readers, batching.micro_batch, batching.accumulation) == expected
-    assert batching.global_batch == 64
-    assert line in explain(recipe, recipe, batching)
+    ):
+        recipe = laid(**parallel).model_copy(update={"micro_batch": micro_batch, "ranks": ranks})
+        check_axes(recipe, ranks)
+        batching = split_batch(recipe, ranks)
+        assert (batching.readers, batching.micro_batch, batching.accumulation) == expected
+        assert batching.global_batch == 64
+        assert line in explain(recipe, recipe, batching)
 
 
 def test_what_is_proposed_comes_out_even():
     for ranks, tensor, pipeline in product(range(1, 25), (2, 4, 8), (1, 2, 3)):
-        asked: dict[str, Any] = {
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "schedule": "gpipe" if pipeline > 1 else "1f1b",
-        }
+        schedule = "gpipe" if pipeline > 1 else "1f1b"
+        asked: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "schedule": schedule}
         try:
             check_axes(laid(global_batch=24 * ranks, **asked), ranks)
         except UserError as error:
