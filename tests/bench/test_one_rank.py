@@ -57,25 +57,17 @@ def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(every: int, tmp_
     assert [after > before for before, after in pairwise(saves[warmup - 1 :])] == 3 * ([True] + (every - 1) * [False])
 
 
-@pytest.mark.parametrize(
-    ("gpus", "compiled", "reason"),
-    [
+def test_data_parallel_is_skipped_with_a_reason_and_casts_in_the_forward_itself(monkeypatch: pytest.MonkeyPatch):
+    """Here without a GPU; `tests/gpu` looks at its threads."""
+    for gpus, compiled, reason in (
         (0, False, "it spreads a batch over GPUs, and of them there are none"),
         (1, True, "it spreads a batch over GPUs, and of them there is one"),
         (2, True, "it copies the model in every step, and blocks are compiled for one"),
         (2, False, None),
-    ],
-)
-def test_data_parallel_is_skipped_with_a_reason(
-    gpus: int, compiled: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    told = no_data_parallel(step_recipe("resnet18", 32, 2, "bf16", compiled))
-    assert told is None if reason is None else told.startswith(f"nn.DataParallel was skipped: {reason}")
-
-
-def test_data_parallel_casts_in_the_forward_itself():
-    """Here without a GPU; `tests/gpu` looks at its threads."""
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        told = no_data_parallel(step_recipe("resnet18", 32, 2, "bf16", compiled))
+        assert told is None if reason is None else told.startswith(f"nn.DataParallel was skipped: {reason}")
     spread = over_gpus(torch.nn.Linear(3, 2), BFloat16(kind="bf16"), 2)
     assert spread(torch.ones(4, 3)).dtype == torch.bfloat16
 

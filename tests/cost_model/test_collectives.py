@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import get_args
-
-import pytest
 
 from imagenet_fast.cost_model.collectives import (
     ALIGNED_RANKS,
@@ -12,21 +11,20 @@ from imagenet_fast.cost_model.collectives import (
     message_alignment,
     slot_alignment,
     wire_format,
-)
+)  # fmt: skip
 from imagenet_fast.recipe.engine_table import Wire
 
 LAYOUTS = [(ranks,) for ranks in (1, 2, 3, 7, 8, 96, ALIGNED_RANKS, 509)] + [(8,) * 16, (8,) * 64, (4, 3), (1,) * 6]
 
 
-@pytest.mark.parametrize("wire", get_args(Wire))
-@pytest.mark.parametrize("nodes", LAYOUTS, ids=lambda nodes: "+".join(map(str, nodes[:3])) + f"of{len(nodes)}")
-def test_parts_begin_on_16_bytes_on_gpus(nodes: tuple[int, ...], wire: Wire):
+def test_parts_begin_on_16_bytes_on_gpus():
     """Each rank's part of a gradient's place, of a row's and of a column's ranks; beyond 128 ranks it pads too much."""
-    form, cpus, gpus = wire_format(wire), RankLayout(nodes, on_gpu=False), RankLayout(nodes, on_gpu=True)
-    assert slot_alignment(cpus, form) == message_alignment(cpus, form)
-    alignment = slot_alignment(gpus, form)
-    assert alignment % message_alignment(gpus, form) == 0
-    if gpus.size <= ALIGNED_RANKS:
-        assert alignment // gpus.size * form.itemsize % 16 == 0
-    else:
-        assert alignment == message_alignment(gpus, form)
+    for nodes, wire in product(LAYOUTS, get_args(Wire)):
+        form, cpus, gpus = wire_format(wire), RankLayout(nodes, on_gpu=False), RankLayout(nodes, on_gpu=True)
+        assert slot_alignment(cpus, form) == message_alignment(cpus, form)
+        alignment = slot_alignment(gpus, form)
+        assert alignment % message_alignment(gpus, form) == 0
+        if gpus.size <= ALIGNED_RANKS:
+            assert alignment // gpus.size * form.itemsize % 16 == 0
+        else:
+            assert alignment == message_alignment(gpus, form)

@@ -22,7 +22,7 @@ def dearest(costs: Sequence[float], runs: list[slice]) -> float:
 
 def test_no_other_partition_has_a_cheaper_dearest_run():
     random = Random(0)
-    for case in range(300):
+    for case in range(150):
         costs = [
             float(random.choice((0, 1, random.randint(1, 9), random.randint(1, 999)))) for _ in range(1 + case % 9)
         ]
@@ -34,7 +34,7 @@ def test_no_other_partition_has_a_cheaper_dearest_run():
             assert dearest(costs, runs) == min(dearest(costs, other) for other in every_partition(costs, parts))
 
 
-@pytest.mark.parametrize(("costs", "parts"), [([], 1), ([1.0], 2), ([1.0, 2.0], 0)])
-def test_runs_that_would_be_empty_are_refused(costs: list[float], parts: int):
-    with pytest.raises(ValueError, match="cannot divide"):
-        linear_partition(costs, parts)
+def test_runs_that_would_be_empty_are_refused():
+    for costs, parts in (([], 1), ([1.0], 2), ([1.0, 2.0], 0)):
+        with pytest.raises(ValueError, match="cannot divide"):
+            linear_partition(costs, parts)

@@ -12,7 +12,7 @@ from imagenet_fast.doctor.report import CheckResult
 from tests.ranks import run
 
 
-def test_two_ranks_measure_what_is_between_them_and_tell_the_same():
+def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_and_of_two():
     run(2, _measure)
 
 
@@ -21,14 +21,6 @@ def _measure() -> None:
     notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], tests.world(), "a")
     assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]
     assert "Gbit/s" in notes[-1].said
-
-
-def test_nodes_of_one_name_are_told_apart():
-    run(2, _measure_apart)
-
-
-def _measure_apart() -> None:
-    rank = dist.get_rank()
     notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], tests.world(local_rank=0, local_size=1), "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
     assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]

@@ -13,20 +13,16 @@ from imagenet_fast.doctor.loader_check import try_loaders
 from tests.data.small import put
 
 
-@pytest.mark.parametrize(
-    ("rates", "said"),
-    [
+def test_the_fastest_of_our_own_is_told_with_its_lead():
+    for rates, said in (
         ({"folder": 140.0, "dali": 100.0, "decoding": 900.0}, "fastest here: folder, 1.40 x dali"),
         ({"dali": 150.0, "folder": 100.0}, "fastest here: dali, 1.50 x folder"),
         ({"folder": 140.0, "dali": None}, "fastest here: folder, dali is not installed"),
         ({"folder": 140.0, "dali": 0.0}, "fastest here: folder, dali gave no image"),
         ({"folder": 140.0, "torchvision-pil": 100.0}, ""),
         ({"dali": None}, ""),
-    ],
-    ids=["folder", "dali", "one-installed", "one-that-stalls", "no-choice", "none"],
-)
-def test_the_fastest_of_our_own_is_told_with_its_lead(rates: dict[str, float | None], said: str):
-    assert fastest(rates) == said
+    ):
+        assert fastest(rates) == said
 
 
 def test_both_are_tried_on_the_images_given(image_dir: Path):
@@ -42,11 +38,8 @@ def test_without_dali_the_other_is_tried(image_dir: Path, monkeypatch: pytest.Mo
     assert found.said.endswith("fastest here: folder, dali is not installed")
 
 
-def test_a_directory_that_cannot_be_read_is_not_told_of_twice(tmp_path: Path):
+def test_a_bad_image_among_the_first_is_named_and_a_directory_that_cannot_be_read_not_again(tmp_path: Path):
     assert try_loaders(tmp_path / "gone", 1) == []
-
-
-def test_a_bad_image_among_the_first_is_named(tmp_path: Path):
     for split in ("train", "val"):
         put(tmp_path / split / "a [b]", "bad.jpg", content=b"no image")
     (found,) = try_loaders(tmp_path, 1, seconds=0)

@@ -9,20 +9,14 @@ from imagenet_fast.doctor.report import CheckResult, by_host, findings_table
 TORCH = CheckResult("torch", "ok", "2.15.0")
 
 
-def test_what_all_machines_have_alike_is_told_once():
+def test_what_all_machines_have_alike_is_told_once_and_what_differs_of_each():
     assert by_host({"a": [TORCH], "b": [TORCH]}) == [TORCH]
-
-
-def test_what_differs_is_told_of_each_in_the_place_of_the_first():
     full = CheckResult("/dev/shm", "warn", "0.1 GiB free", "give it more")
     roomy = CheckResult("/dev/shm", "ok", "8.0 GiB free")
     told = by_host({"a": [full, TORCH], "b": [roomy, TORCH]})
     assert [(finding.about, finding.host, finding.state) for finding in told] == [
         ("/dev/shm", "a", "warn"), ("/dev/shm", "b", "ok"), ("torch", "", "ok"),
     ]  # fmt: skip
-
-
-def test_what_one_machine_alone_has_is_told_with_its_name():
     card = CheckResult("GPU 0", "ok", "a card")
     assert by_host({"a": [], "b": [card]}) == [CheckResult("GPU 0", "ok", "a card", "", "b")]
 
