@@ -6,7 +6,6 @@ import importlib
 import os
 import random
 import re
-import shutil
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +23,7 @@ from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import refusal_of
+from tests.corruption import corrupted
 from tests.data.prepare import replica
 from tests.data.prepare.replica import Members, named
 from tests.data.small import CPU, FORMATS, Damage, cut, image_data, opened, overwritten, put, put_classes, same
@@ -268,16 +268,12 @@ def test_no_bytes_whatever_are_more_than_refused(tmp_path: Path, rounds: int):
     drawn = random.Random(0)
     whole = {
         "train-0.tar": replica.tar_of(GOOD | {"ü" * 120 + ".jpg": b"x", "ü" * 120 + ".cls": b"1"}),
-        "train-00000-of-00001": records_of(tmp_path / "0", example(0, "a"), example(1, "b")).read_bytes(),
+        "train-00000-of-00001": records_of(tmp_path / "whole", example(0, "a"), example(1, "b")).read_bytes(),
     }
     for round, (name, content) in enumerate(rounds * list(whole.items())):
-        root = tmp_path / "data"
-        shutil.rmtree(root, ignore_errors=True)
+        root = tmp_path / f"{round}"
         root.mkdir()
-        changed = bytearray(content)
-        for _ in range(1 + round % 4):
-            changed[drawn.randrange(len(changed))] = drawn.choice((0, 0x7F, 0x80, 0xFF, drawn.randrange(256)))
-        (root / name).write_bytes(changed[: None if round % 3 else drawn.randrange(len(changed))])
+        (root / name).write_bytes(corrupted(content, drawn))
         with suppress(UserError):
             train = open_training(root)
             for i in range(len(train)):

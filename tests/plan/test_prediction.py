@@ -1,4 +1,4 @@
-"""Predicted steps: the same messages and bytes as the engines', and sensible in every direction."""
+"""Predicted steps: the same messages and bytes as the engines', and sensible in every direction; stragglers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.plan.prediction import Step, planned_engines, predict_step, rivals
+from imagenet_fast.plan.stragglers import expected_max, straggling
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
@@ -51,10 +53,14 @@ def test_messages_are_those_of_the_engine(settings: Sync):
         assert [m.task.message for m in ours] == pytest.approx([m.task.message for m in theirs], rel=2e-3)
 
 
-@pytest.mark.parametrize("each", [4, pytest.param(8, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("collective", get_args(Collective))
-def test_bytes_through_a_nic_are_those_that_bench_sync_counts(collective: Collective, each: int):
-    settings, layout = LazySync(threshold_mb=math.inf, collective=collective), RankLayout((each,) * each)
+@pytest.mark.parametrize(
+    ("collective", "nodes", "each"),
+    [(collective, 4, 4) for collective in get_args(Collective)]
+    + [pytest.param(collective, 8, 8, marks=pytest.mark.ci) for collective in get_args(Collective)]
+    + [("torus2d", 3, 4), ("torus2d", 5, 8), ("torus2d", 2, 8)],  # where one node is busier than others
+)
+def test_bytes_through_a_nic_are_those_that_bench_sync_counts(collective: Collective, nodes: int, each: int):
+    settings, layout = LazySync(threshold_mb=math.inf, collective=collective), RankLayout((each,) * nodes)
     (counted,) = bench_count(SMALL, [settings], str(layout.size), each, "56gbit")
     planned = predict_step(settings, Step(SMALL, 1, 1, 0.1), StatedNetwork(layout, 7e9), 0.0)
     assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.03)
@@ -108,28 +114,6 @@ def test_nccls_algorithm_is_that_of_the_typical_rate():
     assert fast.link("native").latency_s < slow.link("native").latency_s, "a tree, and a ring"
     assert kept.link("native").latency_s == slow.link("native").latency_s
     assert kept.seconds("native", 1e9) < fast.seconds("native", 1e9)
-
-
-def test_the_busiest_node_of_a_torus_counts():
-    for nodes, each in ((15, 8), (5, 8), (21, 4), (3, 4), (2, 8), (4, 9)):
-        busiest = max(torus_bytes(nodes * each, each, node) for node in range(nodes))
-        assert nic_share("torus2d", RankLayout((each,) * nodes)) == pytest.approx(busiest)
-
-
-def torus_bytes(ranks: int, each: int, node: int) -> float:
-    """Return what a node's ranks send to other nodes, message by message, of a byte."""
-    width = RankLayout((1,) * ranks).square_row
-    sent = 0.0
-    for rank in range(ranks):
-        row = [rank - rank % width + n for n in range(width)]
-        column = list(range(rank % width, ranks, width))
-        messages = [(other, 1 / width) for other in row] + [(other, 1 / width / len(column)) for other in column]
-        for group, part in ((row, 1 / width), (column, 1 / width / len(column))):
-            if len(group) > 1:  # a ring that gathers
-                messages.append((group[(group.index(rank) + 1) % len(group)], (len(group) - 1) * part))
-        if rank // each == node:
-            sent += sum(part for other, part in messages if other // each != node)
-    return sent
 
 
 def test_growing_images_are_predicted_at_their_last_size():
@@ -204,3 +188,23 @@ def test_engines_are_compared_under_the_same_inputs():
 
 def test_a_batch_that_does_not_divide_is_refused():
     assert "does not divide over 24 ranks" in refusal_of(by_engine, 24, of=situation(scaling="strong"))
+
+
+def test_the_mean_of_the_largest_is_that_of_draws_and_of_two_ranks_by_the_formula():
+    for ranks in (2, 8, 64, 1024):
+        draws = np.random.default_rng(ranks).standard_normal((2000, ranks)).max(axis=1)
+        assert expected_max(ranks) == pytest.approx(draws.mean(), abs=4 * draws.std() / np.sqrt(len(draws))), ranks
+    assert expected_max(1) == pytest.approx(0, abs=1e-9)
+    assert expected_max(2) == pytest.approx(1 / np.sqrt(np.pi), abs=1e-6)
+
+
+def test_an_engine_that_defers_absorbs_nothing():
+    """Ranks meet in each step, a forward later: the time of many steps is still the sum of the slowest's."""
+    ranks, steps, sigma, forward = 64, 400, 0.01, 0.35
+    factors = 1 + sigma * np.random.default_rng(1).standard_normal((steps, ranks))
+    ready = np.zeros(ranks)  # when each rank's backward has ended
+    for factor in factors:
+        arrived = ready.max()  # the mean needs every rank's gradients
+        read = np.maximum(ready, arrived)  # the next forward's first layer is read now
+        ready = read + factor * (forward + (1 - forward))
+    assert ready.max() / steps == pytest.approx(straggling(sigma, ranks), rel=2e-3)
