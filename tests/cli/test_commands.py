@@ -42,6 +42,7 @@ IN_PROCESS = (
     ("recipes show smoke", 'loader = "synthetic"'),
     ("recipes keys checkpoint.k", "checkpoint.keep integer ≥ 0; default 1 Checkpoints to keep"),
     ("report {run} --png {out}/report.png", "drawn to"),
+    ("report {run} --reference", "mlcommons/logging"),
     ("timeline {run} --png {out}/timeline.png", "drawn to"),
     ("export --weights {run} --out {out}/weights.safetensors", "written to"),
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both", "drawn to"),
@@ -52,7 +53,7 @@ IN_PROCESS = (
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
-    ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "filled"),
+    ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "--set data.cache_side=32"),
     (
         "bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --json {out}/rows.json",
         "ours, lazy",

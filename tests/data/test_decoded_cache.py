@@ -17,9 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from torch import Tensor
-from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import app
 from imagenet_fast.data import decoded_cache as caches
 from imagenet_fast.data import mmap_store
 from imagenet_fast.data.decode import decode
@@ -265,11 +263,3 @@ def test_a_disk_that_is_too_small_is_refused_and_a_full_one_costs_no_images(imag
     told = r"as large as they are, take about 1.\d MB in .*, and its disk has 6\d\d.\d kB free, .* a data.cache_side of"
     with pytest.raises(UserError, match=told):
         open_cache(tmp_path, "train", split, 0)
-
-
-def test_the_command_fills_both_splits_for_runs_to_come(image_dir: Path, tmp_path: Path):
-    command = ["data", "cache", "--data", str(image_dir), "--out", str(tmp_path), "--side", str(SIDE)]
-    printed = CliRunner().invoke(app, command, catch_exceptions=False).stdout
-    assert f"--set data.cache={tmp_path} --set data.cache_side=60" in printed
-    for split, read in (("train", scan_training), ("val", scan_validation)):
-        assert not open_cache(tmp_path, split, read(image_dir), SIDE).missing

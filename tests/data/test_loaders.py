@@ -201,18 +201,16 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(tmp_path: Path, augment: 
     assert (images - expected).abs().mean((1, 2, 3)).max() < 0.03
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
+def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    for error, told in (
         ("Error in mixed operator: CUDA out of memory\nmore", "DALI found no memory left on the node (Error in mixed"),
         ("std::bad_alloc", "(std::bad_alloc); take a smaller data.prefetch (2 now) or fewer images a batch"),
         ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
-    ],
-)
-def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, error: str, told: str, monkeypatch):
-    train = opened(image_dir, "dali").train
-    monkeypatch.setattr("nvidia.dali.Pipeline.run", Mock(side_effect=RuntimeError(error)))
-    assert told in refusal_of(collect, train, 1)
+    ):
+        with monkeypatch.context() as patch:
+            train = opened(image_dir, "dali").train
+            patch.setattr("nvidia.dali.Pipeline.run", Mock(side_effect=RuntimeError(error)))
+            assert told in refusal_of(collect, train, 1)
 
 
 def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path):

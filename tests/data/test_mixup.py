@@ -1,4 +1,4 @@
-"""Images mixed with one another."""
+"""Images mixed with one another; bytes that become what a network reads, by torchvision's rule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from itertools import islice
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
 from imagenet_fast.data.mixup import MixupCutmix
+from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
 from tests.data.small import same
 
 CLASSES = 7
@@ -68,3 +71,44 @@ def test_mixup_draws_are_independent_of_ranks_and_history():
 def test_another_seed_and_another_epoch_draw_otherwise():
     one, other = mixed(order_of(1, 0), 1.0, 0.0), mixed(order_of(1, 0, seed=2), 1.0, 0.0)
     assert len({float(labels.max()) for _, labels in one + other}) > 12
+
+
+DATA = ImageData(dataset="imagenet", loader="folder", image_size=13, resize=13)
+CPU = torch.device("cpu")
+
+
+def some_images(count: int, size: int) -> Tensor:
+    """Every byte among them, as loaders lay them out."""
+    return (
+        (torch.arange(count * size * size * 3).reshape(count, size, size, 3) % 256).to(torch.uint8).permute(0, 3, 1, 2)
+    )
+
+
+def normalised(source: Tensor, dtype: torch.dtype) -> Tensor:
+    labels = torch.arange(len(source))
+    (images, same), *more = Normalizer([(source, labels)], DATA, CPU, dtype)
+    assert not more
+    assert same is labels
+    return images
+
+
+def torchvisions(images: Tensor) -> Tensor:
+    return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(DATA.mean, DATA.std)])(images)
+
+
+@pytest.mark.parametrize("count", [1, 2, 700])
+def test_images_are_normalised_as_torchvision_does(count: int):
+    """Also a batch of more values than are turned at once, which is no multiple of it."""
+    source = some_images(count, 13)
+    images = normalised(source, torch.float32)
+    assert torch.allclose(images, torchvisions(source), rtol=0, atol=1e-6)
+    assert images.stride() == source.stride()
+
+
+def test_fewer_bits_are_rounded_once_and_another_layout_is_taken_too():
+    source = some_images(3, 13)
+    expected = normalised(source, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        images = normalised(source.contiguous() if dtype == torch.float32 else source, dtype)
+        assert images.dtype == dtype
+        assert torch.equal(images, expected.to(dtype))

@@ -1,9 +1,10 @@
-"""A node looked at by itself."""
+"""A node looked at by itself, and loaders tried on it."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from typer.main import get_command
 
 from imagenet_fast import doctor
 from imagenet_fast.cli.main import app
+from imagenet_fast.data.throughput import fastest
 from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult
@@ -73,9 +75,8 @@ def test_what_would_end_a_run_before_our_own_time_outs_is_told():
         assert [found.state for found in host_checks._time_limits(Timeout(), environment)] == [state]
 
 
-@pytest.mark.parametrize(
-    ("cards", "available", "cuda", "driver", "found", "said"),
-    [
+def test_gpus_fail_unless_there_are_none_or_all_answer(monkeypatch: pytest.MonkeyPatch):
+    for cards, available, cuda, driver, found, said in (
         ([], False, None, (None,), {"GPU": "ok"}, ""),
         ([], False, None, ("580.1",), {"GPU": "fail"}, "CPU build"),
         ([], False, "13.0", ("470.9",), {"GPU": "fail"}, ""),
@@ -84,18 +85,11 @@ def test_what_would_end_a_run_before_our_own_time_outs_is_told():
         ([], True, "13.0", ("580.1",), {"GPU": "fail"}, ""),
         (["", "H100"], True, "13.0", ("580.1",), {"GPU 0": "fail", "GPU 1": "ok"}, "unspecified launch failure"),
         (["H100"], True, "13.0", (None, "does not answer"), {"nvidia-smi": "warn", "GPU 0": "ok"}, ""),
-    ],
-    ids=["none", "torch-for-cpus", "old-driver", "nvml-counts", "cuda-does-not-start", "cuda-without-a-device",
-         "one-does-not-answer", "a-broken-smi-but-torch-sees-it"],
-)  # fmt: skip
-def test_gpus_fail_unless_there_are_none_or_all_answer(
-    cards: list[str], available: bool, cuda: str | None, driver: tuple[str | None, ...], found: dict[str, str],
-    said: str, monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
-    gpus(monkeypatch, *cards, available=available, cuda=cuda)
-    findings = list(host_checks._graphics(host_checks._Driver(*driver)))
-    assert {finding.about: finding.state for finding in findings} == found
-    assert said in findings[0].said
+    ):
+        gpus(monkeypatch, *cards, available=available, cuda=cuda)
+        findings = list(host_checks._graphics(host_checks._Driver(*driver)))
+        assert {finding.about: finding.state for finding in findings} == found
+        assert said in findings[0].said
 
 
 def test_gpus_that_are_hidden_on_purpose_are_no_fault(monkeypatch: pytest.MonkeyPatch):
@@ -163,3 +157,37 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(tmp_path: P
         for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
             others = re.search(r"\b(train|container)\b", sentence[: option.start()])
             assert option[0] in own or others, sentence
+
+
+def test_the_fastest_of_our_own_is_told_with_its_lead():
+    for rates, said in (
+        ({"folder": 140.0, "dali": 100.0, "decoding": 900.0}, "fastest here: folder, 1.40 x dali"),
+        ({"dali": 150.0, "folder": 100.0}, "fastest here: dali, 1.50 x folder"),
+        ({"folder": 140.0, "dali": None}, "fastest here: folder, dali is not installed"),
+        ({"folder": 140.0, "dali": 0.0}, "fastest here: folder, dali gave no image"),
+        ({"folder": 140.0, "torchvision-pil": 100.0}, ""),
+        ({"dali": None}, ""),
+    ):
+        assert fastest(rates) == said
+
+
+def test_both_are_tried_on_the_images_given(image_dir: Path):
+    (found,) = try_loaders(image_dir, ranks=1, seconds=0)
+    assert found.state == "ok"
+    said = r"folder \d+ and dali \d+ images a second.*; fastest here: (folder|dali), \d+\.\d\d x (dali|folder)"
+    assert re.fullmatch(said, found.said)
+
+
+def test_without_dali_the_other_is_tried(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    (found,) = try_loaders(image_dir, ranks=10_000, seconds=0)
+    assert found.said.endswith("fastest here: folder, dali is not installed")
+
+
+def test_a_bad_image_among_the_first_is_named_and_a_directory_that_cannot_be_read_not_again(tmp_path: Path):
+    assert try_loaders(tmp_path / "gone", 1) == []
+    for split in ("train", "val"):
+        put(tmp_path / split / "a [b]", "bad.jpg", content=b"no image")
+    (found,) = try_loaders(tmp_path, 1, seconds=0)
+    assert found.state == "warn"
+    assert "bad.jpg" in found.said

@@ -13,7 +13,6 @@ import pytest
 from imagenet_fast.metrics.reference import judge_by_reference, reference_at, reference_points
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
-from tests.e2e.command import in_process
 
 MEANS = {
     1632: 35.0, 3264: 35.2, 4096: 40.0, 8192: 42.0, 13056: 45.4, 32768: 56.0, 49152: 68.0, 58880: 79.9, 65536: 84.5,
@@ -108,14 +107,3 @@ def test_a_run_without_a_recipe_or_that_starts_from_weights_is_not_compared(tmp_
     run = past_run(tmp_path, {3: 76.1})
     (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')
     assert judge_by_reference(run).startswith("not compared: it starts from the weights /w/resnet50.pth")
-
-
-def test_the_command_prints_a_line_a_run_and_the_source(tmp_path: Path):
-    past_run(tmp_path, {})
-    (tmp_path / "events.jsonl").write_text(
-        '{"event": "run", "step": 0, "run_s": 0.0, "global_batch": 3200, "train_images": 1281167}\n'
-        '{"event": "eval", "step": 14000, "run_s": 700.0, "epoch": 35, "top1": 75.93, "top5": 92.9}\n'
-    )
-    printed = in_process("report", str(tmp_path), "--reference")
-    assert "normal: 75.9 % in epoch 35" in printed
-    assert "mlcommons/logging" in printed

@@ -30,15 +30,12 @@ def written(folder: Path, old: str = "", new: str = "") -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("name", cluster_names())
-def test_shipped_clusters_name_a_device_and_the_kind_of_each_value(name: str):
-    cluster = load_cluster(name)
-    assert cluster.device in DEVICES
-    assert cluster.kinds
-    assert set(cluster.kinds.values()) <= {"measured", "published", "assumed"}
-
-
-def test_a_file_of_ones_own(tmp_path: Path):
+def test_shipped_clusters_and_ones_own_name_a_device_and_the_kind_of_each_value(tmp_path: Path):
+    for name in cluster_names():
+        cluster = load_cluster(name)
+        assert cluster.device in DEVICES
+        assert cluster.kinds
+        assert set(cluster.kinds.values()) <= {"measured", "published", "assumed"}, name
     assert load_cluster(written(tmp_path)).nic.efficiency == (0.8, 0.9, 0.95)
 
 

@@ -17,19 +17,43 @@ from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.cost_model.stated_link import StatedNetwork
-from imagenet_fast.plan.prediction import Step, planned_engines, predict_step, rivals
+from imagenet_fast.plan.cluster import load_cluster
+from imagenet_fast.plan.devices import find_device
+from imagenet_fast.plan.prediction import (
+    Planned,
+    Scaling,
+    Situation,
+    Step,
+    planned_engines,
+    predict_step,
+    rivals,
+)  # fmt: skip
+from imagenet_fast.plan.rows import PUBLISHED, published_row
 from imagenet_fast.plan.stragglers import expected_max, straggling
 from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL
 from tests.conftest import refusal_of
-from tests.plan.situations import by_engine, situation
 from tests.sync.test_step_prediction import Hosts
 
 ENGINES = planned_engines(None, "bf16")
+
+
+def situation(recipe: str = "alexnet-512gpu", cluster: str = "gradientflow-v", scaling: Scaling = "weak") -> Situation:
+    machine = load_cluster(cluster)
+    device = find_device(machine.device, machine.device_batch)
+    return Situation(load_recipe(find_recipe(recipe)), machine, device, scaling)
+
+
+def by_engine(
+    gpus: int, gbit: float | None = None, engines: str | None = None, of: Situation | None = None
+) -> dict[str, Planned]:
+    rows = (of or situation()).rows(planned_engines(engines, "bf16"), gpus, gbit)
+    return {f"{row.engine} {row.wire}": row for row in rows}
 
 
 @pytest.mark.parametrize("settings", ENGINES, ids=lambda settings: f"{settings.kind}-{settings.wire}")
@@ -208,3 +232,9 @@ def test_an_engine_that_defers_absorbs_nothing():
         read = np.maximum(ready, arrived)  # the next forward's first layer is read now
         ready = read + factor * (forward + (1 - forward))
     assert ready.max() / steps == pytest.approx(straggling(sigma, ranks), rel=2e-3)
+
+
+def test_rows_that_calibrate_are_small_systems():
+    fitted = [published_row(row) for row in PUBLISHED if row.calibrated_on == "itself"]
+    assert all(row.gpus <= 64 for row in fitted)
+    assert max(abs(row.error) for row in fitted) < 0.01

@@ -7,8 +7,10 @@ from statistics import fmean
 
 import pytest
 
-from imagenet_fast.plan.rows import LARGE_MISS, PUBLISHED, all_rows, published_row
-from tests.plan.situations import by_engine
+from imagenet_fast.plan.rows import LARGE_MISS, all_rows
+from tests.plan.test_prediction import by_engine
+
+pytestmark = pytest.mark.ci
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
 
@@ -17,7 +19,6 @@ def errors(**wanted: str) -> list[float]:
     return [abs(row.error) for row in all_rows() if all(getattr(row, key) == value for key, value in wanted.items())]
 
 
-@pytest.mark.ci
 def test_measured_steps_follow_from_the_nominal_link():
     measured = errors(calibrated_on="nothing")
     assert len(measured) == 60
@@ -25,13 +26,6 @@ def test_measured_steps_follow_from_the_nominal_link():
     assert max(measured) < 0.05
 
 
-def test_rows_that_calibrate_are_small_systems():
-    fitted = [published_row(row) for row in PUBLISHED if row.calibrated_on == "itself"]
-    assert all(row.gpus <= 64 for row in fitted)
-    assert max(abs(row.error) for row in fitted) < 0.01
-
-
-@pytest.mark.ci
 def test_large_systems_are_held_out():
     large = [row for row in all_rows() if row.name.startswith("MLPerf") and row.gpus >= 512]
     assert len(large) == 16
@@ -40,19 +34,16 @@ def test_large_systems_are_held_out():
     assert fmean(abs(row.error) for row in large) < 0.13, "v0.5 is older than trees and fused messages"
 
 
-@pytest.mark.ci
 def test_a_row_that_is_missed_says_what_is_left():
     for row in all_rows():
         if row.calibrated_on != "nothing":
             assert bool(row.left) == (abs(row.error) > LARGE_MISS), row.name
 
 
-@pytest.mark.ci
 def test_ours_overlap_and_are_never_slower_than_one_message_after_backward():
     assert all(row.ours_s <= row.predicted for row in all_rows() if row.engine == "allreduce fused bf16")
 
 
-@pytest.mark.ci
 def test_the_page_has_the_rows():
     for row in all_rows():
         if row.calibrated_on != "nothing":

@@ -158,9 +158,6 @@ def test_a_header_says_what_is_reached_and_by_whose_log():
         assert {"Reaches:", "Source:", "us"} <= {*re.findall(r"\w+:?", header)}, name
         assert ("Not run by us" in header) == (name not in RUN), name
         assert name in OWN or CITED[name][0] in header
-        runs = r"(one|five|ten|how many) (runs?|of ten runs)\b|no log|published"
-        assert re.search(runs, header, re.I), f"{name}: how many runs"
-        assert re.search(r"\d (s|minutes|min)\b|published|report", header), f"{name}: in what time"
 
 
 def test_the_reference_at_65536_has_our_steps():
