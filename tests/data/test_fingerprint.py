@@ -70,16 +70,17 @@ def relabel(root: Path) -> None:
         (root / f"train/{one}/{one}0.jpg").rename(root / f"train/{other}/{one}0.jpg")
 
 
+def rename_image(root: Path) -> None:
+    (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG")
+
+
 CHANGES: list[tuple[Callable[[Path], None], str]] = [
     (rename_class, "the class 'zebra' for 'cat'"),
     (add_class, "a class 'ape' that it had not and 4 validation images for 3"),
     (remove_class, "no class 'dog' any more and 4 training images for 6 and 2 validation images for 3"),
     (lambda root: shutil.rmtree(root / "val/dog"), "2 validation images for 3"),
     (relabel, "other names or labels of its training images"),
-    (
-        lambda root: (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG"),
-        "other names or labels of its validation images",
-    ),
+    (rename_image, "other names or labels of its validation images"),
 ]
 
 

@@ -26,7 +26,6 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.event import Event
@@ -227,8 +226,8 @@ def test_mllog_that_cannot_be_cut_back_is_named(tmp_path: Path, monkeypatch: pyt
     leave_run(tmp_path)
     no_space = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr("imagenet_fast.metrics.mllog.atomic_write_text", no_space)
-    with pytest.raises(UserError, match=r"mllog\.txt cannot be written \(No space left"):
-        pretend_run(MetricLogger(Clock().run_s, [mllog(tmp_path, 400)]), outcome())
+    told = refusal_of(lambda: pretend_run(MetricLogger(Clock().run_s, [mllog(tmp_path, 400)]), outcome()))
+    assert "mllog.txt cannot be written (No space left" in told
 
 
 @pytest.mark.ci

@@ -24,7 +24,7 @@ from tests.data.small import FORMATS, WHOLE, put
 SHARD = 80_000  # bytes; the largest image has 74 kB
 WEBDATASET = Settings(format="webdataset", resize=None, quality=None, shard_size=SHARD)
 TFRECORD = WEBDATASET.model_copy(update={"format": "tfrecord"})
-BOTH = pytest.mark.parametrize("settings", [WEBDATASET, TFRECORD], ids=FORMATS[1:])
+BOTH = pytest.mark.parametrize("settings", [WEBDATASET, pytest.param(TFRECORD, marks=pytest.mark.ci)], ids=FORMATS[1:])
 ALL = pytest.mark.parametrize("settings", [WHOLE, WEBDATASET, TFRECORD], ids=FORMATS)
 
 
