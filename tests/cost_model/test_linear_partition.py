@@ -9,13 +9,7 @@ from typing import get_args
 
 import pytest
 
-from imagenet_fast.cost_model.collectives import (
-    ALIGNED_RANKS,
-    RankLayout,
-    message_alignment,
-    slot_alignment,
-    wire_format,
-)
+from imagenet_fast.cost_model.collectives import RankLayout, message_alignment, slot_alignment, wire_format
 from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.recipe.engine_table import Wire
 
@@ -49,7 +43,7 @@ def test_runs_that_would_be_empty_are_refused():
             linear_partition(costs, parts)
 
 
-LAYOUTS = [(ranks,) for ranks in (1, 2, 3, 7, 8, 96, ALIGNED_RANKS, 509)] + [(8,) * 16, (8,) * 64, (4, 3), (1,) * 6]
+LAYOUTS = [(ranks,) for ranks in (1, 2, 3, 7, 8, 96, 128, 509)] + [(8,) * 16, (8,) * 64, (4, 3), (1,) * 6]
 
 
 def test_parts_begin_on_16_bytes_on_gpus():
@@ -59,7 +53,7 @@ def test_parts_begin_on_16_bytes_on_gpus():
         assert slot_alignment(cpus, form) == message_alignment(cpus, form)
         alignment = slot_alignment(gpus, form)
         assert alignment % message_alignment(gpus, form) == 0
-        if gpus.size <= ALIGNED_RANKS:
+        if gpus.size <= 128:
             assert alignment // gpus.size * form.itemsize % 16 == 0
         else:
             assert alignment == message_alignment(gpus, form)

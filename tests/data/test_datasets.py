@@ -1,9 +1,10 @@
-"""Data sets that are made or fetched: whole, or not there at all."""
+"""Data sets that are made or fetched: whole, or not there at all; their progress is for a person at a terminal."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 from pathlib import Path
@@ -17,8 +18,9 @@ from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import download
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.progress import measurement_bar, progress_bars
 from imagenet_fast.errors import UserError
-from tests.conftest import refusal_of
+from tests.conftest import Terminal, refusal_of
 from tests.data.encoded import encoded
 from tests.data.prepare.replica import tar_of
 from tests.data.small import few_digits
@@ -134,3 +136,21 @@ def test_what_is_fetched_is_what_was_asked_for(tmp_path: Path, monkeypatch: pyte
         ("digits", digits, tmp_path / "file", "file is for cifar10"),
     ):
         assert sentence in refusal_of(download.fetch_dataset, name, out, archive)
+
+
+def moved(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("sys.stderr", stderr)
+    with measurement_bar() as show:
+        show("round 1 of 2", 1, 2)
+    with progress_bars("images") as bars:
+        bars.advance(bars.add_task("decoding", total=2))
+    return stderr.getvalue()
+
+
+def test_a_terminal_shows_what_is_done_and_a_pipe_is_silent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    shown = moved(Terminal(), monkeypatch)
+    assert "round 1 of 2" in shown
+    assert "decoding" in shown
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert moved(io.StringIO(), monkeypatch) == ""

@@ -17,6 +17,7 @@ from imagenet_fast.data.prefetch import Job, prefetched
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import make_images
 from tests.data.small import LOADERS, opened
+from tests.e2e.command import wait_for
 from tests.ranks import run
 
 
@@ -40,15 +41,6 @@ def threads() -> Callable[[], int]:
     return lambda: len(set(threading.enumerate()) - before)
 
 
-def settled(threads: Callable[[], int]) -> int:
-    """What is left of them soon."""
-    for _ in range(500):
-        if not threads():
-            break
-        time.sleep(0.01)
-    return threads()
-
-
 @pytest.mark.parametrize(("workers", "depth"), [(1, 1), (3, 2), (5, 1), (2, 7)])
 def test_batches_come_whole_and_in_order_and_few_are_ahead(workers: int, depth: int):
     begun: list[int] = []
@@ -59,7 +51,7 @@ def test_batches_come_whole_and_in_order_and_few_are_ahead(workers: int, depth: 
 
 def test_batches_that_end_all_come(threads: Callable[[], int]):
     assert len(list(prefetched(islice(numbers([]), 5), 2, 3))) == 5
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
 
 
 def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
@@ -72,7 +64,7 @@ def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
     assert len(list(islice(ahead, 2))) == 2
     with pytest.raises(OSError, match="the disk is gone"):
         next(ahead)
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
 
 
 def test_threads_end_when_iterator_is_dropped(threads: Callable[[], int]):
@@ -88,7 +80,7 @@ def test_threads_end_when_iterator_is_dropped(threads: Callable[[], int]):
     assert next(ahead) == [0]
     assert threads() == 1
     del ahead
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
     assert len(steps) < 50_000
 
 
@@ -99,7 +91,7 @@ def test_a_loader_that_is_dropped_leaves_no_thread_that_reads(image_dir: Path, l
     list(dataset.next_evaluation())
     assert threads() >= 2
     del dataset
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
 
 
 EPOCHS = 20

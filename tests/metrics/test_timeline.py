@@ -74,9 +74,7 @@ def test_with_micro_batches_a_step_begins_at_the_backward_that_sends(tmp_path: P
 def test_the_wire_shows_what_arrives_next():
     messages = [Stretch("long", 0, 100), Stretch("short", 10, 20), Stretch("last", 90, 120)]
     row = [(one.name, one.begin_ms, one.end_ms) for one in arrivals(messages)]
-    assert row == [
-        ("long", 0, 10), ("short", 10, 20), ("long", 20, 90), ("long", 90, 100), ("last", 100, 120)
-    ]  # fmt: skip
+    assert row == [("long", 0, 10), ("short", 10, 20), ("long", 20, 90), ("long", 90, 100), ("last", 100, 120)]
 
 
 def test_covered_time_is_that_of_a_count_by_milliseconds():

@@ -266,9 +266,8 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
 
 
 def test_a_class_without_images_is_refused(own_tars: Path):
-    write_tar(
-        own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"._n01440764_1.JPEG": b"", "read.me": b""})}
-    )
+    without = tar_of({"._n01440764_1.JPEG": b"", "read.me": b""})
+    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": without})
     refused(own_tars, "train/n01440764 has no images in the source")
 
 
