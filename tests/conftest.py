@@ -5,18 +5,23 @@ The process that hands tests out to others loads this, too; so torch is imported
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import typer.main
+import typer.testing
 from PIL import Image
 
 from imagenet_fast.cli.main import main
 from imagenet_fast.distributed.forkserver import freeze_gc, start_fork_server
+from imagenet_fast.errors import UserError
 from tests.root import require_root
 
 if TYPE_CHECKING:
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from tests.guard import Cost
 
 COST: pytest.StashKey[Cost] = pytest.StashKey()
+
+# To make all commands of the application takes longer than most of what tests ask of one of them.
+typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
 
 def pytest_collection() -> None:
@@ -106,6 +114,20 @@ def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return printed
 
     return refused
+
+
+def refusal_of(call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The sentence of the error with which a call is refused."""
+    with pytest.raises(UserError) as error:
+        call(*arguments, **named)
+    return str(error.value)
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 @pytest.fixture

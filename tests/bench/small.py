@@ -30,14 +30,8 @@ def benched(folder: Path, words: str, *more: str, drawn: bool = True) -> Rows:
     """
     save_profile(SMALL, folder / "small.json")
     png = ("--png", str(folder / "rows.png")) if drawn else ()
-    printed = in_process(
-        "bench",
-        *words.replace("small.json", str(folder / "small.json")).split(),
-        *more,
-        "--json",
-        str(folder / "rows.json"),
-        *png,
-    )
+    words = words.replace("small.json", str(folder / "small.json"))
+    printed = in_process("bench", *words.split(), *more, "--json", str(folder / "rows.json"), *png)
     assert all(len(line) <= 80 for line in printed.splitlines()), printed
     assert not drawn or (folder / "rows.png").stat().st_size > 10_000
     return json.loads((folder / "rows.json").read_text()), printed

@@ -158,9 +158,7 @@ def test_neither_its_ranks_nor_those_of_mpi_say_anything_beside(with_mpi: None):
 @pytest.mark.parametrize(
     "words", ["sync --model small.json --rate 100mbit", "collectives --collectives mpi --rate 10mbit"]
 )
-def test_several_run_at_once_and_an_end_by_force_leaves_nothing(
-    words: str, tmp_path: Path, request: pytest.FixtureRequest
-):
+def test_several_run_at_once_and_an_end_by_force_leaves_nothing(words: str, tmp_path: Path, request):
     if "mpi" in words:
         request.getfixturevalue("with_mpi")
     before = namespaces([os.getpid()])

@@ -14,7 +14,6 @@ from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.bench.presets import bench_batches
 from imagenet_fast.bench.replay import Pace
 from imagenet_fast.bench.tables import batch_table
-from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import HybridSync, LazySync, SparseSync, Sync
 from tests.bench.small import SMALL, benched
 
@@ -44,30 +43,25 @@ def test_512_ranks_of_alexnet_need_few_calls_and_bytes(tmp_path: Path):
         assert row["least_nic_bytes"] <= row["nic_bytes"] <= 1.05 * row["least_nic_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("collective", "ranks", "each", "calls", "messages", "sent"),
-    [
+def test_messages_and_bytes_by_arithmetic():
+    for collective, ranks, each, calls, messages, sent in (
         ("hierarchical", 16, 4, 4, 3 + 3 + 3 + 3, 2 * 3 / 4),
         ("native", 16, 4, 1, 30, 2 * 15 / 16),  # a ring of all ranks leaves each node once
         ("parameter_server", 16, 4, None, None, 12),  # answers all other nodes through its own NIC
         ("butterfly", 3, 1, 4, None, 2),  # half to the second and back, the first's before that and its mean after it
         ("native", 8, 8, 1, 14, 0),  # within a node
         ("native", 1, 1, 0, 0, 0),
-    ],
-)
-def test_messages_and_bytes_by_arithmetic(
-    collective: Collective, ranks: int, each: int, calls: int | None, messages: int | None, sent: float
-):
-    row = count(LazySync(threshold_mb=math.inf, collective=collective), ranks, each)
-    assert calls in (None, row.calls)
-    assert messages in (None, row.messages)
-    assert row.collective == collective
-    assert row.nic_bytes == pytest.approx(sent * BYTES, rel=0.01)
-    if collective == "hierarchical":
-        assert row.least_nic_bytes == 2 * 3 / 4 * BYTES
-        assert row.smallest_message == pytest.approx(BYTES / 16, rel=0.01)
-    if ranks == each:
-        assert (row.nic_bytes, row.least_nic_bytes) == (0, 0)
+    ):
+        row = count(LazySync(threshold_mb=math.inf, collective=collective), ranks, each)
+        assert calls in (None, row.calls)
+        assert messages in (None, row.messages)
+        assert row.collective == collective
+        assert row.nic_bytes == pytest.approx(sent * BYTES, rel=0.01)
+        if collective == "hierarchical":
+            assert row.least_nic_bytes == 2 * 3 / 4 * BYTES
+            assert row.smallest_message == pytest.approx(BYTES / 16, rel=0.01)
+        if ranks == each:
+            assert (row.nic_bytes, row.least_nic_bytes) == (0, 0)
 
 
 def test_sparse_is_counted_past_its_ramp():
@@ -135,16 +129,12 @@ class Clock:
         self.now += seconds + self._late
 
 
-@pytest.mark.parametrize(
-    ("late", "busy", "lasts"), [(0.0, 0.0, 10.0), (0.25, 0.0, 10.25), (1.75, 0.0, 10.75), (0.0, 0.5, 15.0)]
-)
-def test_a_layer_that_was_woken_late_makes_up_for_it_in_the_next_ones(
-    late: float, busy: float, lasts: float, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_layer_that_was_woken_late_makes_up_for_it_in_the_next_ones(monkeypatch: pytest.MonkeyPatch):
     """But not for what is done between two of them."""
-    clock, pace = Clock(late), Pace()
-    monkeypatch.setattr(replay, "time", clock)
-    for _ in range(10):
-        pace.nap(1.0)
-        clock.now += busy
-    assert clock.now - 5.0 == pytest.approx(lasts)
+    for late, busy, lasts in ((0.0, 0.0, 10.0), (0.25, 0.0, 10.25), (1.75, 0.0, 10.75), (0.0, 0.5, 15.0)):
+        clock, pace = Clock(late), Pace()
+        monkeypatch.setattr(replay, "time", clock)
+        for _ in range(10):
+            pace.nap(1.0)
+            clock.now += busy
+        assert clock.now - 5.0 == pytest.approx(lasts)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +17,7 @@ from imagenet_fast.checkpoint.retention import remove, set_aside, sweep
 from imagenet_fast.checkpoint.store_coordination import Leaving
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
+from tests.conftest import refusal_of
 from tests.corruption import corrupted, with_another_value
 
 
@@ -43,37 +44,32 @@ def test_the_newest_was_written_last_whatever_its_step_and_the_clock(tmp_path: P
     assert open_checkpoint(tmp_path / "step-00000030-2").manifest.number == 4
 
 
-@pytest.mark.parametrize(
-    ("keep", "top1s", "left"),
-    [
-        (0, [None] * 4, [4]),
-        (1, [None] * 4, [3, 4]),
-        (2, [None] * 4, [2, 3, 4]),
-        (9, [None] * 4, [1, 2, 3, 4]),
-        (0, [70.0, 72.0, 71.0, None], [2, 4]),
-        (1, [70.0, 72.0, 71.0, None], [2, 3, 4]),
-        (1, [72.0, 70.0, None, None], [1, 3, 4]),
-        (0, [70.0, 71.0, 71.0, 70.0], [3, 4]),
-        (1, [70.0, 71.0, 72.0, 73.0], [3, 4]),
-        (0, [0.0, None, None, None], [1, 4]),
-    ],
-)
-def test_the_newest_the_best_and_some_others_are_kept(
-    tmp_path: Path, keep: int, top1s: list[float | None], left: list[int]
-):
-    for step, top1 in enumerate(top1s, start=1):
-        saved(tmp_path, step, keep=keep, top1=top1)
-    assert names(tmp_path) == [f"step-{step:08}" for step in left]
-    judged = [top1 for top1 in top1s if top1 is not None]
-    found = best(tmp_path)
-    assert (found.manifest.top1 if found else None) == (max(judged) if judged else None)
+def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
+    for number, (keep, top1s, left) in enumerate(
+        [
+            (0, [None] * 4, [4]),
+            (1, [None] * 4, [3, 4]),
+            (2, [None] * 4, [2, 3, 4]),
+            (9, [None] * 4, [1, 2, 3, 4]),
+            (0, [70.0, 72.0, 71.0, None], [2, 4]),
+            (1, [70.0, 72.0, 71.0, None], [2, 3, 4]),
+            (1, [72.0, 70.0, None, None], [1, 3, 4]),
+            (0, [70.0, 71.0, 71.0, 70.0], [3, 4]),
+            (1, [70.0, 71.0, 72.0, 73.0], [3, 4]),
+            (0, [0.0, None, None, None], [1, 4]),
+        ]
+    ):
+        root = tmp_path / f"{number}"
+        for step, top1 in enumerate(top1s, start=1):
+            saved(root, step, keep=keep, top1=top1)
+        assert names(root) == [f"step-{step:08}" for step in left]
+        found = best(root)
+        assert (found.manifest.top1 if found else None) == max((x for x in top1s if x is not None), default=None)
 
 
 def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def killed(root: Path) -> None:
-        raise Leaving
-
-    monkeypatch.setattr("imagenet_fast.checkpoint.commit.first_is_there", killed)  # right after the manifest
+    killed = Mock(side_effect=Leaving)  # right after the manifest
+    monkeypatch.setattr("imagenet_fast.checkpoint.commit.first_is_there", killed)
     for step in range(1, 7):
         writer = CheckpointWriter(tmp_path, ALONE, keep=2)
         assert len(names(tmp_path)) <= 3
@@ -96,11 +92,8 @@ def test_a_writer_that_starts_keeps_the_newest_that_is_whole(tmp_path: Path, cap
 def test_killed_removal_is_finished_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved(tmp_path, 1, 2)
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", killed)
+        patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             remove(tmp_path / "step-00000002")
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
@@ -113,13 +106,11 @@ def test_what_is_not_ours_stays(tmp_path: Path):
     root = tmp_path / "checkpoints"
     saved(root, 1)
     elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "thesis.txt").touch()
-    (root / "step-by-step.txt").touch()
-    (root / "notes").mkdir()
-    (root / "step-analysis").mkdir()
+    for folder in (elsewhere, root / "notes", root / "step-analysis"):
+        folder.mkdir()
+    for file in (elsewhere / "thesis.txt", root / "step-by-step.txt", root / "final.safetensors"):
+        file.touch()
     shutil.copytree(root / "step-00000001", root / "step-00000001-submitted")
-    (root / "final.safetensors").touch()
     (root / "step-00000000").symlink_to(elsewhere)
     saved(root, 2, keep=0)
     sweep(root)
@@ -167,12 +158,12 @@ def test_where_all_are_damaged_that_is_said_rather_than_begun_anew(tmp_path: Pat
     (tmp_path / "step-00000001" / "manifest.json").write_text("{}")
     shared = tmp_path / "step-00000002" / "shared.safetensors"
     shared.write_bytes(b"x" * shared.stat().st_size)
-    with pytest.raises(
-        UserError,
-        match=rf"no checkpoint in {tmp_path} is whole \(step-00000001: manifest.json is not a manifest of format 1 .*"
-        r"step-00000002: shared.safetensors has the CRC-32 ",
+    told = refusal_of(newest, tmp_path)
+    for part in (
+        f"no checkpoint in {tmp_path} is whole (step-00000001: manifest.json is not a manifest of format 1 ",
+        "step-00000002: shared.safetensors has the CRC-32 ",
     ):
-        newest(tmp_path)
+        assert part in told
 
 
 def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path):
@@ -180,8 +171,7 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path:
     (tmp_path / "loop").symlink_to("loop")
     for name, reason in (("file", "Not a directory"), ("loop", "Too many levels of symbolic links")):
         for find in (newest, best):
-            with pytest.raises(UserError, match=re.escape(f"{tmp_path}/{name} cannot be read ({reason})")):
-                find(tmp_path / name)
+            assert f"{tmp_path}/{name} cannot be read ({reason})" in refusal_of(find, tmp_path / name)
     assert newest(tmp_path / "nowhere") is None
 
 
@@ -190,26 +180,17 @@ def test_one_that_is_damaged_after_it_was_found_is_not_read(tmp_path: Path):
     found = open_checkpoint(tmp_path / "step-00000001")
     shared = found.folder / "shared.safetensors"
     shared.write_bytes(shared.read_bytes()[:-1] + b"?")
-    with pytest.raises(UserError, match=r"is damaged: shared\.safetensors has the CRC-32"):
-        found.shared()
+    assert "is damaged: shared.safetensors has the CRC-32" in refusal_of(found.shared)
     assert found.part(0) is not None
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        (None, "is no checkpoint, or not a complete one"),
-        ("", "is not a manifest of format 1"),
-        ("[" * 100_000, "is not a manifest of format 1"),
-        ('{"format": 2}', "is not a manifest of format 1 (step: Field required)"),
-        ("\0" * 500, "is not a manifest of format 1"),
-    ],
-)
-def test_what_is_no_manifest_is_said_to_be_none(tmp_path: Path, text: str | None, sentence: str):
-    if text is not None:
+def test_what_is_no_manifest_is_said_to_be_none(tmp_path: Path):
+    assert "is no checkpoint, or not a complete one" in refusal_of(open_checkpoint, tmp_path)
+    for text in ("", "[" * 100_000, '{"format": 2}', "\0" * 500):
         (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match=re.escape(sentence)):
-        open_checkpoint(tmp_path)
+        told = refusal_of(open_checkpoint, tmp_path)
+        assert "is not a manifest of format 1" in told
+        assert ("1 (step: Field required)" in told) == ("format" in text)
 
 
 def test_a_manifest_names_no_file_elsewhere(tmp_path: Path):
@@ -218,8 +199,7 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path: Path):
     for name in ("../secret.safetensors", "/etc/passwd", "", ".", "a.safetensors\n"):
         forged = Manifest.model_construct(**{**dict(sound), "files": {name: sound.files["shared.safetensors"]}})
         forged.write(tmp_path / "step-00000001")
-        with pytest.raises(UserError, match="should match pattern"):
-            open_checkpoint(tmp_path / "step-00000001")
+        assert "should match pattern" in refusal_of(open_checkpoint, tmp_path / "step-00000001")
 
 
 def test_no_digit_of_a_manifest_changes_unnoticed(tmp_path: Path):
@@ -235,12 +215,10 @@ def test_no_digit_of_a_manifest_changes_unnoticed(tmp_path: Path):
             read_manifest(folder)
 
 
-def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(tmp_path: Path, capsys):
     saved(tmp_path / "sound", 2, 3)
     fell_back: dict[bool, list[bool]] = {True: [], False: []}  # of files whose bytes are others, of wrecks
-    for seed in range(200):
+    for seed in range(120):
         chance = random.Random(seed)
         root = Path(shutil.copytree(tmp_path / "sound", tmp_path / f"{seed}"))
         last = root / "step-00000003"
@@ -262,6 +240,12 @@ def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(
     assert all(line.startswith("warning: checkpoint ") for line in capsys.readouterr().err.splitlines())
 
 
+def exchange(one: Path, other: Path) -> None:
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
 def wreck(last: Path, before: Path, chance: random.Random) -> bool:
     """The checkpoint ``last``, which has another one beside it; whether a file of it now has other bytes."""
     victim = chance.choice(sorted(last.iterdir()))
@@ -272,15 +256,9 @@ def wreck(last: Path, before: Path, chance: random.Random) -> bool:
         case 1:
             victim.write_bytes(b"")
         case 2:
-            other = before / victim.name
-            content = other.read_bytes()
-            other.write_bytes(victim.read_bytes())
-            victim.write_bytes(content)
+            exchange(victim, before / victim.name)
         case 3:
-            shared, own = last / "shared.safetensors", last / "rank-00000.safetensors"
-            shared.rename(last / "between")
-            own.rename(shared)
-            (last / "between").rename(own)
+            exchange(last / "shared.safetensors", last / "rank-00000.safetensors")
         case 4:
             victim.unlink()
             to = chance.choice([before / victim.name, last, Path("/dev/zero"), Path("nowhere"), Path(victim.name)])

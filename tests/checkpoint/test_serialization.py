@@ -34,15 +34,10 @@ def resolved(tree: Any) -> Any:
     return {key: value.resolve_conj() if key == "conjugate" else value for key, value in tree.items()}
 
 
-@pytest.mark.parametrize("name", hostile())
-def test_whatever_a_tree_may_hold_comes_back(name: str):
-    tree = {name: hostile()[name]}
-    assert same(back(tree), resolved(tree))
-
-
-def test_all_of_it_comes_back_together_and_so_do_trees_that_are_no_dict():
+def test_whatever_a_tree_may_hold_comes_back_alone_and_together_and_so_do_trees_that_are_no_dict():
     whole = hostile()
-    assert same(back(whole), resolved(whole))
+    for tree in (*({name: value} for name, value in whole.items()), whole):
+        assert same(back(tree), resolved(tree)), tree.keys()
     for bare in (None, 3, "text", [], (1, 2), torch.arange(3), float("nan")):
         assert same(back(bare), bare)
 
@@ -93,11 +88,7 @@ def test_any_reader_of_safetensors_finds_the_tensors_by_their_paths():
 def test_one_buffer_serves_trees_of_all_sizes_one_after_another():
     copy = StagingBuffer()
     for values in (10, 1000, 3, 0, 2_000_000, 7):
-        tree = {
-            "values": torch.randn(values),
-            "half": torch.randn(values).to(torch.float16),
-            "odd": torch.ones(3, dtype=torch.int8),
-        }
+        tree = {"values": torch.randn(values), "half": torch.randn(values).half(), "odd": torch.ones(3).char()}
         data = as_file(tree, copy)
         tree["values"].add_(1)  # the copy is one
         found = read_tree(data, CPU)
@@ -105,9 +96,8 @@ def test_one_buffer_serves_trees_of_all_sizes_one_after_another():
         assert torch.equal(found["half"], tree["half"])
 
 
-@pytest.mark.parametrize(
-    ("tree", "sentence"),
-    [
+def test_what_json_and_safetensors_cannot_hold_is_refused_with_its_path():
+    for tree, sentence in (
         ({"a": [1, {2}]}, "/a/1: a builtins.set has no place in a checkpoint"),
         ({"lr": np.float64(1.0)}, "/lr: a numpy.float64 "),
         ({"step": np.int64(1)}, "/step: a numpy.int64 "),
@@ -117,11 +107,9 @@ def test_one_buffer_serves_trees_of_all_sizes_one_after_another():
         ({"shape": torch.Size([1])}, "/shape: a torch.Size "),
         ({"meta": torch.empty(3, device="meta")}, "/meta: a torch.Tensor "),
         (lambda: 0, "/: a builtins.function "),
-    ],
-)
-def test_what_json_and_safetensors_cannot_hold_is_refused_with_its_path(tree: Any, sentence: str):
-    with pytest.raises(TypeError, match=re.escape(sentence)):
-        as_file(tree)
+    ):
+        with pytest.raises(TypeError, match=re.escape(sentence)):
+            as_file(tree)
 
 
 def test_a_file_that_holds_no_tree_is_told_from_one_that_does():

@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 
 from imagenet_fast.bench import compare
 from imagenet_fast.cli.main import app
+from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.rank_info import rank_info_from_env
 from imagenet_fast.recipe.job import DoctorJob
 from tests.bench.small import SMALL
 from tests.conftest import make_images
+from tests.data.small import few_digits
 from tests.ports import free_port
 from tests.ranks import run
 
@@ -28,8 +30,8 @@ SMALL_NETWORK = (
     "--set data.train_images=64 --set data.val_images=16"
 )
 
+TRAIN = ("train --recipe smoke --trace --out {out}/run " + SMALL_NETWORK, "epoch 2/2  step 16/16")
 ON_RANKS = (
-    ("train --recipe smoke --trace --out {out}/run " + SMALL_NETWORK, "epoch 2/2  step 16/16"),
     ("eval --weights {run} --json {out}/eval.json", "top-1"),
     ("doctor --out {out} --json {out}/doctor.json", "ok"),
 )
@@ -40,6 +42,7 @@ IN_PROCESS = (
     ("recipes show smoke", 'loader = "synthetic"'),
     ("recipes keys checkpoint.k", "checkpoint.keep integer ≥ 0; default 1 Checkpoints to keep"),
     ("report {run} --png {out}/report.png", "drawn to"),
+    ("report {run} --reference", "mlcommons/logging"),
     ("timeline {run} --png {out}/timeline.png", "drawn to"),
     ("export --weights {run} --out {out}/weights.safetensors", "written to"),
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both", "drawn to"),
@@ -50,7 +53,7 @@ IN_PROCESS = (
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
-    ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "filled"),
+    ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "--set data.cache_side=32"),
     (
         "bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --json {out}/rows.json",
         "ours, lazy",
@@ -102,11 +105,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run."""
-    out = tmp_path_factory.mktemp("trained")
-    with free_port() as port:
-        printed = run(2, on_ranks, filled(ON_RANKS[0][0], out=out), port, fresh=True)[0]
-    assert (out / "run" / "outcome.json").exists(), printed
-    return out / "run"
+    line, part = TRAIN
+    return checked_on_ranks(line, part, tmp_path_factory.mktemp("trained")) / "run"
 
 
 def on_ranks(line: str, port: int) -> tuple[int, str]:
@@ -130,25 +130,26 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
 
 
 def test_every_command_is_met_here():
-    assert {name_of(line) for line, _ in ON_RANKS + IN_PROCESS} == NAMES
+    assert {name_of(line) for line, _ in (TRAIN, *ON_RANKS, *IN_PROCESS)} == NAMES
 
 
 @pytest.mark.parametrize(("line", "part"), ON_RANKS, ids=[name_of(line) for line, _ in ON_RANKS])
 def test_on_two_ranks(line: str, part: str, tmp_path: Path, request: pytest.FixtureRequest):
     places = {"run": request.getfixturevalue("trained")} if "{run}" in line else {}
+    checked_on_ranks(line, part, tmp_path, **places)
+
+
+def checked_on_ranks(line: str, part: str, out: Path, **places: Path) -> Path:
     with free_port() as port:
-        (code, printed), *_ = run(2, on_ranks, filled(line, **places, out=tmp_path), port, fresh=True)
+        (code, printed), *_ = run(2, on_ranks, filled(line, **places, out=out), port, fresh=True)
     assert code == 0, printed
     assert part in printed
+    return out
 
 
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(("line", "part"), IN_PROCESS, ids=[name_of(line) for line, _ in IN_PROCESS])
-def test_in_process(
-    line: str, part: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-):
-    from imagenet_fast.cost_model.layer_profile import save_profile
-
+def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch):
     places = {"out": tmp_path, "small": tmp_path / "small.json"}
     if "{images}" in line:
         places["images"] = request.getfixturevalue("images")
@@ -160,6 +161,7 @@ def test_in_process(
         shutil.copytree(places["run"], arguments[arguments.index("--out") + 1])
         return 0
 
+    few_digits(monkeypatch)
     monkeypatch.setattr(compare, "_on_this_node", train)
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output

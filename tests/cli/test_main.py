@@ -1,45 +1,155 @@
-"""What becomes of errors that no command has put into words."""
+"""Help and completion; errors, and what commands refuse before anything is started: with the cause and its fix."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
-from imagenet_fast.cli.main import main
-
-
-@pytest.mark.parametrize(
-    "number", [errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.EROFS]
-)
-def test_an_error_of_a_path_is_a_sentence(number: int, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
-    def fail(folder: Path) -> None:
-        raise OSError(number, os.strerror(number), str(folder))
-
-    monkeypatch.setattr("imagenet_fast.metrics.report.read_run", fail)
-    assert refusal("report", "my/run") == f"error: [Errno {number}] {os.strerror(number)}: 'my/run'; check the path\n"
+from imagenet_fast.cli.main import app, main
+from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.metrics import RunResult
+from imagenet_fast.models.weights import write_weights
+from tests.e2e.command import in_process
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
+def test_an_error_of_a_path_is_a_sentence(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    for number in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.EROFS):
+        error = OSError(number, os.strerror(number), "my/run")
+        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        assert refusal("report", "my/run") == f"error: {error}; check the path\n"
+
+
+def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", "report", "my/run"])
+    for error in (
         OSError(errno.EMFILE, "Too many open files", "my/run"),
         OSError(errno.ENOSPC, "No space left on device", "my/run"),
         OSError(errno.EIO, "Input/output error", "my/run"),
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a process or a socket
-    ],
-    ids=lambda error: errno.errorcode[error.errno],
-)
-def test_no_other_error_blames_a_path(error: OSError, monkeypatch: pytest.MonkeyPatch):
-    def fail(folder: Path) -> None:
-        raise error
+    ):
+        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        with pytest.raises(type(error), match=str(error.strerror)):
+            main()
 
-    monkeypatch.setattr("imagenet_fast.metrics.report.read_run", fail)
-    monkeypatch.setattr(sys, "argv", ["imagenet-fast", "report", "my/run"])
-    with pytest.raises(type(error), match=str(error.strerror)):
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.usefixtures("subprocesses")
+def test_help_needs_neither_torch_nor_pydantic():
+    command = [sys.executable, "-X", "importtime", "-m", "imagenet_fast", "--help"]
+    imported = subprocess.run(command, capture_output=True, text=True, check=True)
+    modules = {line.rpartition("|")[2].strip() for line in imported.stderr.splitlines()}
+    assert "imagenet_fast.cli.main" in modules
+    assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
+    for command in ("train", "eval", "export", "recipes", "plan", "report", "bench", "data", "launch"):
+        assert command in imported.stdout
+
+
+@pytest.mark.parametrize(("words", "completed"), [("be", "bench"), ("bench st", "step"), ("train --rec", "--recipe")])
+def test_completion_names_commands_and_options(words: str, completed: str):
+    asked = {"_IMAGENET_FAST_COMPLETE": "complete_bash", "COMP_WORDS": f"imagenet-fast {words}"}
+    runner = CliRunner(env=asked | {"COMP_CWORD": str(len(words.split()))})
+    assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
+
+
+def test_a_recipe_is_shown_as_its_file_is():
+    assert in_process("recipes", "show", "demo") == (ROOT / "recipes" / "demo.toml").read_text()
+
+
+REFUSED = {
+    "train": [
+        ("--recipe dmeo", "no recipe 'dmeo'; did you mean demo?"),
+        ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
+        ("--recipe resnet50-1gpu", "--data DIR"),
+        ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),
+        ("--recipe smoke --data /my/photos", "--data /my/photos would not be read: data.loader is 'synthetic'"),
+        ("--recipe smoke --nproc 3", "does not divide over 3 ranks"),
+        ("--recipe smoke --out /proc/run", "cannot be written"),
+        ("--recipe smoke --nodes 2", "needs --rdzv-endpoint"),
+        ("--recipe smoke --rdzv-endpoint localhost:99999", "is not HOST:PORT"),
+        ("--recipe demo --out=", "--out is empty; name a directory"),
+        ("--recipe smoke --on-bad-image skip", "data.on_bad_image"),
+        ("--recipe smoke --fresh-head", "--fresh-head is for weights to start from; add --init-from FILE"),
+    ],
+    "eval": [
+        ("--weights nowhere.pth", "there is no run or file nowhere.pth"),
+        ("--weights nowhere.pth --recipe smoke --json /no/where", "there is no directory /no"),
+        ("--weights w.pth --recipe smoke --on-bad-image skip", "data.on_bad_image"),
+        ("--weights w.pth --nodes 2:4", "--nodes 2:4 is for `train` alone"),
+    ],
+    "export": [
+        ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),
+        ("--weights / --out w.safetensors", "/ is a directory without a run; give one that `train` made"),
+        ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, which"),
+        ("--weights x --out w.onnx --format onnx", "there are safetensors and pt2"),
+        ("--weights x --out /no/w.safetensors", "--out /no/w.safetensors: there is no directory /no"),
+    ],
+    "compare --recipe smoke": [
+        ("--sync lazy --rate fast", "such as 250mbit"),
+        ("--sync lazy --seeds one", "--seeds one is not a list of whole numbers; write for example 1,2,3"),
+        ("--sync lazy --seeds 0,0", "--seeds 0,0 names 0 twice"),
+        ("--sync lazy --set ring.bucket_mb=1", "is for ring, which is not in --sync lazy"),
+        ("--sync lazy,ring,lazy", "--sync lazy,ring,lazy names lazy twice"),
+        ("--layout dp2,dp3", "--layout dp2,dp3: dp3 is of 3 ranks, and there are 2; write for example dp2"),
+        ("--layout dp2,tp2", "--layout tp2 with hybrid: smoke.toml: parallel.tensor 2 divides AlexNet's large"),
+        ("--layout dp2 --set parallel.tensor=2", "--set parallel.tensor=2 conflicts with --layout"),
+        ("--out=", "--out is empty; name a directory"),
+    ],
+    "launch slurm": [("--recipe demo --nodes 2 --out=", "--out is empty; name a directory")],
+    "plan": [("--rows --json /", "/ is a directory; name a file")],
+    "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],
+    "report": [("x --png /", "/ is a directory; name a file")],
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_bad_input_is_met_with_one_sentence(command: str, tmp_path: Path, refusal: Callable[..., str]):
+    for options, sentence in REFUSED[command]:
+        starts = command.split()[0] in ("train", "compare") and "--out" not in options
+        out = ("--out", str(tmp_path / "run")) if starts else ()
+        assert sentence in refusal(*command.split(), *options.split(), *out), options
+        assert not (tmp_path / "run").exists(), "the directory is still free for a second try"
+
+
+def test_gpus_would_talk_past_shaped_links(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    said = refusal("compare", "--recipe", "smoke", "--rate", "1gbit")
+    assert "--rate shapes links that GPUs of one node do not use" in said
+
+
+def test_a_run_that_is_not_over_or_not_readable_is_named(tmp_path: Path, refusal: Callable[..., str]):
+    (tmp_path / "job.json").write_text("{}")
+    begun = refusal("export", "--weights", str(tmp_path), "--out", str(tmp_path / "w.safetensors"))
+    assert f"{tmp_path} holds a run without checkpoints/final.safetensors, since it has not come to its end" in begun
+    assert "job.json is damaged or of another version" in refusal("eval", "--weights", str(tmp_path))
+
+
+def test_weights_of_no_known_model_are_exported_by_nobody(tmp_path: Path, refusal: Callable[..., str]):
+    write_weights({"a.weight": torch.zeros(2)}, tmp_path / "w", {})
+    export = ("export", "--weights", str(tmp_path / "w"), "--out", str(tmp_path / "o.safetensors"))
+    assert "fits none of our models" in refusal(*export)
+    assert "conv1.weight is missing, bn1.weight is missing, " in refusal(*export, "--recipe", "smoke")
+
+
+@pytest.mark.parametrize(("rank", "warnings"), [("0", 1), ("1", 0)])
+def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(rank: str, warnings: int, monkeypatch, capsys):
+    for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
+        monkeypatch.setenv(key, value)
+    trained = RunResult("finished", "smoke", "lazy", 2, 32)
+    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda job, place, join_timeout_s: trained)
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", "train", "--recipe", "smoke", "--set", "target_top1=0.85"])
+    with pytest.raises(SystemExit) as end:
         main()
+    assert end.value.code == 0
+    assert capsys.readouterr().err.count("warning: ") == warnings

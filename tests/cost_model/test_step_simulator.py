@@ -1,7 +1,9 @@
-"""Predicted step times for given messages, networks and steps."""
+"""Predicted step times for given messages, networks and steps; their
+least period, and the messages released at each event."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from random import Random
 from typing import Any, Literal
@@ -11,8 +13,10 @@ import pytest
 from imagenet_fast.cost_model.layer_profile import Timing, random_profile
 from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel, SimMessage, simulated_step_s, step_lower_bound
-from tests.cost_model.five import MESSAGES, TIMING
 
+TIMING = Timing((0.8, 0.7, 0.4, 0.2, 0.0), 1.0, (0.1, 0.3, 0.8, 1.4, 2.0), 2.0)
+MESSAGES = (20e6, 80e6, 2e6, 1e6, 1e6)
+"""Bytes of five layers in pool order, last one first: two large ones whose gradients come early, three small ones."""
 END = len(MESSAGES)
 """The event after the last slot's."""
 SECOND = Timing((0.5, 0.0), 1.0, (0.5, 1.0), 1.0)
@@ -75,9 +79,9 @@ def test_latencies_of_many_overlap_and_calls_do_not():
     assert step_of_100(1e6, LinkModel(0.5, 1e-7, 0.01)) == pytest.approx(hidden)
 
 
-@pytest.mark.parametrize(("slots", "seconds", "late"), [(LAST, 0.4, 0.0), (LAST, 0.7, 0.2), (FIRST, 0.4, 0.4)])
-def test_the_next_forward_stands_still_only_where_a_layer_is_missing(slots: range, seconds: float, late: float):
-    assert step_s([sent(seconds, slots, WIRE)], "read", SECOND) - 2.0 == pytest.approx(late)
+def test_the_next_forward_stands_still_only_where_a_layer_is_missing():
+    for slots, seconds, late in ((LAST, 0.4, 0.0), (LAST, 0.7, 0.2), (FIRST, 0.4, 0.4)):
+        assert step_s([sent(seconds, slots, WIRE)], "read", SECOND) - 2.0 == pytest.approx(late)
 
 
 def test_a_second_half_costs_a_latency_of_its_own_behind_the_firsts():
@@ -93,46 +97,38 @@ def test_what_is_urgent_at_the_end_of_backward_has_the_wire_to_itself():
     assert step_s(early, "backward", SECOND) == pytest.approx(2.45)
 
 
-@pytest.mark.parametrize(("abreast", "after"), [(4, 4 * 0.1 + 0.25), (2, 2 * (2 * 0.1 + 0.25)), (1, 4 * (0.1 + 0.25))])
-def test_of_a_queue_so_many_are_under_way_at_a_time(abreast: float, after: float):
-    queued = [sent(0.1, BOTH, LATE, abreast=abreast)] * 4
-    assert step_s(queued, "backward", SECOND) == pytest.approx(2.0 + after)
+def test_of_a_queue_so_many_are_under_way_at_a_time_and_share_the_wire():
+    for abreast, after in ((4, 4 * 0.1 + 0.25), (2, 2 * (2 * 0.1 + 0.25)), (1, 4 * (0.1 + 0.25))):
+        queued = [sent(0.1, BOTH, LATE, abreast=abreast)] * 4
+        assert step_s(queued, "backward", SECOND) == pytest.approx(2.0 + after)
+    for abreast, late in ((1, max(0.2, 0.8 - 0.5)), (2, max(0.4, 0.8 - 0.5)), (4, 0.8)):
+        sendings = [sent(0.2, slots, WIRE, abreast=abreast) for slots in (FIRST, LAST, LAST, LAST)]
+        assert step_s(sendings, "read", SECOND) - 2.0 == pytest.approx(late)
 
 
-@pytest.mark.parametrize(("abreast", "late"), [(1, max(0.2, 0.8 - 0.5)), (2, max(0.4, 0.8 - 0.5)), (4, 0.8)])
-def test_messages_in_flight_share_the_wire(abreast: int, late: float):
-    sendings = [sent(0.2, slots, WIRE, abreast=abreast) for slots in (FIRST, LAST, LAST, LAST)]
-    assert step_s(sendings, "read", SECOND) - 2.0 == pytest.approx(late)
-
-
-@pytest.mark.parametrize(
-    ("other", "late"),
-    [
-        ("", 0.6),  # both share the wire to the end
-        ("other", 0.4),  # the third of the first shares it with the first of the last
-    ],
-)
-def test_at_the_end_of_backward_kinds_take_turns(other: str, late: float):
+def test_at_the_end_of_backward_kinds_take_turns():
     """So what is needed last does not share the wire with what is needed first."""
     first = [sent(0.1, FIRST, WIRE, queue="one", abreast=1)] * 3
-    last = [sent(0.1, LAST, WIRE, rank=1, queue="two", abreast=1, kind=other)] * 3
-    assert step_s([*first, *last], "read", SECOND) - 2.0 == pytest.approx(late)
+    for other, late in (
+        ("", 0.6),  # both share the wire to the end
+        ("other", 0.4),  # the third of the first shares it with the first of the last
+    ):
+        last = [sent(0.1, LAST, WIRE, rank=1, queue="two", abreast=1, kind=other)] * 3
+        assert step_s([*first, *last], "read", SECOND) - 2.0 == pytest.approx(late)
 
 
-@pytest.mark.parametrize(
-    ("encode", "decode", "seconds"),
-    [(0.0, 0.0, 1.0), (0.25, 0.25, 0.025 + 1.0 + 0.025), (2.0, 1.0, 10 * 0.3 + 0.1)],
-    ids=["none", "faster than the wire", "slower"],
-)
-def test_codec_time_overlaps_with_the_wire(encode: float, decode: float, seconds: float):
-    coded = [sent(0.1, BOTH, WIRE, codec=CodecCost(encode * 1e-6, decode * 1e-6))] * 10
-    assert step_s(coded, "backward", SECOND) - 2.0 == pytest.approx(seconds, rel=0.01 if encode > 1 else None)
+def test_codec_time_overlaps_with_the_wire():
+    for encode, decode, seconds in (  # none, faster than the wire, slower
+        (0.0, 0.0, 1.0), (0.25, 0.25, 0.025 + 1.0 + 0.025), (2.0, 1.0, 10 * 0.3 + 0.1)
+    ):  # fmt: skip
+        coded = [sent(0.1, BOTH, WIRE, codec=CodecCost(encode * 1e-6, decode * 1e-6))] * 10
+        assert step_s(coded, "backward", SECOND) - 2.0 == pytest.approx(seconds, rel=0.01 if encode > 1 else None)
 
 
 @pytest.mark.parametrize("awaits", ["each", "backward", "read"])
 def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward", "read"]):
     """Try random networks whose gradients travel in random pieces, whole and in halves, planned and not."""
-    for seed in range(60):
+    for seed in range(30):
         chance, profile = Random(seed), random_profile(seed)
         timing, raw = profile.timing, chance.uniform(0.05, 3) * profile.compute_s
         link = LinkModel(chance.choice([0.0, 1e-3]), raw / profile.elements, chance.choice([0.0, 1e-4]))
@@ -150,3 +146,105 @@ def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward"
         assert step >= least * (1 - 1e-9)
         if awaits == "backward" and link.latency_s == 0.0 == link.call_s:
             assert step == pytest.approx(least), "as soon as it is ready is soonest"
+
+
+def test_tasks_are_released_once_and_in_order():
+    chance = Random(0)
+    for _ in range(50):
+        tasks: list[Task] = []
+        for number in range(40):
+            after = chance.choice([None, *range(number)])
+            tasks.append(Task(chance.randrange(5), chance.uniform(0, 3e6), (chance.randrange(3),), after))
+        times = sorted(chance.uniform(0, 1) for _ in range(6))
+        order = [(event, n) for event, ns in enumerate(plan_release_order(tasks, times, 1e-8)) for n in ns]
+        assert sorted(n for _, n in order) == list(range(40))
+        position = {n: place for place, (_, n) in enumerate(order)}
+        for event, n in order:
+            assert event >= tasks[n].event
+            assert tasks[n].after is None or position[tasks[n].after] < position[n]
+
+
+def test_what_is_needed_sooner_overtakes_what_is_held_back():
+    tasks = [Task(slot, message / 4, (0, -slot)) for slot, message in enumerate(MESSAGES) for _ in range(4)]
+    releases = plan_release_order(tasks, [*TIMING.ready, TIMING.backward_s], 4e-8)
+    flat = [n for event in releases for n in event]
+    assert flat != sorted(flat, key=lambda n: tasks[n].event), "some large pieces are held back"
+    small = [flat.index(n) for n, task in enumerate(tasks) if task.event >= 2]
+    large = [flat.index(n) for n, task in enumerate(tasks) if task.event == 1]
+    assert max(large) > max(small)
+
+
+def test_without_a_plan_all_leave_as_soon_as_they_can():
+    tasks = [Task(event, 1e6, (0,)) for event in (0, 2, 2, 3)]
+    assert as_ready(tasks, 5) == [[0], [], [1, 2], [3], []]
+
+
+QUARTER = Timing(needed=(0.2, 0.1, 0.0), forward_s=0.25, ready=(0.25, 0.5, 0.75), backward_s=0.75)
+"""Three layers in a second of compute, the last in forward first in the pool."""
+
+
+def in_time(timing: Timing, seconds: list[float], period: float) -> bool:
+    """Return whether the wire keeps a period if it always carries what is needed soonest: no order does better.
+
+    A step's gradients are all due before the next backward begins, so steps do not meet on the wire.
+    """
+    releases = [timing.forward_s + ready for ready in timing.ready]
+    deadlines = [period + needed for needed in timing.needed]
+    left = list(seconds)
+    now = min(releases)
+    while any(left):
+        ready = [n for n in range(len(left)) if left[n] and releases[n] <= now]
+        coming = min((r for n, r in enumerate(releases) if left[n] and r > now), default=math.inf)
+        if not ready:
+            now = coming
+            continue
+        first = min(ready, key=lambda n: deadlines[n])
+        carried = min(left[first], coming - now)
+        now += carried
+        left[first] = 0.0 if carried == left[first] else left[first] - carried
+        if not left[first] and now > deadlines[first]:
+            return False
+    return period >= timing.compute_s
+
+
+def course(random: Random, layers: int) -> tuple[Timing, list[float]]:
+    forward, backward = ([random.uniform(0.01, 1) for _ in range(layers)] for _ in range(2))
+    needed = tuple(reversed([sum(forward[:n]) for n in range(layers)]))
+    ready = tuple(sum(backward[: n + 1]) for n in range(layers))
+    seconds = [math.exp(random.gauss(-1, 1.5)) for _ in range(layers)]
+    return Timing(needed, sum(forward), ready, sum(backward)), seconds
+
+
+def test_a_perfect_order_keeps_it_and_nothing_shorter():
+    random = Random(1)
+    for layers in (1, 2, 3, 7, 20):
+        for _ in range(10):
+            timing, seconds = course(random, layers)
+            least = step_lower_bound(timing, seconds, "read")
+            assert in_time(timing, seconds, least * (1 + 1e-9))
+            assert not in_time(timing, seconds, least * 0.999)
+
+
+def test_what_bounds_a_step():
+    for awaits, seconds, share, least in (
+        ("each", [0.1, 0.2, 0.2], 1.0, 1.5),
+        ("each", [0.1, 0.2, 0.2], 0.5, 1.25),
+        ("backward", [0.1, 0.1, 0.1], 1.0, 1.1),  # the first layer's gradient, after all compute
+        ("backward", [2.0, 0.0, 0.0], 1.0, 2.5),  # the wire, from when the first gradient is there
+        ("backward", [2.0, 0.0, 0.0], 0.5, 1.5),
+        ("read", [0.1, 0.1, 0.0], 1.0, 1.0),
+        ("read", [2.0, 0.0, 0.0], 1.0, 2.3),  # the same, awaited 0.2 later
+        ("read", [0.0, 0.0, 0.5], 1.0, 1.5),  # ready last and needed first: nothing hides it
+    ):
+        assert step_lower_bound(QUARTER, seconds, awaits, share) == pytest.approx(least)
+
+
+def test_it_lies_between_simpler_bounds_for_any_network():
+    for seed in range(50):
+        profile = random_profile(seed)
+        raw = Random(seed).uniform(0.1, 3) * profile.compute_s
+        seconds = profile.all_reduce_seconds(raw)
+        each, backward, read = (
+            step_lower_bound(profile.timing, seconds, awaits) for awaits in ("each", "backward", "read")
+        )
+        assert max(profile.compute_s, raw) <= read <= backward <= each == pytest.approx(profile.compute_s + raw)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from itertools import islice
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -47,9 +51,15 @@ def opened(
     return build_loaders(settings, root, batching, rank, 2, CPU, seed, first_step)
 
 
-def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor]:
-    taken = list(islice(batches, count))
-    return torch.cat([images for images, _ in taken]), torch.cat([labels for _, labels in taken])
+def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    """So many batches' images."""
+    return torch.cat([images for images, _ in islice(batches, count)])
+
+
+def same(ours: Iterable[Sequence[Tensor]], theirs: Iterable[Sequence[Tensor]]) -> bool:
+    """Whether these are as many batches of the same images and labels, to the bit."""
+    pairs = zip_longest(ours, theirs, fillvalue=())
+    return all(len(ours) == len(theirs) and all(map(torch.equal, ours, theirs)) for ours, theirs in pairs)
 
 
 def put(folder: Path, *names: str, content: bytes = JPEG) -> Path:
@@ -74,6 +84,13 @@ def one_class(root: Path, contents: dict[str, bytes]) -> Path:
         for name, content in contents.items():
             put(root / split / "all", f"{name}.jpg", content=content)
     return root
+
+
+def few_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forty of noise for those of scikit-learn, whose import takes longer than all else about them."""
+    images = np.random.default_rng(0).integers(0, 17, (40, 8, 8)).astype(float)
+    digits = SimpleNamespace(images=images, target=np.arange(40) % 10)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: digits))
 
 
 def with_bad_images(image_dir: Path, root: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torchvision.transforms import RandomResizedCrop
 from imagenet_fast.data.augmentation import Augmentation, Window
 from imagenet_fast.data.sampler import BatchIndices
 
-DRAWS = 3000
+DRAWS = 2000
 WHOLE = (0.08, 1.0)
 
 
@@ -36,10 +37,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
     return np.abs(shares[0] - shares[1]).max()
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "area"),
-    [(375, 500, WHOLE), (500, 333, WHOLE), (32, 32, (0.7, 1.0)), (100, 260, WHOLE), (300, 90, (0.3, 0.6))],
-)
+@pytest.mark.parametrize(("height", "width", "area"), [(375, 500, WHOLE), (32, 32, (0.7, 1.0)), (300, 90, (0.3, 0.6))])
 def test_windows_are_distributed_as_torchvisions(height: int, width: int, area: tuple[float, float]):
     """Also where most attempts do not fit, and the central window is taken often."""
     ours, theirs = windows(height, width, area), torchvisions(height, width, area)
@@ -50,26 +48,23 @@ def test_windows_are_distributed_as_torchvisions(height: int, width: int, area: 
         assert distance(one, other) < 1.95 * math.sqrt(2 / DRAWS), name  # one in a thousand exceeds it by chance
 
 
-@pytest.mark.parametrize("size", [(10, 1000), (1000, 10), (7, 300), (1, 500), (3, 2)])
-def test_where_no_attempt_fits_it_is_torchvisions_central_window(size: tuple[int, int]):
-    area = (1.0, 1.0)
-    if size == (3, 2):  # an attempt may fit here, but not one of so little area: no side is a pixel long
-        area = (1e-6, 2e-6)
-    ours, theirs = windows(*size, area, count=20), torchvisions(*size, area, count=20)
-    assert np.array_equal(ours, theirs)
-    assert len(np.unique(ours, axis=0)) == 1
+def test_where_no_attempt_fits_it_is_torchvisions_central_window():
+    for size in ((10, 1000), (1000, 10), (7, 300), (1, 500), (3, 2)):
+        area = (1.0, 1.0)
+        if size == (3, 2):  # an attempt may fit here, but not one of so little area: no side is a pixel long
+            area = (1e-6, 2e-6)
+        ours, theirs = windows(*size, area, count=20), torchvisions(*size, area, count=20)
+        assert np.array_equal(ours, theirs)
+        assert len(np.unique(ours, axis=0)) == 1
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 2), (2, 1), (5, 4), (1, 3000), (65500, 3), (4, 4)])
-@pytest.mark.parametrize("area", [WHOLE, (1.0, 1.0), (0.001, 0.002)])
-def test_every_window_lies_within_its_image(size: tuple[int, int], area: tuple[float, float]):
-    corner, extent = np.split(windows(*size, area, count=300), 2, axis=1)
-    assert (corner >= 0).all()
-    assert (extent > 0).all()
-    assert (corner + extent <= size).all()
-
-
-def test_a_window_reaches_every_edge():
+def test_every_window_lies_within_its_image_and_some_reach_every_edge():
+    sizes = [(1, 1), (1, 2), (2, 1), (5, 4), (1, 3000), (65500, 3), (4, 4)]
+    for size, area in product(sizes, (WHOLE, (1.0, 1.0), (0.001, 0.002))):
+        corner, extent = np.split(windows(*size, area, count=100), 2, axis=1)
+        assert (corner >= 0).all()
+        assert (extent > 0).all()
+        assert (corner + extent <= size).all()
     corner, extent = np.split(windows(12, 12, (0.5, 0.6)), 2, axis=1)
     assert corner.min(axis=0).tolist() == [0, 0]
     assert (corner + extent).max(axis=0).tolist() == [12, 12]
@@ -84,13 +79,13 @@ def test_the_largest_of_numbers_stays_within_the_image():
     assert isinstance(window, Window)
 
 
-@pytest.mark.parametrize("names", [{"epoch": 1}, {"seed": 2}])
-def test_another_epoch_or_seed_is_another_window_of_the_same_image(names: dict[str, int]):
-    first, other = windows(375, 500, WHOLE), windows(375, 500, WHOLE, **names)
-    areas = [np.log(w[:, 2] * w[:, 3]) for w in (first, other)]
-    for one, another in ((first[:, 0], other[:, 0]), (first[:, 1], other[:, 1]), areas):
-        assert abs(np.corrcoef(one, another)[0, 1]) < 4 / math.sqrt(DRAWS)
-    assert (first == other).all(axis=1).mean() < 0.01
+def test_another_epoch_or_seed_is_another_window_of_the_same_image():
+    first = windows(375, 500, WHOLE)
+    for other in (windows(375, 500, WHOLE, epoch=1), windows(375, 500, WHOLE, seed=2)):
+        areas = [np.log(w[:, 2] * w[:, 3]) for w in (first, other)]
+        for one, another in ((first[:, 0], other[:, 0]), (first[:, 1], other[:, 1]), areas):
+            assert abs(np.corrcoef(one, another)[0, 1]) < 4 / math.sqrt(DRAWS)
+        assert (first == other).all(axis=1).mean() < 0.01
 
 
 def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():

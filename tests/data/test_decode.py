@@ -1,54 +1,53 @@
-"""Pixels are PIL's, whoever decodes them."""
+"""Pixels are PIL's, whoever decodes and resizes them, and crops torchvision's."""
 
 from __future__ import annotations
 
 import io
 import struct
+import threading
 from contextlib import suppress
 from unittest.mock import Mock
 
 import numpy as np
+import psutil
 import pytest
+import torch
 from PIL import Image
+from torchvision.transforms import v2
 
 from imagenet_fast.data import decode as decoding
 from imagenet_fast.data.decode import decode, to_common_format
 from imagenet_fast.data.image_source import ImageDecodeError
+from imagenet_fast.data.sampler import Resolution
+from imagenet_fast.data.thread_loader import central_crop, resized
 from tests.data.encoded import BAD, IMAGES, JPEG
 
 
-@pytest.mark.parametrize("name", IMAGES)
-def test_every_kind_of_image_has_pils_pixels(name: str):
-    with Image.open(io.BytesIO(IMAGES[name])) as image:
-        assert np.array_equal(decode(IMAGES[name]), np.asarray(image.convert("RGB")))
+def test_every_kind_of_image_has_pils_pixels_also_where_it_is_encoded_anew():
+    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "deep grey", "without its end")
+    seldom_kinds = ("gif", "tiff", "avif", "pixmap", "a wrong sum")
+    for name, content in IMAGES.items():
+        with Image.open(io.BytesIO(content)) as image:
+            pixels = np.asarray(image.convert("RGB"))
+        given = to_common_format(content)
+        assert np.array_equal(decode(content), pixels), name
+        assert np.array_equal(decode(given.encoded), pixels), name
+        assert (given.height, given.width) == pixels.shape[:2]
+        common = name not in seldom and not any(kind in name for kind in seldom_kinds)
+        assert (given.encoded == content) == common, name
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_whole_image_is_refused_with_a_reason(name: str):
     with pytest.raises(ImageDecodeError, match=r"it is empty|it is no image|truncated|broken"):
         decode(BAD[name])
-
-
-@pytest.mark.parametrize("name", IMAGES)
-def test_reencoded_image_is_the_same_image(name: str):
-    given = to_common_format(IMAGES[name])
-    pixels = decode(IMAGES[name])
-    assert (given.height, given.width) == pixels.shape[:2]
-    assert np.array_equal(decode(given.encoded), pixels)
-    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "deep grey", "without its end")
-    seldom_kinds = ("gif", "tiff", "avif", "pixmap", "a wrong sum")
-    assert (given.encoded == IMAGES[name]) == (name not in seldom and not any(kind in name for kind in seldom_kinds))
-
-
-def test_what_is_broken_at_an_end_is_given_to_no_other_decoder():
-    for name in BAD.keys() - {"a png with a changed bit"}:
-        with pytest.raises(ImageDecodeError):
-            to_common_format(BAD[name])
+    with suppress(ImageDecodeError):
+        to_common_format(BAD[name])
+        assert name == "a png with a changed bit", "what is broken at an end is given to no other decoder"
 
 
 def test_whatever_a_decoder_raises_is_a_bad_image(monkeypatch: pytest.MonkeyPatch):
     """Pillow's decoders raise of many kinds."""
-
     for error in (struct.error("unpack"), EOFError(), ZeroDivisionError("by zero"), KeyError(3), MemoryError()):
         monkeypatch.setattr(Image, "open", Mock(side_effect=error))
         for read in (decode, to_common_format):
@@ -62,8 +61,57 @@ def test_a_common_image_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
         decode(IMAGES[name])
 
 
-@pytest.mark.parametrize("changed", range(2, len(JPEG), 97))
-def test_an_image_of_which_a_byte_is_wrong_is_decoded_or_refused(changed: int):
-    damaged = JPEG[:changed] + bytes([JPEG[changed] ^ 0xFF]) + JPEG[changed + 1 :]
-    with suppress(ImageDecodeError):
-        assert decode(damaged).shape[2] == 3
+def test_an_image_of_which_a_byte_is_wrong_is_decoded_or_refused():
+    for changed in range(2, len(JPEG), 97):
+        damaged = JPEG[:changed] + bytes([JPEG[changed] ^ 0xFF]) + JPEG[changed + 1 :]
+        with suppress(ImageDecodeError):
+            assert decode(damaged).shape[2] == 3
+
+
+def blobs(height: int, width: int) -> Image.Image:
+    coarse = np.random.default_rng(height).integers(0, 256, (9, 9, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+SIZES = [(375, 500), (500, 333), (32, 32), (31, 97), (224, 224), (256, 400), (1, 1), (1, 90), (700, 3)]
+
+
+@pytest.mark.parametrize("to", [(224, 224), (48, 48), (33, 61)])
+def test_resize_agrees_with_pil(to: tuple[int, int]):
+    for size in SIZES:
+        image = blobs(*size)
+        theirs = np.asarray(image.resize(to[::-1], Image.Resampling.BILINEAR)).astype(int)
+        ours = resized(np.array(image), *to)
+        assert ours.dtype == np.uint8
+        assert np.abs(ours - theirs).max() <= 1, size
+
+
+@pytest.mark.parametrize(("shorter", "side"), [(256, 224), (48, 48), (57, 32)])
+def test_the_middle_is_torchvisions(shorter: int, side: int):
+    for size in SIZES:
+        image = blobs(*size)
+        theirs = np.asarray(v2.Compose([v2.Resize(shorter), v2.CenterCrop(side)])(image)).astype(int)
+        ours = central_crop(np.array(image), Resolution(side, shorter))
+        assert ours.shape == (side, side, 3)
+        assert np.abs(ours - theirs).max() <= 1, size
+
+
+def test_a_thread_that_resizes_starts_no_others():
+    """Each of the loader's threads would have a team of its own."""
+    image = np.array(blobs(375, 500))
+    running = []
+
+    def resize_again_and_again() -> None:
+        before = psutil.Process().num_threads()
+        for _ in range(20):
+            resized(image, 224, 224)
+        running.append(psutil.Process().num_threads() - before)
+
+    torch.set_num_threads(4)
+    try:
+        thread = threading.Thread(target=resize_again_and_again)
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(1)
+    assert running[0] <= 0

@@ -17,7 +17,6 @@ import tests
 from imagenet_fast.checkpoint.serialization import flatten_tree, unflatten_tree
 from imagenet_fast.data.fingerprint import Contents, differences
 from imagenet_fast.data.verify import verify
-from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.job import Job
@@ -25,7 +24,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import ResNet
 from imagenet_fast.training.resume import ResumePoint
 from imagenet_fast.training.trainer import Trainer
-from tests.conftest import tables
+from tests.conftest import refusal_of, tables
 from tests.data.encoded import BAD, JPEG
 from tests.data.small import FORMATS, as_format, image_data, opened, put
 from tests.ranks import run
@@ -71,30 +70,26 @@ def relabel(root: Path) -> None:
         (root / f"train/{one}/{one}0.jpg").rename(root / f"train/{other}/{one}0.jpg")
 
 
+def rename_image(root: Path) -> None:
+    (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG")
+
+
 CHANGES: list[tuple[Callable[[Path], None], str]] = [
     (rename_class, "the class 'zebra' for 'cat'"),
     (add_class, "a class 'ape' that it had not and 4 validation images for 3"),
     (remove_class, "no class 'dog' any more and 4 training images for 6 and 2 validation images for 3"),
     (lambda root: shutil.rmtree(root / "val/dog"), "2 validation images for 3"),
     (relabel, "other names or labels of its training images"),
-    (
-        lambda root: (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG"),
-        "other names or labels of its validation images",
-    ),
+    (rename_image, "other names or labels of its validation images"),
 ]
 
 
 @pytest.mark.parametrize(("change", "told"), CHANGES)
-def test_a_run_does_not_go_on_with_other_data_and_says_what_is_other(
-    root: Path, tmp_path: Path, change: Callable[[Path], None], told: str
-):
-    before = contents_of(root)
+def test_a_run_does_not_go_on_with_other_data(root: Path, change: Callable[[Path], None], told: str):
+    resumption = resumed({"data": through_a_checkpoint(contents_of(root)), "images": 6})
     change(root)
-    resumption = resumed({"data": through_a_checkpoint(before), "images": 6})
-    with pytest.raises(
-        UserError, match=f"the data has {told} since run/step-1 was written; restore it, or begin anoth"
-    ):
-        resumption.check_contents(opened(root, "folder", ONE), MODEL)
+    refusal = refusal_of(resumption.check_contents, opened(root, "folder", ONE), MODEL)
+    assert f"the data has {told} since run/step-1 was written; restore it, or begin anoth" in refusal
 
 
 def through_a_checkpoint(contents: Contents) -> Any:
@@ -124,14 +119,12 @@ def test_early_checkpoints_are_compared_by_what_they_tell(root: Path):
     resumption.check_contents(dataset, MODEL)
     resumption.check_images(dataset.train_order.images)
     add_class(root)
-    with pytest.raises(UserError, match="the data has 4 classes for 3 since run/step-1 was written"):
-        resumption.check_contents(opened(root, "folder", ONE), MODEL)
+    refusal = refusal_of(resumption.check_contents, opened(root, "folder", ONE), MODEL)
+    assert "the data has 4 classes for 3 since run/step-1 was written" in refusal
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_data_that_was_moved_or_copied_is_the_same(
-    root: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_data_that_was_moved_or_copied_is_the_same(root: Path, tmp_path: Path, kind: str, monkeypatch):
     (root / "train/dog" / os.fsdecode(b"-\xff %\n.jpg")).write_bytes(JPEG)
     root = as_format(root, kind, tmp_path / "shards", 9000)
     before = contents_of(root)
@@ -159,11 +152,10 @@ def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path):
 def _train_rename_and_resume(root: Path, folder: Path) -> None:
     def trainer(epochs: int) -> Trainer:
         data = image_data(image_size=32, resize=32).model_dump()
-        schedule = {"kind": "step", "milestones": []}
-        recipe = parse_recipe("test", tables(ranks=1, global_batch=6, epochs=epochs, data=data, schedule=schedule))
+        small = {"model": {"kind": "cifarnet", "widths": [8, 8, 8]}, "schedule": {"kind": "step", "milestones": []}}
+        recipe = parse_recipe("test", tables(ranks=1, global_batch=6, epochs=epochs, data=data, **small))
         return Trainer(Job("test", recipe, split_batch(recipe, 1), root, folder, resume=epochs > 1), tests.world())
 
     assert trainer(1).run().status == "finished"
     rename_class(root)
-    with pytest.raises(UserError, match="the data has the class 'zebra' for 'cat' since"):
-        trainer(2).run()
+    assert "the data has the class 'zebra' for 'cat' since" in refusal_of(trainer(2).run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from imagenet_fast.data.imagefolder import check_folders, scan, scan_training
 from imagenet_fast.data.prepare.prepare import prepare, report
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
+from tests.conftest import refusal_of
 from tests.data.encoded import BLOBS, encoded
 from tests.data.small import WHOLE, put, put_classes
 
@@ -20,7 +22,7 @@ IMAGES = ["1.jpg", "2.JPEG", "3.Png", "4.jfif", "5.tif", "6.TIFF", "7.gif", "8.a
 IMAGES += [".hidden.jpg", "é\n.webp", "日本.BMP", os.fsdecode(b"\xff.jpg")]
 NO_IMAGES = ["._1.jpg", ".DS_Store", "Thumbs.db", "notes.txt", "1.jpg.part", "photo.heic", "jpg", "list.csv"]
 NO_CLASSES = [".ipynb_checkpoints", "@eaDir", "@EADIR", "__MACOSX", ".Trash-1000", "$RECYCLE.BIN", "lost+found"]
-CLASSES = ["-rf", "a class", "cat", "é", "日本", "100%"]
+CLASSES = ["-rf", "a class", "é", "100%"]
 
 
 @pytest.fixture
@@ -118,11 +120,9 @@ def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_pa
     root = put_classes(tmp_path / "source", "cat")
     put(root / "train/dog/images", "1.jpg", "2.jpg")
     told = r"train/dog holds no images .*2 lie in folders inside it, as images/1\.jpg; move them up into .*train/dog"
-    for look in (scan_training, check_folders):
+    for look in (scan_training, check_folders, lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True)):
         with pytest.raises(UserError, match=told):
             look(root)
-    with pytest.raises(UserError, match=told):
-        prepare(root, tmp_path / "out", WHOLE, subset=True)
 
 
 def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -140,12 +140,12 @@ def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pyt
 # Where prepare writes.
 
 
-@pytest.mark.parametrize("out", [".", "out", "train", "train/cat/out", "../link/out", "../source/../source/out"])
-def test_prepare_does_not_write_into_its_source(tmp_path: Path, out: str):
+def test_prepare_does_not_write_into_its_source(tmp_path: Path):
     root = put_classes(tmp_path / "source", "cat")
     (tmp_path / "link").symlink_to(root)
     before = sorted(root.rglob("*"))
-    for source in (root, tmp_path / "link"):
+    outs = (".", "out", "train", "train/cat/out", "../link/out", "../source/../source/out")
+    for source, out in product((root, tmp_path / "link"), outs):
         with pytest.raises(UserError, match=r"--out .* lies in --source .*; give a directory beside it"):
             prepare(source, root / out, WHOLE, subset=True)
     assert sorted(root.rglob("*")) == before
@@ -154,10 +154,9 @@ def test_prepare_does_not_write_into_its_source(tmp_path: Path, out: str):
 def test_a_second_call_is_not_troubled_by_what_systems_leave(source: Path, tmp_path: Path):
     out = tmp_path / "out"
     prepare(source, out, WHOLE, subset=True)
-    for folder in (out, out / "train", out / "train/cat", out / "val/cat"):
+    for folder in (out, out / "train", out / "train/é", out / "val/é"):
         put(folder, ".DS_Store", "Thumbs.db", "._1.jpg")
         put(folder / "@eaDir", "1.jpg")
     assert prepare(source, out, WHOLE, subset=True).already
-    (out / "train/cat/1.jpg").unlink()
-    with pytest.raises(UserError, match="train/cat has not the 15 images any more"):
-        prepare(source, out, WHOLE, subset=True)
+    (out / "train/é/1.jpg").unlink()
+    assert "train/é has not the 15 images any more" in refusal_of(prepare, source, out, WHOLE, subset=True)

@@ -1,4 +1,4 @@
-"""Images mixed with one another."""
+"""Images mixed with one another; bytes that become what a network reads, by torchvision's rule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from itertools import islice
 import pytest
 import torch
 from torch import Tensor
+from torchvision.transforms import v2
 
 from imagenet_fast.data.mixup import MixupCutmix
+from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
+from tests.data.small import same
 
 CLASSES = 7
 
@@ -30,9 +34,7 @@ def batches(order: TrainSampler, dtype: torch.dtype = torch.float32) -> list[tup
     return made
 
 
-def mixed(
-    order: TrainSampler, mixup: float, cutmix: float, dtype: torch.dtype = torch.float32
-) -> list[tuple[Tensor, Tensor]]:
+def mixed(order: TrainSampler, mixup: float, cutmix: float, dtype=torch.float32) -> list[tuple[Tensor, Tensor]]:
     return list(MixupCutmix(batches(order, dtype), order, CLASSES, mixup, cutmix))
 
 
@@ -58,23 +60,55 @@ def test_an_images_label_says_what_it_shows(mixup: float, cutmix: float, dtype: 
 def test_mixup_draws_are_independent_of_ranks_and_history():
     whole = mixed(order_of(1, 0), 0.2, 1.0)
     first, second = mixed(order_of(2, 0), 0.2, 1.0), mixed(order_of(2, 1), 0.2, 1.0)
-    again = [part for step in range(4) for part in first[2 * step : 2 * step + 2] + second[2 * step : 2 * step + 2]]
-    for (images, labels), (same, alike) in zip(whole, again, strict=True):
-        assert torch.equal(images, same)
-        assert torch.equal(labels, alike)
+    assert same(whole, [part for n in range(0, 8, 2) for part in first[n : n + 2] + second[n : n + 2]])
     torch.manual_seed(5)
-    later = mixed(order_of(1, 0, first_step=2), 0.2, 1.0)
-    assert all(torch.equal(a[0], b[0]) for a, b in zip(whole[8:], later, strict=False))
-
-
-def test_the_models_generator_is_left_alone():
-    torch.manual_seed(3)
     expected = torch.rand(4)
-    torch.manual_seed(3)
-    mixed(order_of(1, 0), 0.2, 1.0)
-    assert torch.equal(torch.rand(4), expected)
+    torch.manual_seed(5)
+    assert same(whole[8:], mixed(order_of(1, 0, first_step=2), 0.2, 1.0)[:8])
+    assert torch.equal(torch.rand(4), expected), "the model's generator is left alone"
 
 
 def test_another_seed_and_another_epoch_draw_otherwise():
     one, other = mixed(order_of(1, 0), 1.0, 0.0), mixed(order_of(1, 0, seed=2), 1.0, 0.0)
     assert len({float(labels.max()) for _, labels in one + other}) > 12
+
+
+DATA = ImageData(dataset="imagenet", loader="folder", image_size=13, resize=13)
+CPU = torch.device("cpu")
+
+
+def some_images(count: int, size: int) -> Tensor:
+    """Every byte among them, as loaders lay them out."""
+    return (
+        (torch.arange(count * size * size * 3).reshape(count, size, size, 3) % 256).to(torch.uint8).permute(0, 3, 1, 2)
+    )
+
+
+def normalised(source: Tensor, dtype: torch.dtype) -> Tensor:
+    labels = torch.arange(len(source))
+    (images, same), *more = Normalizer([(source, labels)], DATA, CPU, dtype)
+    assert not more
+    assert same is labels
+    return images
+
+
+def torchvisions(images: Tensor) -> Tensor:
+    return v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(DATA.mean, DATA.std)])(images)
+
+
+@pytest.mark.parametrize("count", [1, 2, 700])
+def test_images_are_normalised_as_torchvision_does(count: int):
+    """Also a batch of more values than are turned at once, which is no multiple of it."""
+    source = some_images(count, 13)
+    images = normalised(source, torch.float32)
+    assert torch.allclose(images, torchvisions(source), rtol=0, atol=1e-6)
+    assert images.stride() == source.stride()
+
+
+def test_fewer_bits_are_rounded_once_and_another_layout_is_taken_too():
+    source = some_images(3, 13)
+    expected = normalised(source, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        images = normalised(source.contiguous() if dtype == torch.float32 else source, dtype)
+        assert images.dtype == dtype
+        assert torch.equal(images, expected.to(dtype))

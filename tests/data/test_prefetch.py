@@ -1,17 +1,24 @@
-"""Threads that fill batches: in order, ahead but not too far, and no longer than they are asked to."""
+"""Threads that fill batches: in order, ahead but not too far; an epoch leaves nothing behind, neither does a loader."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count, islice
 from pathlib import Path
 
+import psutil
 import pytest
 
 from imagenet_fast.data.prefetch import Job, prefetched
+from imagenet_fast.recipe.batching import Batching
+from tests.conftest import make_images
 from tests.data.small import LOADERS, opened
+from tests.e2e.command import wait_for
+from tests.ranks import run
 
 
 def fill(batch: list[int], place: int, value: int) -> Job:
@@ -34,15 +41,6 @@ def threads() -> Callable[[], int]:
     return lambda: len(set(threading.enumerate()) - before)
 
 
-def settled(threads: Callable[[], int]) -> int:
-    """What is left of them soon."""
-    for _ in range(500):
-        if not threads():
-            break
-        time.sleep(0.01)
-    return threads()
-
-
 @pytest.mark.parametrize(("workers", "depth"), [(1, 1), (3, 2), (5, 1), (2, 7)])
 def test_batches_come_whole_and_in_order_and_few_are_ahead(workers: int, depth: int):
     begun: list[int] = []
@@ -53,7 +51,7 @@ def test_batches_come_whole_and_in_order_and_few_are_ahead(workers: int, depth: 
 
 def test_batches_that_end_all_come(threads: Callable[[], int]):
     assert len(list(prefetched(islice(numbers([]), 5), 2, 3))) == 5
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
 
 
 def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
@@ -66,7 +64,7 @@ def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
     assert len(list(islice(ahead, 2))) == 2
     with pytest.raises(OSError, match="the disk is gone"):
         next(ahead)
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
 
 
 def test_threads_end_when_iterator_is_dropped(threads: Callable[[], int]):
@@ -82,7 +80,7 @@ def test_threads_end_when_iterator_is_dropped(threads: Callable[[], int]):
     assert next(ahead) == [0]
     assert threads() == 1
     del ahead
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
     assert len(steps) < 50_000
 
 
@@ -93,4 +91,33 @@ def test_a_loader_that_is_dropped_leaves_no_thread_that_reads(image_dir: Path, l
     list(dataset.next_evaluation())
     assert threads() >= 2
     del dataset
-    assert settled(threads) == 0
+    wait_for(lambda: not threads())
+
+
+EPOCHS = 20
+SETTLED = 5
+"""Epochs after which buffers, pools and arenas have the size that they keep."""
+
+TRAIN, BATCH = 240, 24
+SLACK = 10e6
+"""Bytes. Images that stayed, decoded, would come to ten times as much."""
+
+
+def resident(root: str, loader: str, cache: str) -> list[int]:
+    """Bytes after each of many epochs, each with its evaluation."""
+    dataset = opened(Path(root), loader, Batching(1, BATCH, 1), image_size=64, resize=72, workers=0, cache=cache)
+    after = []
+    for _ in range(EPOCHS):
+        deque(islice(dataset.train, TRAIN // BATCH), maxlen=0)
+        deque(dataset.next_evaluation(), maxlen=0)
+        gc.collect()
+        after.append(psutil.Process().memory_info().rss)
+    return after
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(("loader", "cached"), [("folder", False), ("folder", True), ("dali", False)])
+def test_memory_is_flat_over_twenty_epochs(tmp_path: Path, loader: str, cached: bool):
+    make_images(tmp_path, train=TRAIN, val=30)
+    (after,) = run(1, resident, str(tmp_path), loader, str(tmp_path / "cache") if cached else "")
+    assert max(after[SETTLED:]) - max(after[:SETTLED]) < SLACK, [round(size / 1e6, 1) for size in after]

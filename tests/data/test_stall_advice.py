@@ -36,7 +36,6 @@ def waiting(gpu: bool, cores: int, short_side: float | None = 400, **data: Any) 
         (waiting(True, 8, loader="folder"), [DALI, CACHE, SHRINK, AHEAD]),
         (replace(waiting(True, 8, None, loader="folder"), dali=False), [CACHE, AHEAD]),
     ],
-    ids=["cpu-dali-small", "cpu-idle-cores", "cpu-nothing-left", "gpu-dali", "gpu-folder", "gpu-no-dali-shards"],
 )
 def test_the_likeliest_remedy_comes_first(given: InputPipeline, expected: list[str]):
     assert [remedy.written for remedy in suggestions(given)] == expected

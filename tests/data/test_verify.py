@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
+from tests.conftest import refusal_of
 from tests.data.encoded import JPEG, deep_png, encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
@@ -38,21 +40,14 @@ def scan(root: Path) -> tuple[ImageSource, ImageSource]:
     return open_training(root), open_validation(root)
 
 
-def paths_of(split: ImageSource) -> list[str]:
-    return [split.name(index) for index in range(len(split))]
-
-
 BAD = {ODD[kind] for kind in ("truncated", "empty", "garbage")}
 
 
-def test_what_cannot_be_decoded_is_left_out_of_training_wherever_one_stands(
-    data: Path, images: Images, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_cannot_be_decoded_is_left_out_of_training_wherever_one_stands(data: Path, images: Images, monkeypatch):
     verify(data)
     train, val = scan(data)
-    assert {str(Path(path).relative_to(data)) for path in paths_of(train) + paths_of(val)} == (
-        images.keys() - BAD - {ODD["AppleDouble"]}
-    )
+    kept = {os.path.relpath(split.name(index), data) for split in (train, val) for index in range(len(split))}
+    assert kept == images.keys() - BAD - {ODD["AppleDouble"]}
     monkeypatch.chdir(data)
     assert [len(split) for split in scan(Path())] == [len(train), len(val)] == [31, 10]
 
@@ -91,10 +86,8 @@ def test_verify_command_screen_json_and_sizes(tmp_path: Path, data: Path):
         assert image.format == "PNG"
 
 
-@pytest.mark.parametrize("kind", FORMATS[1:])
-def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(
-    tmp_path: Path, data: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("kind", [FORMATS[1], pytest.param(FORMATS[2], marks=pytest.mark.ci)])
+def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(tmp_path, data: Path, kind: str, monkeypatch):
     out = as_format(data, kind, tmp_path / "shards", 100_000)
     before, folders = scan(out), verify(data)
     found = verify(out)
@@ -136,26 +129,21 @@ def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
 
 
 def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
-    names = [b"\xff.jpg", "é\n.JPEG".encode(), b".jpg"]
-    put(tmp_path / "train/a", *map(os.fsdecode, names))
+    put(tmp_path / "val/a", "0.jpg")
+    put(tmp_path / "train/a", "0.jpg")
     put(tmp_path / "train/a", os.fsdecode(b"\xfe.jpg"), content=b"")
     (tmp_path / "train/a/folder.jpg").mkdir()
-    put(tmp_path / "val/a", "0.jpg")
     found = verify(tmp_path)
     assert list(map(os.fsencode, found.bad)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
     assert r"bad: 1 empty, such as train/a/\xfe.jpg" in list(summary(found, tmp_path))
-    train, val = scan(tmp_path)
-    assert sorted(os.fsencode(path).rpartition(b"/")[2] for path in paths_of(train)) == sorted(names)
-    assert len(val) == 1
+    assert [len(split) for split in scan(tmp_path)] == [1, 1]
 
 
 def test_what_has_no_images_or_a_list_that_is_damaged_is_refused(tmp_path: Path, data: Path):
-    with pytest.raises(UserError, match="holds no images in train/<class> or val/<class>"):
-        verify(tmp_path)
+    assert "holds no images in train/<class> or val/<class>" in refusal_of(verify, tmp_path)
     for text in ("", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
         (data / "quarantine.json").write_text(text)
-        with pytest.raises(UserError, match=r"quarantine.json is damaged; remove it"):
-            scan(data)
+        assert "quarantine.json is damaged; remove it" in refusal_of(scan, data)
 
 
 def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
@@ -166,15 +154,11 @@ def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
         scan(data)
 
 
-def test_read_only_data_is_verified_where_the_json_is_asked_for(
-    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
-):
-    def refuse(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
+def test_read_only_data_is_verified_where_the_json_is_asked_for(tmp_path: Path, data: Path, monkeypatch):
+    read_only = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     with monkeypatch.context() as patch:
-        patch.setattr(verification.tempfile, "TemporaryFile", refuse)
-        patch.setattr(verification, "atomic_write_text", refuse)
+        patch.setattr(verification.tempfile, "TemporaryFile", read_only)
+        patch.setattr(verification, "atomic_write_text", read_only)
         told = r"quarantine.json cannot be written \(Read-only file system\); .* or give --json FILE, which does with"
         with pytest.raises(UserError, match=told):
             verify(data)

@@ -1,18 +1,19 @@
-"""What ranks find out together."""
+"""What ranks find out together, and how findings of several nodes are shown."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch.distributed as dist
+from rich.console import Console
 
 import tests
 from imagenet_fast.doctor.cluster_checks import _promise, gather_results
-from imagenet_fast.doctor.report import CheckResult
+from imagenet_fast.doctor.report import CheckResult, by_host, findings_table
 from tests.ranks import run
 
 
-def test_two_ranks_measure_what_is_between_them_and_tell_the_same():
+def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_and_of_two():
     run(2, _measure)
 
 
@@ -21,25 +22,14 @@ def _measure() -> None:
     notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], tests.world(), "a")
     assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]
     assert "Gbit/s" in notes[-1].said
-
-
-def test_nodes_of_one_name_are_told_apart():
-    run(2, _measure_apart)
-
-
-def _measure_apart() -> None:
-    rank = dist.get_rank()
     notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], tests.world(local_rank=0, local_size=1), "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
     assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
 
 
 def test_one_rank_alone_has_nobody_to_measure():
-    assert run(1, _alone) == [[CheckResult("all-reduce", "ok", "one rank alone needs none")]]
-
-
-def _alone() -> list[CheckResult]:
-    return gather_results([], tests.world(), "a")
+    told = run(1, gather_results, [], tests.world(), "a")
+    assert told == [[CheckResult("all-reduce", "ok", "one rank alone needs none")]]
 
 
 def test_what_cards_promise_is_read_from_the_system(tmp_path: Path):
@@ -61,3 +51,25 @@ def test_what_cards_promise_is_read_from_the_system(tmp_path: Path):
     assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 1, tmp_path) == 200e9, "the other card is for storage"
     assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 2, tmp_path) == 300e9
     assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 0, tmp_path) == 25e9, "gloo uses no such card"
+
+
+TORCH = CheckResult("torch", "ok", "2.15.0")
+
+
+def test_what_all_machines_have_alike_is_told_once_and_what_differs_of_each():
+    assert by_host({"a": [TORCH], "b": [TORCH]}) == [TORCH]
+    full = CheckResult("/dev/shm", "warn", "0.1 GiB free", "give it more")
+    roomy = CheckResult("/dev/shm", "ok", "8.0 GiB free")
+    told = by_host({"a": [full, TORCH], "b": [roomy, TORCH]})
+    assert [(finding.about, finding.host, finding.state) for finding in told] == [
+        ("/dev/shm", "a", "warn"), ("/dev/shm", "b", "ok"), ("torch", "", "ok"),
+    ]  # fmt: skip
+    card = CheckResult("GPU 0", "ok", "a card")
+    assert by_host({"a": [], "b": [card]}) == [CheckResult("GPU 0", "ok", "a card", "", "b")]
+
+
+def test_the_table_shows_brackets_of_a_path_as_they_are():
+    console = Console(width=100, no_color=True)
+    with console.capture() as shown:
+        console.print(findings_table([CheckResult("data", "fail", "there is no [red]/x", "look", "node1")]))
+    assert shown.get().split() == ["fail", "data", "node1:", "there", "is", "no", "[red]/x;", "look"]

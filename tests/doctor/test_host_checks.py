@@ -1,9 +1,10 @@
-"""A node looked at by itself."""
+"""A node looked at by itself, and loaders tried on it."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ from typer.main import get_command
 
 from imagenet_fast import doctor
 from imagenet_fast.cli.main import app
+from imagenet_fast.data.throughput import fastest
 from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult
@@ -62,24 +64,19 @@ def test_a_place_for_runs_need_not_exist_yet_and_more_ranks_than_cores_are_doubt
     assert examined("cores", tmp_path, ranks=10_000).state == "warn"
 
 
-@pytest.mark.parametrize(
-    ("environment", "state"),
-    [
+def test_what_would_end_a_run_before_our_own_time_outs_is_told():
+    for environment, state in (
         ({}, "ok"),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "warn"),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "60"}, "warn"),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600"}, "ok"),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "soon"}, "ok"),
-    ],
-)
-def test_what_would_end_a_run_before_our_own_time_outs_is_told(environment: dict[str, str], state: str):
-    (found,) = host_checks._time_limits(Timeout(), environment)
-    assert found.state == state
+    ):
+        assert [found.state for found in host_checks._time_limits(Timeout(), environment)] == [state]
 
 
-@pytest.mark.parametrize(
-    ("cards", "available", "cuda", "driver", "found", "said"),
-    [
+def test_gpus_fail_unless_there_are_none_or_all_answer(monkeypatch: pytest.MonkeyPatch):
+    for cards, available, cuda, driver, found, said in (
         ([], False, None, (None,), {"GPU": "ok"}, ""),
         ([], False, None, ("580.1",), {"GPU": "fail"}, "CPU build"),
         ([], False, "13.0", ("470.9",), {"GPU": "fail"}, ""),
@@ -88,35 +85,19 @@ def test_what_would_end_a_run_before_our_own_time_outs_is_told(environment: dict
         ([], True, "13.0", ("580.1",), {"GPU": "fail"}, ""),
         (["", "H100"], True, "13.0", ("580.1",), {"GPU 0": "fail", "GPU 1": "ok"}, "unspecified launch failure"),
         (["H100"], True, "13.0", (None, "does not answer"), {"nvidia-smi": "warn", "GPU 0": "ok"}, ""),
-    ],
-    ids=["none", "torch-for-cpus", "old-driver", "nvml-counts", "cuda-does-not-start", "cuda-without-a-device",
-         "one-does-not-answer", "a-broken-smi-but-torch-sees-it"],
-)  # fmt: skip
-def test_gpus_fail_unless_there_are_none_or_all_answer(
-    cards: list[str], available: bool, cuda: str | None, driver: tuple[str | None, ...], found: dict[str, str],
-    said: str, monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
-    gpus(monkeypatch, *cards, available=available, cuda=cuda)
-    findings = list(host_checks._graphics(host_checks._Driver(*driver)))
-    assert {finding.about: finding.state for finding in findings} == found
-    assert said in findings[0].said
+    ):
+        gpus(monkeypatch, *cards, available=available, cuda=cuda)
+        findings = list(host_checks._graphics(host_checks._Driver(*driver)))
+        assert {finding.about: finding.state for finding in findings} == found
+        assert said in findings[0].said
 
 
-@pytest.mark.parametrize("hidden", ["", "-1"])
-def test_gpus_that_are_hidden_on_purpose_are_no_fault(hidden: str, monkeypatch: pytest.MonkeyPatch):
+def test_gpus_that_are_hidden_on_purpose_are_no_fault(monkeypatch: pytest.MonkeyPatch):
     gpus(monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    (found,) = host_checks._graphics(host_checks._Driver("580.1"))
-    assert (found.state, found.said) == ("ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")
-
-
-def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, mode: int = 0o755) -> None:
-    """An nvidia-smi, the only program there is, on a node on which torch sees no GPU."""
-    folder.mkdir(exist_ok=True)
-    (folder / "nvidia-smi").write_text(script)
-    (folder / "nvidia-smi").chmod(mode)
-    monkeypatch.setenv("PATH", str(folder))
-    gpus(monkeypatch)
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        (found,) = host_checks._graphics(host_checks._Driver("580.1"))
+        assert (found.state, found.said) == ("ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")
 
 
 SMI = {
@@ -131,11 +112,13 @@ SMI = {
 
 @pytest.mark.usefixtures("subprocesses")
 @pytest.mark.parametrize(("script", "mode", "said"), SMI.values(), ids=SMI.keys())
-def test_a_broken_nvidia_smi_is_a_finding(
-    script: str, mode: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_broken_nvidia_smi_is_a_finding(script: str, mode: int, said: str, tmp_path: Path, monkeypatch):
+    """The only program there is, on a node on which torch sees no GPU."""
     monkeypatch.setattr(host_checks, "_SMI_S", 0.5)
-    fake_smi(tmp_path / "bin", script, monkeypatch, mode)
+    (tmp_path / "nvidia-smi").write_text(script)
+    (tmp_path / "nvidia-smi").chmod(mode)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    gpus(monkeypatch)
     findings = {finding.about: finding for finding in host_checks.examine(None, tmp_path, 1, Timeout())}
     found = findings["nvidia-smi"]
     assert said in found.said
@@ -160,9 +143,7 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
     assert examined("runs", Path("/proc/runs")).state == "fail"  # root may write there, and cannot
 
 
-def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
-    tmp_path: Path, image_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_advice_names_options_that_doctor_has_or_says_whose_they_are(tmp_path: Path, image_dir: Path, monkeypatch):
     """Of every finding that can be brought about here, and of every fix that is written in the code."""
     own = {option for parameter in get_command(app).commands["doctor"].params for option in parameter.opts}  # type: ignore[attr-defined]
     sources = (ast.parse(path.read_text(encoding="utf-8")) for path in Path(doctor.__file__).parent.glob("*.py"))
@@ -176,3 +157,37 @@ def test_advice_names_options_that_doctor_has_or_says_whose_they_are(
         for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
             others = re.search(r"\b(train|container)\b", sentence[: option.start()])
             assert option[0] in own or others, sentence
+
+
+def test_the_fastest_of_our_own_is_told_with_its_lead():
+    for rates, said in (
+        ({"folder": 140.0, "dali": 100.0, "decoding": 900.0}, "fastest here: folder, 1.40 x dali"),
+        ({"dali": 150.0, "folder": 100.0}, "fastest here: dali, 1.50 x folder"),
+        ({"folder": 140.0, "dali": None}, "fastest here: folder, dali is not installed"),
+        ({"folder": 140.0, "dali": 0.0}, "fastest here: folder, dali gave no image"),
+        ({"folder": 140.0, "torchvision-pil": 100.0}, ""),
+        ({"dali": None}, ""),
+    ):
+        assert fastest(rates) == said
+
+
+def test_both_are_tried_on_the_images_given(image_dir: Path):
+    (found,) = try_loaders(image_dir, ranks=1, seconds=0)
+    assert found.state == "ok"
+    said = r"folder \d+ and dali \d+ images a second.*; fastest here: (folder|dali), \d+\.\d\d x (dali|folder)"
+    assert re.fullmatch(said, found.said)
+
+
+def test_without_dali_the_other_is_tried(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    (found,) = try_loaders(image_dir, ranks=10_000, seconds=0)
+    assert found.said.endswith("fastest here: folder, dali is not installed")
+
+
+def test_a_bad_image_among_the_first_is_named_and_a_directory_that_cannot_be_read_not_again(tmp_path: Path):
+    assert try_loaders(tmp_path / "gone", 1) == []
+    for split in ("train", "val"):
+        put(tmp_path / split / "a [b]", "bad.jpg", content=b"no image")
+    (found,) = try_loaders(tmp_path, 1, seconds=0)
+    assert found.state == "warn"
+    assert "bad.jpg" in found.said

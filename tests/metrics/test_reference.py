@@ -13,7 +13,6 @@ import pytest
 from imagenet_fast.metrics.reference import judge_by_reference, reference_at, reference_points
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
-from tests.e2e.command import in_process
 
 MEANS = {
     1632: 35.0, 3264: 35.2, 4096: 40.0, 8192: 42.0, 13056: 45.4, 32768: 56.0, 49152: 68.0, 58880: 79.9, 65536: 84.5,
@@ -54,9 +53,8 @@ def test_between_points_epochs_are_interpolated():
     assert reference_at(67841) is None
 
 
-@pytest.mark.parametrize(
-    ("top1", "said"),
-    [
+def test_a_run_is_normal_slower_or_better(tmp_path: Path):
+    for top1, said in (
         ({31: 74.0, 35: 75.95}, r"^normal: 75.9 % in epoch 35 \(or since 32\), and the reference needs 35.2 epochs"),
         ({34: 75.0, 35: 75.95}, r"^normal: 75.9 % in epoch 35, and"),
         ({31: 75.95}, "^better than the field: 75.9 % in epoch 31"),
@@ -65,12 +63,10 @@ def test_between_points_epochs_are_interpolated():
         ({36: 75.0, 40: 75.2}, "^slower than the field: not at 75.9 % after 40 epochs"),
         ({3: 30.0}, "^not compared: it is 'not ended' after epoch 3 without 75.9 %"),
         ({}, "^not compared: it is 'not ended' after epoch 0"),
-    ],
-)
-def test_a_run_is_normal_slower_or_better(tmp_path: Path, top1: dict[int, float], said: str):
-    verdict = judge_by_reference(past_run(tmp_path, top1))
-    assert re.search(said, verdict), verdict
-    assert "\n" not in verdict
+    ):
+        verdict = judge_by_reference(past_run(tmp_path, top1))
+        assert re.search(said, verdict), verdict
+        assert "\n" not in verdict
 
 
 @pytest.mark.parametrize("batch", [58_880, 65_536, 67_840])
@@ -85,17 +81,14 @@ def test_epochs_of_whole_batches_are_shorter_than_the_references(tmp_path: Path,
     assert verdict.endswith(f"an epoch of the run has {100 * passes:.1f} % of the images")
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_what_cannot_be_compared_says_why(tmp_path: Path):
+    for changes, said in (
         ({"recipe": "alexnet-8gpu"}, "its model is alexnet_bn, and the points are for resnet50"),
         ({"images": 50_000}, "it was trained on 50000 images, and the points are for ImageNet's 1281167"),
         ({"batch": 408}, "its batch is 408, and there are points from 1632 to 67840 alone"),
         ({"overrides": ("data.eval_size=256",)}, "it was evaluated at 256 pixels, and the points are for 224"),
-    ],
-)
-def test_what_cannot_be_compared_says_why(tmp_path: Path, changes: dict[str, Any], said: str):
-    assert judge_by_reference(past_run(tmp_path, {35: 76.0}, **changes)) == f"not compared: {said}"
+    ):
+        assert judge_by_reference(past_run(tmp_path, {35: 76.0}, **changes)) == f"not compared: {said}"
 
 
 def test_other_means_than_the_references_are_named(tmp_path: Path):
@@ -114,14 +107,3 @@ def test_a_run_without_a_recipe_or_that_starts_from_weights_is_not_compared(tmp_
     run = past_run(tmp_path, {3: 76.1})
     (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')
     assert judge_by_reference(run).startswith("not compared: it starts from the weights /w/resnet50.pth")
-
-
-def test_the_command_prints_a_line_a_run_and_the_source(tmp_path: Path):
-    past_run(tmp_path, {})
-    (tmp_path / "events.jsonl").write_text(
-        '{"event": "run", "step": 0, "run_s": 0.0, "global_batch": 3200, "train_images": 1281167}\n'
-        '{"event": "eval", "step": 14000, "run_s": 700.0, "epoch": 35, "top1": 75.93, "top5": 92.9}\n'
-    )
-    printed = in_process("report", str(tmp_path), "--reference")
-    assert "normal: 75.9 % in epoch 35" in printed
-    assert "mlcommons/logging" in printed

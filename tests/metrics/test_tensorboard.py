@@ -19,7 +19,6 @@ from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.job_setup import plan_job
 
-RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
 CURVES = {
     "compare/step_s", "compare/time_to_accuracy_s", "compare/top1_best", "data/wait_pct", "eval/top1",
     "eval/top1_by_second", "eval/top5", "speed/images_per_s", "sync/exposed_ms", "sync/sent_MB", "train/loss",
@@ -27,9 +26,9 @@ CURVES = {
 }  # fmt: skip
 
 
-def the_job(folder: Path, *overrides: str, sync: str | None = None, resume: bool = False) -> Job:
+def the_job(folder: Path, *overrides: str, sync: str | None = None) -> Job:
     recipe = load_recipe(find_recipe("resnet50-8gpu"), sync, overrides)
-    job = Job("resnet50-8gpu", recipe, split_batch(recipe, 8), None, folder, resume=resume)
+    job = Job("resnet50-8gpu", recipe, split_batch(recipe, 8), None, folder)
     return replace(job, overrides=tuple(key.partition("=")[0] for key in overrides))
 
 
@@ -90,10 +89,6 @@ def context_of(logdir: Path) -> Any:
     return TBContext(data_provider=MultiplexerDataProvider(events, str(logdir)), plugin_name_to_instance={})
 
 
-def rows_of(logdir: Path) -> dict[str, dict[str, Any]]:
-    return table_of(logdir)[2]
-
-
 def table_of(logdir: Path) -> tuple[list[str], list[str], dict[str, dict[str, Any]]]:
     """Keys and metrics of the table of hyper-parameters, in its order; its rows by run: all these, and the status."""
     from tensorboard.context import RequestContext
@@ -116,9 +111,8 @@ def table_of(logdir: Path) -> tuple[list[str], list[str], dict[str, dict[str, An
 def runs(tmp_path: Path) -> Path:
     """Three runs as ``compare`` leaves them."""
     for sync in ("ddp", "lazy", "hybrid"):
-        Trained(the_job(tmp_path / "runs" / sync, sync=sync)).train(to=300, top1=60.0).train(to=400, top1=76.0).end(
-            "reached"
-        )
+        run = Trained(the_job(tmp_path / "runs" / sync, sync=sync)).train(to=300, top1=60.0)
+        run.train(to=400, top1=76.0).end("reached")
     return tmp_path / "runs"
 
 
@@ -195,17 +189,15 @@ def test_status_is_that_of_the_last_end(before: Status | None, status: Status, s
     run = Trained(the_job(tmp_path / "run")).train(to=100)
     if before is None:
         run.record.close()
-        assert rows_of(tmp_path)["run"]["status"] == "STATUS_UNKNOWN", "while it trains"
+        assert table_of(tmp_path)[2]["run"]["status"] == "STATUS_UNKNOWN", "while it trains"
     else:
         run.end(before)
     Trained(the_job(tmp_path / "run"), resumed=100).end(status)
-    assert rows_of(tmp_path)["run"]["status"] == f"STATUS_{shown}"
+    assert table_of(tmp_path)[2]["run"]["status"] == f"STATUS_{shown}"
 
 
-@pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
-def test_a_resumed_run_has_one_curve_by_the_runs_time_whatever_the_clock_says(
-    set_back_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.mark.parametrize("set_back_s", [-86400, 100])
+def test_a_resumed_run_has_one_curve_by_the_runs_time_whatever_the_clock_says(set_back_s, tmp_path: Path, monkeypatch):
     """Also of losses that are not finite, and of a loss scale."""
     begun = int(time.time())
     for part, (resumed, loss) in enumerate([(None, math.nan), (100, 60.0), (200, 70.0)]):
@@ -215,13 +207,12 @@ def test_a_resumed_run_has_one_curve_by_the_runs_time_whatever_the_clock_says(
         run.record("precision", run.step, loss_scale=0.5, skipped_steps=3)
         run.end("failed")
     monkeypatch.undo()
-    curves = curves_of(tmp_path)
-    assert list(curves) == ["run"]
-    assert curves["run"]["eval/top1"] == [(100, 0.0), (200, 10.0), (300, 20.0)]
-    assert curves["run"]["eval/top1_by_second"] == [(53, 0.0), (103, 10.0), (153, 20.0)]
-    assert curves["run"]["precision/loss_scale"] == [(300, 0.5)]
-    assert curves["run"]["precision/skipped_steps"] == [(300, 3.0)]
-    losses = curves["run"]["train/loss"]
+    ((run, curves),) = curves_of(tmp_path).items()
+    assert run == "run"
+    assert curves["eval/top1"] == [(100, 0.0), (200, 10.0), (300, 20.0)]
+    assert curves["eval/top1_by_second"] == [(53, 0.0), (103, 10.0), (153, 20.0)]
+    assert (curves["precision/loss_scale"], curves["precision/skipped_steps"]) == ([(300, 0.5)], [(300, 3.0)])
+    losses = curves["train/loss"]
     assert losses[2:] == [(150, 60.0), (200, 60.0), (250, 70.0), (300, 70.0)]
     assert [(step, math.isnan(loss)) for step, loss in losses[:2]] == [(50, True), (100, True)]
     events = events_of(tmp_path).Scalars("run", "train/loss")

@@ -74,9 +74,7 @@ def test_with_micro_batches_a_step_begins_at_the_backward_that_sends(tmp_path: P
 def test_the_wire_shows_what_arrives_next():
     messages = [Stretch("long", 0, 100), Stretch("short", 10, 20), Stretch("last", 90, 120)]
     row = [(one.name, one.begin_ms, one.end_ms) for one in arrivals(messages)]
-    assert row == [
-        ("long", 0, 10), ("short", 10, 20), ("long", 20, 90), ("long", 90, 100), ("last", 100, 120)
-    ]  # fmt: skip
+    assert row == [("long", 0, 10), ("short", 10, 20), ("long", 20, 90), ("long", 90, 100), ("last", 100, 120)]
 
 
 def test_covered_time_is_that_of_a_count_by_milliseconds():
@@ -108,29 +106,20 @@ def areas(png: Path) -> dict[str, int]:
     return {name: int((pixels == list(bytes.fromhex(code))).all(-1).sum()) for name, code in colours.items()}
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "there is no"),
+def test_what_is_no_trace_and_a_wrong_name_are_refused(tmp_path: Path, refusal: Callable[..., str]):
+    run, file = str(tmp_path), tmp_path / "trace.json"
+    assert f"there is no {file}" in refusal("timeline", run)
+    for content, said in (
         ([], "is no trace of ours, or is damaged"),
         ({"traceEvents": [{"ph": "X"}]}, "or is damaged"),
         ({"traceEvents": [{"ph": "i", "name": "step ends", "ts": "soon"}]}, "is damaged"),
         ({"traceEvents": []}, "holds no whole step"),
         (trace(steps=1), "holds no whole step"),
         (trace(without="wire"), "holds no message"),
-    ],
-)
-def test_what_is_no_trace_is_refused(content: object, said: str, tmp_path: Path, refusal: Callable[..., str]):
-    tmp_path.joinpath("run").mkdir()
-    if content is not None:
-        written(tmp_path / "run" / "trace.json", content)
-    sentence = refusal("timeline", str(tmp_path / "run"))
-    assert said in sentence
-    assert str(tmp_path / "run" / "trace.json") in sentence
-
-
-def test_a_file_that_was_cut_off_and_a_wrong_name_are_refused(tmp_path: Path, refusal: Callable[..., str]):
-    file = written(tmp_path / "trace.json", trace())
-    assert "does not end in .png" in refusal("timeline", str(file), "--png", str(tmp_path / "a.svg"))
+    ):
+        sentence = refusal("timeline", str(written(file, content).parent))
+        assert said in sentence
+        assert str(file) in sentence
+    assert "does not end in .png" in refusal("timeline", str(written(file, trace())), "--png", f"{tmp_path}/a.svg")
     file.write_text(file.read_text()[:200])
-    assert "is damaged" in refusal("timeline", str(file))
+    assert "is damaged" in refusal("timeline", run)

@@ -1,7 +1,8 @@
-"""The global batch is the recipe's, whatever the ranks."""
+"""The global batch is the recipe's, whatever the ranks; layouts, and which divide over the ranks there are."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import product
@@ -14,23 +15,21 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
+from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.validation import check_axes
 from imagenet_fast.training.job_setup import plan_job
-from tests.conftest import tables
+from tests.conftest import refusal_of, tables
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [(512, (128, 1)), (1, (128, 512)), (8, (128, 64)), (1024, (64, 1)), (65536, (1, 1))],
-)
-def test_fewer_ranks_accumulate_and_more_ranks_see_less(ranks: int, expected: tuple[int, int]):
+def test_fewer_ranks_accumulate_and_more_ranks_see_less():
     recipe = load_recipe(find_recipe("alexnet-512gpu"))
-    batching = split_batch(recipe, ranks)
-    assert (batching.micro_batch, batching.accumulation) == expected
-    assert batching.global_batch == 65536
-    if ranks == 1:
-        line = "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
-        assert explain(recipe, recipe, batching) == line
+    for ranks, *expected in ((512, 128, 1), (8, 128, 64), (1024, 64, 1), (65536, 1, 1), (1, 128, 512)):
+        batching = split_batch(recipe, ranks)
+        assert [batching.micro_batch, batching.accumulation] == expected
+        assert batching.global_batch == 65536
+    line = "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
+    assert explain(recipe, recipe, batching) == line
 
 
 def plain(batch: int) -> Recipe:
@@ -42,15 +41,12 @@ def test_every_split_keeps_the_global_batch_or_names_one_that_works():
     assert {None} < {keeps_its_batch_or_names_another(plain(batch), ranks, plain) for batch, ranks in cases}
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("resnet50-8gpu", 3), ("resnet50-8gpu", 7), ("resnet50-8gpu-mild", 6), ("alexnet-512gpu", 10007)],
-)
-def test_the_batch_that_is_advised_works(name: str, ranks: int):
-    def of(batch: int) -> Recipe:
-        return load_recipe(find_recipe(name), overrides=[f"global_batch={batch}"])
-
-    assert keeps_its_batch_or_names_another(load_recipe(find_recipe(name)), ranks, of)
+def test_the_batch_that_is_advised_works():
+    for name, ranks in (("resnet50-8gpu", 3), ("resnet50-8gpu-mild", 6), ("alexnet-512gpu", 10007)):
+        recipe = load_recipe(find_recipe(name))
+        assert keeps_its_batch_or_names_another(
+            recipe, ranks, lambda batch, name=name: load_recipe(find_recipe(name), overrides=[f"global_batch={batch}"])
+        )
 
 
 def keeps_its_batch_or_names_another(recipe: Recipe, ranks: int, of: Callable[[int], Recipe]) -> int | None:
@@ -67,18 +63,13 @@ def keeps_its_batch_or_names_another(recipe: Recipe, ranks: int, of: Callable[[i
 
 
 def test_what_does_not_divide_is_told_with_its_neighbours(make_recipe: Callable[..., Recipe]):
-    with pytest.raises(UserError, match=r"16 does not divide over 3 ranks .* nearest that do are 12 and 18"):
-        split_batch(make_recipe(), 3)
-    with pytest.raises(UserError, match=r"17 does not divide over the recipe's 2 ranks; .* 16 and 18"):
-        split_batch(make_recipe(global_batch=17), 2)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_ranks_that_make_no_whole_pipeline_are_refused(make_recipe: Callable[..., Recipe], ranks: int):
-    recipe = make_recipe(parallel={"pipeline": 4, "micro_batches": 4}, global_batch=48, ranks=4)
-    with pytest.raises(UserError, match=r"^parallel.pipeline 4 needs a multiple of 4 ranks, and there "):
-        split_batch(recipe, ranks)
-    assert split_batch(recipe, 8).readers == 2
+    staged = make_recipe(parallel={"pipeline": 4, "micro_batches": 4}, global_batch=48, ranks=4)
+    for recipe, ranks, told in (
+        (make_recipe(), 3, "16 does not divide over 3 ranks .* nearest that do are 12 and 18"),
+        (make_recipe(global_batch=17), 2, "17 does not divide over the recipe's 2 ranks; .* 16 and 18"),
+        *((staged, ranks, "^parallel.pipeline 4 needs a multiple of 4 ranks, and there ") for ranks in (1, 2, 3, 6)),
+    ):
+        assert re.search(told, refusal_of(split_batch, recipe, ranks))
 
 
 def test_node_range_that_does_not_split_is_refused():
@@ -91,29 +82,26 @@ def test_node_range_that_does_not_split_is_refused():
             check_splits(plain(int(proposed)), nodes, 2)
             advised.append(proposed)
     assert advised
-    with pytest.raises(UserError, match=r"divide over 3 nodes x 1 rank, only over 1, 2, 4, 8, 16 and 2 more"):
-        check_splits(plain(64), range(1, 99), 1)
+    told = refusal_of(check_splits, plain(64), range(1, 99), 1)
+    assert "divide over 3 nodes x 1 rank, only over 1, 2, 4, 8, 16 and 2 more" in told
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "factor", "says"),
-    [
+def test_scaling_keeps_a_ranks_share_and_scales_every_rate():
+    for name, ranks, factor, says in (
         ("alexnet-512gpu", 128, 0.5, "batch 65536 -> 16384, lr 32 -> 16 (square-root scaling)"),
         ("cifar10-resnet18", 1, 0.5, "batch 256 -> 128, lr 0.4 -> 0.2 (linear scaling)"),
         ("demo", 2, 1.0, "1 accumulation step"),
         ("resnet50-8gpu-mild", 4, 0.5, ", decoupled weight decay 0.0005 -> 0.00025, ema_decay 0.99309 -> 0.9965"),
-    ],
-)
-def test_scaling_keeps_a_ranks_share_and_scales_every_rate(name: str, ranks: int, factor: float, says: str):
-    written = load_recipe(find_recipe(name))
-    scaled = scale_recipe(written, ranks)
-    assert scaled.global_batch / ranks == written.global_batch / written.ranks
-    assert scaled.optim.lr == pytest.approx(factor * written.optim.lr)
-    assert scaled.schedule.start_lr == pytest.approx(factor * written.schedule.start_lr)
-    assert scaled.schedule.end_lr == pytest.approx(factor * written.schedule.end_lr)
-    batching = split_batch(scaled, ranks)
-    assert batching.micro_batch == split_batch(written, written.ranks).micro_batch
-    assert explain(written, scaled, batching).endswith(says)
+    ):
+        written = load_recipe(find_recipe(name))
+        scaled = scale_recipe(written, ranks)
+        assert scaled.global_batch / ranks == written.global_batch / written.ranks
+        assert scaled.optim.lr == pytest.approx(factor * written.optim.lr)
+        assert scaled.schedule.start_lr == pytest.approx(factor * written.schedule.start_lr)
+        assert scaled.schedule.end_lr == pytest.approx(factor * written.schedule.end_lr)
+        batching = split_batch(scaled, ranks)
+        assert batching.micro_batch == split_batch(written, written.ranks).micro_batch
+        assert explain(written, scaled, batching).endswith(says)
 
 
 def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
@@ -126,15 +114,12 @@ def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
     assert scale_recipe(plain, 64).optim.weight_decay == plain.optim.weight_decay, "which the rate multiplies"
 
 
-BN_POOL5 = {"kind": "alexnet_bn", "pool5_norm": True}
-
-
 @pytest.mark.parametrize(
     ("model", "size", "images", "fits"),
     [
         *(({"kind": "resnet18"}, *case) for case in ((32, 1, False), (33, 1, True), (32, 2, True))),
-        *(({"kind": "resnet50"}, *case) for case in ((32, 1, False), (33, 1, True), (32, 2, True))),
-        *((BN_POOL5, *case) for case in ((98, 1, False), (99, 1, True), (98, 2, True))),
+        ({"kind": "resnet50"}, 32, 1, False),
+        *(({"kind": "alexnet_bn", "pool5_norm": True}, *case) for case in ((98, 1, False), (99, 1, True))),
         ({"kind": "alexnet"}, 63, 1, True),
         ({"kind": "alexnet_bn"}, 67, 1, True),
     ],
@@ -156,3 +141,86 @@ def test_a_job_whose_pipeline_takes_one_small_image_at_a_time_is_refused(micro_b
     recipe = parse_recipe("test", tables(parallel=pipeline, global_batch=8, micro_batch=micro_batch))
     with nullcontext() if micro_batch == 2 else pytest.raises(UserError, match="micro_batch is 1, and of 1 image"):
         plan_job("test", recipe, 2)
+
+
+def laid(global_batch: int = 64, **parallel: Any) -> Recipe:
+    """An AlexNet's recipe with a layout; ``global_batch`` is the other thing that decides."""
+    model = {"model": {"kind": "alexnet"}, "data__image_size": 63}
+    return parse_recipe("test", tables(**model, global_batch=global_batch, parallel=parallel))
+
+
+def test_without_the_table_all_ranks_are_data_parallel(make_recipe: Callable[..., Recipe]):
+    assert make_recipe().parallel == Parallel()
+    for ranks in (1, 2, 7, 512):
+        check_axes(make_recipe(), ranks)
+    assert "parallel" not in explain(make_recipe(), make_recipe(), split_batch(make_recipe(), 2))
+
+
+def test_a_layout_has_a_name():
+    for parallel, ranks, name in (
+        ({}, 1, "dp1"), ({}, 8, "dp8"), ({"tensor": 4}, 4, "tp4"), ({"tensor": 4}, 8, "dp2tp4"),
+        ({"pipeline": 2, "micro_batches": 4}, 4, "pp2dp2"),
+        ({"tensor": 2, "pipeline": 2, "micro_batches": 4}, 8, "pp2dp2tp2"),
+    ):  # fmt: skip
+        assert Parallel(**parallel).layout(ranks) == name
+
+
+def test_uneven_layout_is_refused_with_the_nearest():
+    for parallel, ranks, sentence in (
+        ({"tensor": 2}, 1, "parallel.tensor 2 needs a multiple of 2 ranks, and there is 1; give --set parallel."),
+        ({"tensor": 2}, 3, "a multiple of 2 ranks, and there are 3; give --set parallel.tensor=1, or choose another"),
+        ({"tensor": 4}, 6, "give --set parallel.tensor=2 or --set parallel.tensor=1, or choose another --nproc"),
+        ({"tensor": 16}, 8, "give --set parallel.tensor=8 or --set parallel.tensor=4, or"),
+        ({"pipeline": 4, "micro_batches": 4}, 6, "give --set parallel.pipeline=3 or --set parallel.pipeline=2, or"),
+        (
+            {"tensor": 2, "pipeline": 2, "schedule": "gpipe"}, 6,
+            "parallel.tensor 2 x parallel.pipeline 2 needs a multiple of 4 ranks, and there are 6; "
+            "give --set parallel.tensor=1 --set parallel.pipeline=2 or --set parallel.tensor=2 --set ",
+        ),
+        (
+            {"pipeline": 2, "micro_batches": 3}, 4,
+            "global_batch 64 does not divide over the 2 ranks of a stage in 3 equal micro-batches each; "
+            "give --set global_batch=60, or choose another parallel.micro_batches",
+        ),
+        ({"pipeline": 2, "micro_batches": 100}, 4, "give --set global_batch=200, or"),
+    ):  # fmt: skip
+        told = refusal_of(check_axes, laid(**parallel), ranks)
+        assert sentence in told
+        assert "\n" not in told
+
+
+def test_a_batch_is_read_by_what_is_left_of_the_ranks_or_a_whole_pipeline():
+    for parallel, micro_batch, ranks, expected, line in (
+        # A pipeline reads what its ranks would have read together.
+        ({"pipeline": 2, "micro_batches": 4}, 0, 2, (1, 64, 1), "2 ranks, micro-batch 16, 1 accumulation step; "),
+        ({"pipeline": 2, "micro_batches": 4}, 0, 4, (2, 32, 1), "x 2; 4 micro-batches under way by 1f1b"),
+        # As many images at a time as the recipe has it, and as many times as they need.
+        ({"pipeline": 2, "micro_batches": 4}, 8, 2, (1, 32, 2), "micro-batch 8, 2 accumulation steps; "),
+        ({"pipeline": 2, "schedule": "gpipe"}, 64, 2, (1, 64, 1), "; 1 micro-batch under way by gpipe"),
+        ({"tensor": 2, "pipeline": 2, "micro_batches": 4}, 2, 8, (4, 8, 2), "data-parallel x 2; 4 micro-batches"),
+        # Data parallelism is what is left of the ranks.
+        ({"tensor": 2}, 0, 2, (2, 32, 1), ", data-parallel x 1"),
+        ({"tensor": 4}, 0, 64, (64, 1, 1), ", data-parallel x 16"),
+        ({"pipeline": 4, "micro_batches": 4}, 0, 8, (2, 32, 1), ", data-parallel x 2; 4"),
+    ):
+        recipe = laid(**parallel).model_copy(update={"micro_batch": micro_batch, "ranks": ranks})
+        check_axes(recipe, ranks)
+        batching = split_batch(recipe, ranks)
+        assert (batching.readers, batching.micro_batch, batching.accumulation) == expected
+        assert batching.global_batch == 64
+        assert line in explain(recipe, recipe, batching)
+
+
+def test_what_is_proposed_comes_out_even():
+    for ranks, tensor, pipeline in product(range(1, 25), (2, 4, 8), (1, 2, 3)):
+        schedule = "gpipe" if pipeline > 1 else "1f1b"
+        asked: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "schedule": schedule}
+        try:
+            check_axes(laid(global_batch=24 * ranks, **asked), ranks)
+        except UserError as error:
+            first = str(error).partition("give ")[2].partition(" or ")[0]
+            asked |= {axis: int(size) for axis, size in re.findall(r"--set parallel\.(\w+)=(\d+)", first)}
+            asked |= {"schedule": "1f1b"} if asked["pipeline"] == 1 else {}
+            check_axes(laid(global_batch=24 * ranks, **asked), ranks)
+        else:
+            assert ranks % (tensor * pipeline) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -148,22 +149,15 @@ def test_the_promised_recipes_are_shipped():
 @pytest.mark.parametrize("name", CITED)
 def test_values_are_those_of_the_source(name: str):
     recipe, (_, values) = load_recipe(find_recipe(name)), CITED[name]
-    found: dict[str, Any] = {}
-    for key in values:
-        found[key] = recipe
-        for part in key.split("."):
-            found[key] = getattr(found[key], part)
-    assert found == values
+    assert {key: attrgetter(key)(recipe) for key in values} == values
 
 
-@pytest.mark.parametrize("name", sorted({*recipe_names()} - {"smoke"}))
-def test_a_header_says_what_is_reached_and_by_whose_log(name: str):
-    header = " ".join(re.findall(r"^# ?(.*)$", find_recipe(name).read_text().split("\n[")[0], re.MULTILINE))
-    assert {"Reaches:", "Source:", "us"} <= {*re.findall(r"\w+:?", header)}
-    assert ("Not run by us" in header) == (name not in RUN)
-    assert name in OWN or CITED[name][0] in header
-    assert re.search(r"(one|five|ten|how many) (runs?|of ten runs)\b|no log|published", header, re.I), "how many runs"
-    assert re.search(r"\d (s|minutes|min)\b|published|report", header), "in what time"
+def test_a_header_says_what_is_reached_and_by_whose_log():
+    for name in {*recipe_names()} - {"smoke"}:
+        header = " ".join(re.findall(r"^# ?(.*)$", find_recipe(name).read_text().split("\n[")[0], re.MULTILINE))
+        assert {"Reaches:", "Source:", "us"} <= {*re.findall(r"\w+:?", header)}, name
+        assert ("Not run by us" in header) == (name not in RUN), name
+        assert name in OWN or CITED[name][0] in header
 
 
 def test_the_reference_at_65536_has_our_steps():

@@ -1,4 +1,4 @@
-"""A job that is handed to ranks comes back as it was."""
+"""A job that is handed to ranks comes back as it was; the recipes that a run may resume with."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.job import Evaluation, Job, read_job, write_job
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.batching import Batching, split_batch
+from imagenet_fast.recipe.job import Evaluation, Job, differences, read_job, recipe_tables, write_job
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.job_setup import recipe_to_train
 from tests.conftest import tables
 
 STRANGE = Path(os.fsdecode(b"/runs/caf\xe9 \n'\"$x"))
@@ -41,9 +44,7 @@ def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: P
     assert read_job(tmp_path / "job.json", Job) == PLAIN
 
 
-def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_resumed_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_before(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = replace(PLAIN, folder=tmp_path / "runs" / "my run")
     assert job.resuming == "the same train command with --resume 'runs/my run'"
@@ -58,3 +59,42 @@ def test_nodes_that_start_from_different_weights_disagree():
     fresh, here, there, other = (replace(PLAIN, init_from=start).agreed() for start in starts)
     assert here == there, "each may keep them where it likes"
     assert fresh != here != other
+
+
+DATA = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56}
+LARS = {"kind": "lars", "lr": 1, "weight_decay": 0}
+
+
+def recipe(**changes: Any) -> Recipe:
+    return parse_recipe("test", tables(**{"data": dict(DATA), "optim": dict(LARS)} | changes))
+
+
+def test_differences_name_keys_that_may_not_change():
+    begun = recipe_tables(recipe(epochs=3))
+    other = recipe(data=DATA | {"workers": 7, "flip": False}, epochs=9)
+    assert differences(begun, other) == ["data.flip (true, now false)"]
+
+
+def test_a_key_that_an_earlier_version_did_not_have_had_its_default_then():
+    for key, value, told in (
+        ("data__mixup", 0.2, ["data.mixup (0.0, now 0.2)"]),
+        ("model__blurpool", "conv", ['model.blurpool ("off", now "conv")']),
+        ("optim__biases", "scaled", ['optim.biases ("plain", now "scaled")']),
+        ("loss", "bce", ['loss ("cross_entropy", now "bce")']),
+        ("eval_mirror", True, []),  # evaluations may change where a run goes on
+    ):
+        begun, (*tables_of, name) = recipe_tables(recipe()), key.split("__")
+        del (begun[tables_of[0]] if tables_of else begun)[name]
+        assert differences(begun, recipe()) == []
+        assert differences(begun, recipe(**{key: value})) == told
+
+
+def test_a_run_goes_on_by_its_own_recipe_though_the_shipped_one_has_changed(tmp_path: Path):
+    own = load_recipe(find_recipe("alexnet-8gpu"), overrides=["optim.biases=plain"])
+    write_job(Job("alexnet-8gpu", own, split_batch(own, 8), None, tmp_path), tmp_path / "job.json")
+    (tmp_path / "recipe.toml").write_text(to_toml(own))
+    assert recipe_to_train(None, tmp_path, None, (), None) == ("alexnet-8gpu", own, None)
+
+
+def test_tables_that_are_no_recipe_are_compared_as_they_are():
+    assert differences(recipe_tables(recipe()) | {"seed": "one"}, recipe()) == ['seed ("one", now 1)']

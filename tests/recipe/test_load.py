@@ -1,4 +1,5 @@
-"""Recipes: what is read, what is refused, and in which words."""
+"""Recipes: what is read, what is refused, and in which words; the reference of all keys; what settings
+of an engine say of it."""
 
 from __future__ import annotations
 
@@ -6,24 +7,22 @@ import os
 import random
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import tomli_w
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.load import (
-    find_recipe,
-    load_recipe,
-    parse_engines,
-    parse_recipe,
-    recipe_names,
-    to_toml,
-)
-from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, LazySync, SparseSync
+from imagenet_fast.recipe.engine_table import EngineTable
+from imagenet_fast.recipe.key_reference import Key, recipe_keys
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.sync_config import AllReduceSync, AutoSync, DdpSync, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.recipe.validation import lint
-from tests.conftest import tables
+from tests.conftest import refusal_of, tables
+from tests.corruption import corrupted
 
 CORRECTED = {"kind": "sparse", "momentum_correction": True}
 
@@ -36,12 +35,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_a_shipped_recipe_survives_being_written_out_in_full(name: str, tmp_path: Path):
-    recipe = load_recipe(find_recipe(name))
-    copy = tmp_path / "copy.toml"
-    copy.write_text(to_toml(recipe))
-    assert load_recipe(copy) == recipe
+def test_a_shipped_recipe_survives_being_written_out_in_full():
+    for name in recipe_names():
+        recipe = load_recipe(find_recipe(name))
+        assert parse_recipe(name, tomllib.loads(to_toml(recipe))) == recipe
 
 
 WRONG = r"""
@@ -116,61 +113,47 @@ parallel.pipeline=4; parallel.micro_batches=9; parallel.schedule=interleaved ->
 """Changes of a small recipe, as `--set` makes them, and what is said to them."""
 
 
-@pytest.mark.parametrize(("change", "sentence"), re.findall(r"^(\S.*?) ->\s+(.*)$", WRONG, re.MULTILINE))
-def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(change: str, sentence: str, written: Path):
-    with pytest.raises(UserError) as error:
-        load_recipe(written, overrides=change.split("; "))
-    assert str(error.value).startswith("my.toml: ")
-    assert sentence in str(error.value)
+def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(written: Path):
+    for change, sentence in re.findall(r"^(\S.*?) ->\s+(.*)$", WRONG, re.MULTILINE):
+        told = refusal_of(load_recipe, written, overrides=change.split("; "))
+        assert told.startswith("my.toml: ")
+        assert sentence in told, change
 
 
-@pytest.mark.parametrize(
-    ("change", "doubt"),
-    [
+def test_what_looks_like_a_mistake_is_doubted_and_kept(written: Path):
+    for change, doubt in (
         ("target_top1=0.85", ["target_top1 is 0.85 %; did you mean 85?"]),
         ("target_top1=0.57", ["target_top1 is 0.57 %; did you mean 57?"]),
         ("target_top1=1", []),
         ("target_top1=85", []),
         ("schedule.start_lr=0.5", ["schedule.start_lr is 0.5, above optim.lr (0.1); lower it, too"]),
-    ],
-)
-def test_what_looks_like_a_mistake_is_doubted_and_kept(change: str, doubt: list[str], written: Path):
-    recipe = load_recipe(written, overrides=[change])
-    assert lint(recipe) == doubt
-    assert "target_top1" not in change or recipe.target_top1 == float(change.partition("=")[2])
+    ):
+        recipe = load_recipe(written, overrides=[change])
+        assert lint(recipe) == doubt
+        assert "target_top1" not in change or recipe.target_top1 == float(change.partition("=")[2])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_engines_take_what_their_kind_can_do(written: Path):
+    for change in (
         "sync.kind=hybrid; precision={kind='fp16', loss_scale=128.0}",
         "sync.kind=dear; precision.kind=fp16",
         "sync.kind=auto; sync.defer=false; clip_norm=1; compile=true",
         "sync.kind=lazy; clip_norm=1; precision.kind=fp16",
-    ],
-)
-def test_engines_take_what_their_kind_can_do(change: str, written: Path):
-    assert load_recipe(written, overrides=change.split("; ")).sync.kind in change
+    ):
+        assert load_recipe(written, overrides=change.split("; ")).sync.kind in change
 
 
 def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
     taken = parse_engines("lazy,ddp:fp32", "fp16", ["lazy.threshold_mb=2"])
     assert taken == [LazySync(wire="fp16", threshold_mb=2), DdpSync(wire="fp32")]
-
-
-@pytest.mark.parametrize(
-    ("text", "override", "sentence"),
-    [
-        ("lazy:int4", "", "sync.wire is"),
-        ("sparse:int8", "", "sync.wire is"),
-        ("rng", "", "sync.kind is 'rng'"),
-        ("lazy", "ring.bucket_mb=2", "is not ENGINE.KEY=VALUE with an engine of --sync lazy"),
-        ("lazy", "lazy=2", "is not ENGINE.KEY=VALUE"),
-    ],
-)
-def test_engines_of_a_benchmark_that_are_refused(text: str, override: str, sentence: str):
-    with pytest.raises(UserError, match=sentence):
-        parse_engines(text, "bf16", [override] if override else [])
+    for text, overrides, sentence in (
+        ("lazy:int4", [], "sync.wire is"),
+        ("sparse:int8", [], "sync.wire is"),
+        ("rng", [], "sync.kind is 'rng'"),
+        ("lazy", ["ring.bucket_mb=2"], "is not ENGINE.KEY=VALUE with an engine of --sync lazy"),
+        ("lazy", ["lazy=2"], "is not ENGINE.KEY=VALUE"),
+    ):
+        assert sentence in refusal_of(parse_engines, text, "bf16", overrides)
 
 
 def test_set_overrides_any_key_in_tomls_own_notation():
@@ -206,8 +189,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
         ("nowhere.toml", "no recipe file nowhere.toml"),
         (str(tmp_path / "broken.toml"), "broken.toml cannot be read as TOML"),
     ):
-        with pytest.raises(UserError, match=re.escape(sentence)):
-            load_recipe(find_recipe(name))
+        assert sentence in refusal_of(lambda name=name: load_recipe(find_recipe(name)))
 
 
 VALUES = [
@@ -219,16 +201,12 @@ VALUES = [
 
 def damaged(whole: bytes, chance: random.Random) -> bytes:
     """As disks and people do it."""
-    place, lines = chance.randrange(len(whole)), whole.splitlines(keepends=True)
+    lines = whole.splitlines(keepends=True)
     line = chance.randrange(len(lines))
-    keys = [number for number, text in enumerate(lines) if b"=" in text and not text.startswith(b"#")]
-    key = chance.choice(keys)
+    key = chance.choice([number for number, text in enumerate(lines) if b"=" in text and not text.startswith(b"#")])
     other = lines[key].partition(b"=")[0] + b"= " + chance.choice(VALUES) + b"\n" * chance.randrange(2)
     return chance.choice([
-        whole[:place] + bytes([whole[place] ^ 1 << chance.randrange(8)]) + whole[place + 1 :],
-        whole[:place],
-        whole[:place] + chance.randbytes(16) + whole[place + 16 :],
-        chance.randbytes(len(whole)),
+        *(corrupted(whole, chance) for _ in range(3)),
         b"".join([*lines, lines[line]]),
         b"".join(lines[:line] + lines[line + 1 :]),
         b"".join([*lines[:key], other, *lines[key + 1 :]]),
@@ -254,30 +232,20 @@ def test_no_damage_of_200_gives_a_traceback_or_a_recipe_that_is_none(tmp_path: P
     assert refused > 100
 
 
-@pytest.mark.parametrize(
-    ("keys", "evaluated"),
-    [
+def test_evaluations_follow_the_epochs_that_a_recipe_says():
+    for keys, evaluated in (
         ({}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]),
         ({"eval_every": 4}, [4, 8, 10]),
         ({"eval_every": 4, "first_eval": 3}, [3, 7, 10]),
         ({"eval_every": 2, "first_eval": 5}, [5, 7, 9, 10]),
         ({"first_eval": 11}, [10]),
-    ],
-)
-def test_evaluations_follow_the_epochs_that_a_recipe_says(keys: dict[str, int], evaluated: list[int]):
-    recipe = parse_recipe("test", tables(epochs=10, **keys))
-    assert [epoch for epoch in range(1, 11) if recipe.evaluates_after(epoch)] == evaluated
+    ):
+        recipe = parse_recipe("test", tables(epochs=10, **keys))
+        assert [epoch for epoch in range(1, 11) if recipe.evaluates_after(epoch)] == evaluated
 
 
-@pytest.mark.parametrize("command", ["train", "eval --weights w.pth"])
-def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[..., str], command: str):
-    said = refusal(*command.split(), "--recipe", "smoke", "--on-bad-image", "skip")
-    assert "data.on_bad_image" in said, "of a recipe without images"
-
-
-@pytest.mark.parametrize(
-    ("override", "sentence"),
-    [
+def test_a_wrong_override_is_met_in_words_of_toml():
+    for override, sentence in (
         ("sync.threshold_mb=16MB", "threshold_mb is \"16MB\": input should be a valid number or 'auto'; correct it"),
         ("compile=True", 'compile is "True": input should be a valid boolean; write true or false'),
         ("optim.lr=.5", "write digits before and after the point, as in 0.5 or 1e-4"),
@@ -296,10 +264,108 @@ def test_what_becomes_of_bad_images_has_an_option_of_its_own(refusal: Callable[.
         (f"seed={'9' * 5000}", "cannot be read (Exceeds the limit"),
         (f"data.sizes={'[' * 3000}", "cannot be read ("),
         (os.fsdecode(b"data.cache=/tmp/\xff"), "a path or name in it is not UTF-8; choose another"),
-    ],
-)
-def test_a_wrong_override_is_met_in_words_of_toml(override: str, sentence: str):
-    with pytest.raises(UserError) as error:
-        load_recipe(find_recipe("demo"), overrides=[override])
-    assert sentence in str(error.value)
-    assert not re.search(r"\[_|\.literal\[|constrained|function-", str(error.value))
+    ):
+        told = refusal_of(load_recipe, find_recipe("demo"), overrides=[override])
+        assert sentence in told
+        assert not re.search(r"\[_|\.literal\[|constrained|function-", told)
+
+
+def paths(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Iterator[str]:
+    """Keys of a JSON schema, dotted."""
+    if reference := schema.get("$ref"):
+        yield from paths(definitions[reference.rpartition("/")[2]], definitions, name)
+    for inner in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from paths(inner, definitions, name)
+    for key, inner in schema.get("properties", {}).items():
+        below = list(paths(inner, definitions, f"{name}{key}."))
+        yield from below or [f"{name}{key}"]
+
+
+def one(name: str) -> Key:
+    (key,) = (key for key in recipe_keys(name) if key.name == name)
+    return key
+
+
+def test_every_key_of_the_schema_is_listed_with_a_meaning():
+    schema = Recipe.model_json_schema()
+    assert {key.name for key in recipe_keys()} == set(paths(schema, schema["$defs"]))
+    for key in recipe_keys():
+        assert key.meaning.endswith((".", ".)")), key
+        assert "Pydantic" not in key.default, key
+        assert "``" not in key.meaning, key
+
+
+def test_types_ranges_and_defaults_are_those_of_the_schema():
+    assert one("optim.lr") == Key(
+        "optim.lr", (), "number > 0", "required", "Peak learning rate, at the end of the warm-up; above 0."
+    )
+    assert (one("seed").type, one("seed").default) == ("integer ≥ 0, < 2147483648", "1")
+    assert (one("target_top1").type, one("target_top1").default) == ("number > 0, ≤ 100", "absent")
+    assert one("data.sizes").type == "list of [number > 0, integer > 0]"
+    assert one("sync.sparsity").kinds == ("sparse",)
+    assert one("sync.fuse_mb").type == 'number ≥ 0 or "auto"'
+    assert one("optim.kind").type == '"sgd", "lars"'
+    assert {one(key).default for key in ("sync.kind", "optim.kind", "data.loader")} == {"required"}
+    wires = {(key.kinds, key.default) for key in recipe_keys("sync.wire")}
+    assert (("allreduce",), '"fp32"') in wires
+    assert (("ring", "lazy", "hybrid", "dear", "auto"), '"bf16"') in wires
+
+
+def test_what_chooses_the_other_keys_stands_first_in_its_table():
+    names = list(dict.fromkeys(key.name for key in recipe_keys()))
+    assert names[0] == "ranks"
+    assert names.index("sync.kind") < names.index("sync.wire")
+    assert names.index("data.loader") < names.index("data.image_size")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest():
+    assert "no recipe key begins with 'optin.lr'; did you mean optim.lr" in refusal_of(recipe_keys, "optin.lr")
+    assert "`imagenet-fast recipes keys` lists all" in refusal_of(recipe_keys, "§")
+
+
+ALL: dict[str, EngineTable] = {engine.kind: engine for engine in (member() for member in get_args(get_args(Sync)[0]))}
+
+PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
+    (ALL["allreduce"], "'allreduce'", "each", "exact ours"),
+    (ALL["ring"], "'ring'", "backward", "exact learns ours"),
+    (ALL["lazy"], "'lazy'", "backward", "exact learns ours"),
+    (LazySync(threshold_mb=1), "'lazy'", "backward", "exact ours"),
+    (LazySync(wire="int8"), "'lazy' in sync.wire 'int8'", "backward", "keeps learns ours"),
+    (ALL["hybrid"], "'hybrid'", "read", "defers exact learns ours"),
+    (ALL["dear"], "'dear'", "read", "defers exact learns ours"),
+    (ALL["auto"], "'auto' with sync.defer", "read", "defers exact learns chooses ours"),
+    (AutoSync(defer=False), "'auto'", "backward", "exact learns chooses ours"),
+    (AutoSync(inexact=True), "'auto' with sync.defer and sync.inexact", "read", "defers keeps learns chooses ours"),
+    (ALL["sparse"], "'sparse'", "backward", "keeps ours"),
+    (SparseSync(timing="hybrid"), "'sparse' with sync.timing 'hybrid'", "read", "defers keeps ours"),
+    (ALL["powersgd"], "'powersgd'", "backward", "keeps ours"),
+    (PowerSgdSync(timing="allreduce"), "'powersgd'", "each", "keeps ours"),
+    (PowerSgdSync(timing="dear"), "'powersgd' with sync.timing 'dear'", "read", "defers keeps learns ours"),
+    (ALL["ddp"], "'ddp'", "backward", "exact"),
+    (DdpSync(powersgd_rank=1), "'ddp' with sync.powersgd_rank 1", "backward", "keeps learns"),  # its hook begins later
+]
+"""Settings, as a recipe writes them, where they wait, and what is true of them."""
+
+
+def test_an_engine_says_where_it_waits_and_what_it_does():
+    for engine, written, awaits, true in PROPERTIES:
+        asked = ("defers", "exact", "keeps", "learns", "chooses", "ours")
+        assert engine.as_written == f"sync.kind {written}"
+        assert engine.awaits == awaits
+        assert [name for name in asked if getattr(engine, name)] == true.split(), written
+    assert {engine.kind for engine, *_ in PROPERTIES} == set(ALL)
+
+
+def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
+    assert {kind: engine.share for kind, engine in ALL.items() if engine.share < 1} == {"sparse": 0.125}
+    shape = (32, 3, 5, 5)
+    sent = {kind: engine.values_sent(shape) for kind, engine in ALL.items()}
+    assert sent == dict.fromkeys(ALL, 2400) | {"sparse": 300, "powersgd": 4 * (32 + 75)}
+    for settings in (PowerSgdSync(rank=2), DdpSync(powersgd_rank=2)):
+        assert [settings.values_sent(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
+
+
+def test_dense_epochs_are_derived_from_the_warmup():
+    for engine in (*ALL.values(), SparseSync(dense_epochs=0), AutoSync(inexact=True)):
+        derived = {"dense_epochs": 2.5} if getattr(engine, "dense_epochs", 0) is None and engine.keeps else {}
+        assert engine.derived(2.5) == engine.model_copy(update=derived)

@@ -55,7 +55,7 @@ def photo(number: int, short: int = 300, long: int = 400, mode: str = "RGB") -> 
     return Image.fromarray(blobs).resize(size, Image.Resampling.BICUBIC).convert(mode)
 
 
-def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Images:
+def small_imagenet(train: int = 8, val: int = 3) -> Images:
     """So many images a class. A third of them have a short side of 200 pixels, the others of 300."""
     images: Images = {}
     number = 0
@@ -67,7 +67,7 @@ def small_imagenet(train: int = 8, val: int = 3, odd: bool = True) -> Images:
     validation = [wnid for _ in range(val) for wnid in sorted(CLASSES, reverse=True)]
     for index, wnid in enumerate(validation, 1):
         images[f"val/{wnid}/ILSVRC2012_val_{index:08}.JPEG"] = encoded(photo(1000 + index), "JPEG", quality=90)
-    return images | (odd_images() if odd else {})
+    return images | odd_images()
 
 
 def odd_images() -> Images:

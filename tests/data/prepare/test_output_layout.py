@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.prepare import output_layout
 from imagenet_fast.data.prepare.prepare import prepare
 from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.errors import UserError
+from tests.conftest import refusal_of
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tree
 from tests.data.small import FORMATS, WHOLE, put
@@ -23,7 +24,7 @@ from tests.data.small import FORMATS, WHOLE, put
 SHARD = 80_000  # bytes; the largest image has 74 kB
 WEBDATASET = Settings(format="webdataset", resize=None, quality=None, shard_size=SHARD)
 TFRECORD = WEBDATASET.model_copy(update={"format": "tfrecord"})
-BOTH = pytest.mark.parametrize("settings", [WEBDATASET, TFRECORD], ids=FORMATS[1:])
+BOTH = pytest.mark.parametrize("settings", [WEBDATASET, pytest.param(TFRECORD, marks=pytest.mark.ci)], ids=FORMATS[1:])
 ALL = pytest.mark.parametrize("settings", [WHOLE, WEBDATASET, TFRECORD], ids=FORMATS)
 
 
@@ -60,11 +61,11 @@ def test_shards_hold_every_image_and_are_mixed(tars: Path, out: Path, images: Im
 @BOTH
 def test_shards_are_deterministic(tmp_path: Path, tars: Path, out: Path, images: Images, settings: Settings):
     prepare(tars, out, settings, subset=True, workers=3)
-    first = {path: content for path, content in tree(out).items() if path != "prepared.json"}
-    for lay_out in (replica.kaggle, replica.image_folder):
-        source, again = lay_out(tmp_path / lay_out.__name__, images), tmp_path / f"{lay_out.__name__} again"
-        prepare(source, again, settings, subset=True, workers=1)
-        assert {path: content for path, content in tree(again).items() if path != "prepared.json"} == first
+    source, again = replica.kaggle(tmp_path / "kaggle", images), tmp_path / "again"
+    prepare(source, again, settings, subset=True, workers=1)
+    first, second = tree(out), tree(again)
+    assert first.pop("prepared.json") != second.pop("prepared.json")
+    assert first == second
 
 
 @BOTH
@@ -95,9 +96,7 @@ def held(out: Path, split: str) -> list[int]:
 
 
 @BOTH
-def test_images_larger_than_a_shard_have_one_each_unless_these_are_too_many(
-    tars: Path, out: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
-):
+def test_images_larger_than_a_shard_have_one_each_unless_these_are_too_many(tars, out: Path, settings, monkeypatch):
     tiny = settings.model_copy(update={"shard_size": 1})
     with monkeypatch.context() as patch:
         patch.setattr(output_layout, "_MOST", 20)
@@ -106,7 +105,7 @@ def test_images_larger_than_a_shard_have_one_each_unless_these_are_too_many(
     assert len(held(out, "train")) == 34 - 1, "but an empty one, which takes no room"
 
 
-@ALL
+@BOTH
 def test_strange_names_come_through(tmp_path: Path, out: Path, settings: Settings):
     names = [b"a b.jpg", b"\xff.JPG", "é\n.png".encode(), b".hidden.webp", b"'quoted\".bmp", b"-rf.jpeg", b"%s.jpg"]
     names.append(b"l" * 240 + b".jpg")
@@ -117,8 +116,6 @@ def test_strange_names_come_through(tmp_path: Path, out: Path, settings: Setting
     assert record.splits["train"]["class é 'a b'"].left_out == ("\\xfe.txt",)
     train = open_training(out)
     assert sorted(contents(train)) == sorted(("class é 'a b'", name) for name in names)
-    if settings is WHOLE:
-        assert sorted(os.fsencode(path.name) for path in out.glob("train/*/*")) == sorted(names)
 
 
 # What is there already.
@@ -126,8 +123,7 @@ def test_strange_names_come_through(tmp_path: Path, out: Path, settings: Setting
 
 def refused(source: Path, out: Path, told: str, settings: Settings) -> None:
     before = tree(out)
-    with pytest.raises(UserError, match=told):
-        prepare(source, out, settings, subset=True)
+    assert re.search(told, refusal_of(prepare, source, out, settings, subset=True))
     shutil.rmtree(out / ".preparing", ignore_errors=True)
     assert tree(out) == before
 
@@ -150,9 +146,7 @@ def test_what_was_made_otherwise_is_not_mixed_with_it(tars: Path, out: Path):
 
 
 @ALL
-def test_the_other_split_may_come_later_if_it_has_the_same_classes(
-    tmp_path: Path, out: Path, images: Images, settings: Settings
-):
+def test_the_other_split_may_come_later_if_it_has_the_same_classes(tmp_path, out: Path, images: Images, settings):
     source = replica.image_folder(tmp_path / "source", images)
     prepare(source, tmp_path / "at once", settings, subset=True)
     (source / "train").rename(tmp_path / "train")
@@ -175,7 +169,7 @@ def test_half_of_another_source_is_refused(tmp_path: Path, tars: Path, out: Path
         with pytest.raises(KeyboardInterrupt):
             prepare(tars, out, WEBDATASET, subset=True)
     another = replica.official_tars(tmp_path / "another", small_imagenet(train=9))
-    with pytest.raises(UserError, match=r"out was begun from another source than .*another, by train/.* or remove"):
-        prepare(another, out, WEBDATASET, subset=True)
+    told = r"out was begun from another source than .*another, by train/.* or remove"
+    assert re.search(told, refusal_of(prepare, another, out, WEBDATASET, subset=True))
     monkeypatch.setattr(output_layout, "write_tar", None)  # nothing is made again
     prepare(tars, out, WEBDATASET, subset=True)
