@@ -153,8 +153,8 @@ LINES = {
     "imagenet_fast/sync": 6757,
     "imagenet_fast/training": 3556,
     "imagenet_fast": 38926,
-    "tests": 29970,
-    "tests/sync": 6678,
+    "tests": 28439,
+    "tests/sync": 6645,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

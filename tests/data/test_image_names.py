@@ -7,7 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from imagenet_fast.cli.main import app
 from imagenet_fast.data.format_detection import find_split, open_training
 from imagenet_fast.data.image_names import SUFFIXES
 from imagenet_fast.data.imagefolder import check_folders, scan, scan_training
@@ -113,6 +115,15 @@ def test_prepare_and_verify_count_images_in_nested_folders_and_beside_classes(tm
             "train/dog/more/2.jpg", "train/dog/more/3.PNG", "train/dog/more/folder.jpg/4.gif",
             "train/dog/linked/5.jpg", "train/stray.jpg",
         }  # fmt: skip
+
+
+def test_verify_prints_names_that_are_no_text(tmp_path: Path):
+    for split in ("train", "val"):
+        put(tmp_path / split / "cat", "1.jpg")
+    (tmp_path / "train/cat" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
+    done = CliRunner().invoke(app, ["data", "verify", "--data", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert r"bad: 1 empty, such as train/cat/\xff.jpg" in done.stdout
 
 
 def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):

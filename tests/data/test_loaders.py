@@ -19,6 +19,7 @@ from imagenet_fast.data import dali_loader
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.decode import EncodedImage, decode
 from imagenet_fast.data.format_detection import Format
+from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.imagefolder import check_folders, check_validation, scan, scan_training, scan_validation
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.sampler import TrainSampler
@@ -27,7 +28,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 from tests.conftest import refusal_of
-from tests.data.encoded import BAD, IMAGES, NOT_PILS, encoded
+from tests.data.encoded import BAD, BLOBS, IMAGES, NOT_PILS, encoded
 from tests.data.small import (
     ALONE,
     CPU,
@@ -281,6 +282,21 @@ def test_an_image_that_is_bad_or_has_gone_is_named(image_dir: Path, tmp_path: Pa
         path.write_bytes(BAD[bad]) if bad else path.unlink()
         with pytest.raises(UserError, match=rf"{path} cannot be {told}"):
             next(train)
+
+
+@ALL
+def test_images_of_a_shard_that_has_gone_are_named_or_skipped(tmp_path: Path, loader: str, capfd):
+    shards = [tmp_path / f"train-{number}.tar" for number in range(4)]
+    for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
+        write_tar(path, [(n, Sample(f"{number}-{n}", encoded(BLOBS, "JPEG"), n % 2)) for n in range(5)])
+    failing, skipping = (
+        opened(tmp_path, loader, Batching(1, 20, 1), on_bad_image=answer).train for answer in ("fail", "skip")
+    )
+    shards[1].unlink()
+    with pytest.raises(UserError, match=rf"{shards[1]}.*No such file"):
+        next(failing)
+    assert len(next(skipping)[0]) == 20
+    assert "bad images so far on this rank: 5" in capfd.readouterr().err
 
 
 @ALL

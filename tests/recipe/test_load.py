@@ -80,6 +80,8 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.tensor=0 -> parallel.tensor is 0: input should be greater than 0
+parallel.pipeline=0 -> parallel.pipeline is 0: input should be greater than 0
+parallel.pipeline=2; parallel.micro_batches=0 -> parallel.micro_batches is 0: input should be greater than 0
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
     parallel: schedule zero-bubble is not one of gpipe, 1f1b and interleaved; those without a bubble assign
 model.kind=alexnet; data.image_size=63; parallel.pipeline=9; parallel.schedule=gpipe ->
@@ -89,6 +91,8 @@ model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=i
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
     sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds
 model.kind=resnet50; parallel.pipeline=20; parallel.schedule=gpipe -> into 20 stages, and it comes in 19 pieces
+checkpoint.every_steps=-1 -> checkpoint.every_steps is -1: input should be greater than or
+checkpoint.keep=-1 -> checkpoint.keep is -1: input should be greater than
 checkpoint.every_minutes=-0.5 -> checkpoint.every_minutes is -0.5: input should be greater than or
 checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
 checkpoint=5 -> checkpoint is 5:

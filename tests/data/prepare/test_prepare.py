@@ -326,6 +326,19 @@ def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkey
     assert not prepare(own_tars, own_tars.parent / "out", WHOLE, md5=False).already
 
 
+def test_a_split_that_was_meant_to_be_all_may_be_joined_by_the_other(
+    own_tars: Path, images: Images, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(preparing, "CLASSES", 4)
+    monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
+    out = own_tars.parent / "out"
+    val = (own_tars / imagenet_archives.VAL).rename(own_tars.parent / "val.tar")
+    prepare(own_tars, out, WHOLE, subset=True)
+    val.rename(own_tars / imagenet_archives.VAL)
+    prepare(own_tars, out, WHOLE, md5=False)  # now it is all of ImageNet
+    assert images_in(out) == good(images)
+
+
 def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preparing, "CLASSES", 4)
     monkeypatch.setattr(preparing, "IMAGES", {"train": 33, "val": 12})
