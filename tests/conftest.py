@@ -59,12 +59,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Fail a test of the first tier that is not quick, or that starts a process undeclared."""
     result = yield
-    if not {mark.name for mark in item.iter_markers()} & {"ci", "weekly", "gpu"}:
-        cost = item.stash[COST]
-        if cost.started and not {"subprocesses", "root"} & set(item.fixturenames):
-            pytest.fail(f"it starts {cost.started[0]} and does not ask for `subprocesses`", pytrace=False)
-        if excess := cost.excess():
-            pytest.fail(excess, pytrace=False)
+    marks = {mark.name for mark in item.iter_markers()}
+    if objection := item.stash[COST].objection(marks, item.fixturenames):
+        pytest.fail(objection, pytrace=False)
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,9 +13,12 @@ from tests import ranks
 LIMIT_S = 2.0
 """Seconds of a quiet core."""
 
+STARTED = "imagenet_fast.started"
+"""Audited by what forks the command line from the fork server, of which Python itself audits nothing."""
+
 _IMPORT_S = 0.005  # for a module, which the first test that needs it imports
 _TURNS, _TURNS_S = 200_000, 0.006  # of an empty loop, and their time on a quiet core
-_STARTING = {"subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn"}
+_STARTING = {STARTED, "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn"}
 
 
 @dataclass
@@ -32,8 +35,12 @@ class Cost:
         """Processor time of this process and its ranks; not that of imports, nor of processes, which are declared."""
         return _used_s() - self.begun_s - _IMPORT_S * (len(sys.modules) - self.modules)
 
-    def excess(self) -> str:
-        """Why the first tier can't have this test, or nothing."""
+    def objection(self, marks: Collection[str], fixtures: Collection[str]) -> str:
+        """Why the first tier can't have this test, with these marks and fixtures, or nothing."""
+        if {"ci", "weekly", "gpu"}.intersection(marks):
+            return ""
+        if self.started and not {"subprocesses", "root"}.intersection(fixtures):
+            return f"it starts {self.started[0]} and does not ask for `subprocesses`"
         if (cpu_s := self.cpu_s) > LIMIT_S and cpu_s > LIMIT_S * _slowness():
             return f"it took {cpu_s:.1f} s of a processor; mark it `ci`, or make it smaller"
         return ""

@@ -1,8 +1,9 @@
 """A pool of ranks for each number of them: `run` calls a function on each, and brings back what it returned.
 
 Ranks live as long as the session. Every call is a case of its own: it begins with the same random numbers and precision
-of products, has a time limit, and must leave its rank as it was. What it leaves behind (an environment variable, a
-process group, a thread) fails the test, and the ranks are forked anew. So they are after every failure.
+of products, has a time limit, and must leave its rank as it was, as far as `_State` sees. What it leaves behind (an
+environment variable, a process group, a thread) fails the test, and the ranks are forked anew. So they are after every
+failure.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ import torch.distributed as dist
 from imagenet_fast.distributed.rank_pool import RankError, RankPool
 from imagenet_fast.sync.topology import Topology
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """For a function on ranks."""
 
 _KEPT = (2, 3, 4)
 """Numbers of ranks that stay; of all others only the last."""
 
-_ENDING_S = 1.0  # for threads and groups that have been told to end
+_ENDING_S = 5.0  # for threads and groups that have been told to end
 
 _pools: dict[tuple[int, str], RankPool] = {}
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -86,10 +87,12 @@ def with_ranks(count: int | None = None, fresh: bool = False) -> Callable[[Calla
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
         def everywhere(**parameters: Any) -> None:
+            world = count or parameters["world"]
             if dist.is_initialized():
+                assert dist.get_world_size() == world, "a test has left its group open"
                 test(**parameters)
             else:
-                run(count or parameters["world"], partial(everywhere, **parameters), fresh=fresh)
+                run(world, partial(everywhere, **parameters), fresh=fresh)
 
         return everywhere
 

@@ -83,11 +83,13 @@ def test_what_is_left_behind_fails(what: str):
 @pytest.mark.usefixtures("subprocesses")
 def test_the_guard_sees_processor_time_and_processes():
     with counting() as cost:
-        assert not cost.excess()
+        assert not cost.objection((), ())
         subprocess.run(["true"], check=True)
-        assert "subprocess.Popen" in cost.started[0]
+        assert "subprocess.Popen" in cost.objection((), ())
+        assert not cost.objection((), ["tmp_path", "subprocesses"])
         cost.begun_s -= 1000
-        assert "mark it `ci`" in cost.excess()
+        assert "mark it `ci`" in cost.objection((), ["subprocesses"])
+        assert not cost.objection(["parametrize", "weekly"], ())
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])

@@ -64,6 +64,7 @@ class RankPool:
         Raises:
             RankError: It failed in a process, or the process ended. The pool is closed.
         """
+        assert self._ranks, "closed"
         call = pickle.dumps((function, arguments))
         results: dict[int, Any] = {}
         failures: list[str] = []

@@ -1,5 +1,4 @@
-"""Predicted step times for given messages, networks and steps; their
-least period, and the messages released at each event."""
+"""Step times that are predicted for given messages and networks, the least of them, and which messages are released."""
 
 from __future__ import annotations
 

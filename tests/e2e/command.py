@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from imagenet_fast.cli.main import app, entry
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.trainer import Trainer
+from tests.guard import STARTED
 
 COMMAND = [sys.executable, "-m", "imagenet_fast"]
 
@@ -69,13 +71,17 @@ class Forked:
         self._process = multiprocessing.get_context("forkserver").Process(
             target=become_command, args=(self._files, arguments, more)
         )
+        sys.audit(STARTED, *arguments)
         self._process.start()
+        self._kill = weakref.finalize(self, self._process.kill)
 
     def ended(self, *numbers: signal.Signals) -> tuple[int | None, str, str]:
         """Its exit code, what it has printed and what it has complained of, once it has ended by these signals."""
         for number in numbers:
             os.kill(self._process.pid or 0, number)
         self._process.join(240)
+        self._kill()
+        self._process.join()
         return self._process.exitcode, *(file.read_text() for file in self._files)
 
 
@@ -106,4 +112,4 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.02)

@@ -18,6 +18,7 @@ from imagenet_fast.data.loaders import build_loaders
 from imagenet_fast.distributed.rank_info import TORCHRUN
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job, read_job
+from tests.conftest import tiers
 from tests.e2e.command import SMOKE, Forked, environment, events_of, outcome_of, setting, wait_for
 from tests.ports import free_port
 
@@ -25,8 +26,8 @@ ONE_EPOCH = setting("epochs=1", "schedule.warmup_epochs=0")
 
 
 @pytest.mark.usefixtures("subprocesses")
-def test_a_run_of_two_ranks_is_stopped_and_one_goes_on_with_it(tmp_path: Path):
-    """The one is a rank of somebody else's launcher."""
+@pytest.mark.parametrize("launcher", tiers(["somebody else's"], ["ours"]))
+def test_a_run_of_two_ranks_is_stopped_and_one_goes_on_with_it(launcher: str, tmp_path: Path):
     run = tmp_path / "run"
     tiny = setting(
         "model={kind='cifarnet', widths=[4, 4, 4]}", "precision.kind=fp32", "global_batch=4", "micro_batch=2",
@@ -44,9 +45,13 @@ def test_a_run_of_two_ranks_is_stopped_and_one_goes_on_with_it(tmp_path: Path):
     last = f"Stopped by a signal after step {outcome['steps']}, and saved"
     assert f"{last}; the same train command with --resume {run} goes on." in printed
 
-    with free_port() as port:
-        place = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        code, printed, said = Forked(tmp_path, "train", "--resume", str(run), **place).ended()
+    resume = ("train", "--resume", str(run))
+    if launcher == "ours":
+        code, printed, said = Forked(tmp_path, *resume, "--nproc", "1").ended()
+    else:
+        with free_port() as port:
+            place = dict(zip(TORCHRUN, "0101", strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            code, printed, said = Forked(tmp_path, *resume, **place).ended()
     assert (code, said) == (0, ""), printed
     outcome = outcome_of(run)
     assert (outcome["status"], outcome["steps"], outcome["resumed"], outcome["world_size"]) == ("finished", 200, 1, 1)

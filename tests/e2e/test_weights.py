@@ -272,6 +272,7 @@ def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
         about = json.loads(opened.metadata()["imagenet_fast"])
     assert (about["recipe"], about["model"]["kind"], about["image_size"]) == ("smoke", "resnet18", 32)
     assert "already exists; give another --out" in refusal("export", "--weights", str(weights), "--out", str(out))
+    assert load_file(out).keys() == expected.keys()
     assert equal(load_file(out), expected)
     in_process("export", "--weights", str(out), "--out", str(again))
     assert again.read_bytes() == out.read_bytes(), "a file that says what it is need not be told again"
@@ -292,7 +293,7 @@ def test_an_exported_program_gives_the_networks_results(smoke_run: Path, tmp_pat
 
 
 @pytest.mark.weekly
-def test_so_does_that_of_an_alexnet_from_somebody_elses_file(tmp_path: Path):
+def test_an_exported_alexnet_from_somebody_elses_file_gives_its_results(tmp_path: Path):
     theirs, file, out = alexnet(num_classes=5), tmp_path / "w.pth", tmp_path / "a.pt2"
     torch.save(theirs.state_dict(), file)
     in_process("export", "--weights", str(file), "--recipe", "alexnet-1gpu", "--format", "pt2", "--out", str(out))

@@ -55,6 +55,7 @@ class Told:
 @with_ranks(2)
 def test_a_report_waits_for_nothing_and_every_interval_is_told() -> None:
     """Four intervals of two steps, whose losses are 0.5 on rank 0 and 1.5 on rank 1; then all is told, to all ranks."""
+    Aged.report = 0
     told, loss, batches = Told(), 0.5 + dist.get_rank(), iter([(torch.empty(0), torch.empty(0))] * 8)
     record = MetricLogger(lambda: 0.0, [told])
     with PretendedGpu(MAY_WAIT) as gpu, patch.object(torch.cuda, "Event", Aged):

@@ -148,7 +148,7 @@ def test_engines_end_with_the_same_bits_in_any_order_that_waits_allow(wire: Wire
 
 
 @pytest.mark.parametrize("wire", TWO_TIERS)
-def test_so_they_do_on_nodes_of_two_gpus(wire: Wire):
+def test_engines_end_with_the_same_bits_in_any_order_on_nodes_of_two_gpus(wire: Wire):
     """Every other engine; its neighbours are met in the next wire."""
     _in_order(4, list(engines(wire).values())[WIRES.index(wire) % 2 :: 2], 2, "", 2)
 

@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from imagenet_fast import errors
 from imagenet_fast.errors import UserError
@@ -104,6 +106,14 @@ def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str],
     """Without RANK this process is no rank, and nobody else would print the error."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert refusal("plan", "--recipe", "nonsense").startswith("error: there is no recipe 'nonsense'")
+
+
+@pytest.mark.parametrize(("code", "fate"), [(-9, "was killed by SIGKILL"), (7, "ended with exit code 7")])
+def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, tmp_path: Path, monkeypatch):
+    torchruns = ChildFailedError("imagenet_fast.launch", {1: ProcessFailure(1, 4711, code, "")})
+    monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=torchruns))
+    told = launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0)
+    assert told == (code, f"rank 1 {fate}")
 
 
 @pytest.mark.usefixtures("own_signals")

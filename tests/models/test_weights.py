@@ -158,7 +158,7 @@ def test_what_holds_no_weights_is_refused_in_a_sentence(make: Callable[[Path], o
     assert "\n" not in str(refused.value)
 
 
-def test_damage_is_refused_or_changes_nothing_but_values(tmp_path: Path):
+def test_damage_is_refused_or_changes_no_shape(tmp_path: Path):
     """In each kind of file."""
     file, chance = tmp_path / "w", random.Random(0)
     for write in (
@@ -171,7 +171,8 @@ def test_damage_is_refused_or_changes_nothing_but_values(tmp_path: Path):
         for _ in range(70):
             file.write_bytes(corrupted(whole, chance))
             with suppress(UserError):
-                assert all(isinstance(tensor, Tensor) for tensor in read_weights(file).tensors.values())
+                found = read_weights(file).tensors
+                assert all(tensor.shape == SMALL[name].shape for name, tensor in found.items() if name in SMALL)
 
 
 @pytest.mark.parametrize("kind", tiers([kind for kind in NETWORKS if kind != "resnet50"], ["resnet50"]))

@@ -163,7 +163,7 @@ def test_parameters_are_updated_with_the_mean(case: Case):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("case", [*pairs(OTHERS), Case(Place(1, 1), "by pairs", "bf16")], ids=str)
-def test_so_they_are_over_one_rank_and_over_many(case: Case):
+def test_parameters_are_updated_with_the_mean_of_one_rank_and_of_many(case: Case):
     _agree(run(case.place.world, average, [case], case.place.world == 1))
 
 

@@ -495,8 +495,8 @@ def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
     return model, pool, optimizer
 
 
-LIKE_A_NEW_HEAD = ("assigned weights", "unfrozen layers", "a weight norm")  # and on ranks of their own, too
-FIRST = [(name, refusal.engines[0]) for name, refusal in REFUSALS.items() if name not in LIKE_A_NEW_HEAD]
+LATER = ("assigned weights", "unfrozen layers", "a weight norm")  # "a new head" is refused by the same check
+FIRST = [(name, refusal.engines[0]) for name, refusal in REFUSALS.items() if name not in LATER]
 EVERY = [(name, engine) for name, refusal in REFUSALS.items() for engine in refusal.engines]
 
 
