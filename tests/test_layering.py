@@ -142,7 +142,7 @@ LINES = {
     "imagenet_fast/cli": 1764,
     "imagenet_fast/cost_model": 1554,
     "imagenet_fast/data": 6714,
-    "imagenet_fast/distributed": 2207,
+    "imagenet_fast/distributed": 2208,
     "imagenet_fast/doctor": 513,
     "imagenet_fast/launch": 1880,
     "imagenet_fast/metrics": 2060,
@@ -152,9 +152,9 @@ LINES = {
     "imagenet_fast/recipe": 2268,
     "imagenet_fast/sync": 6757,
     "imagenet_fast/training": 3556,
-    "imagenet_fast": 38926,
-    "tests": 28439,
-    "tests/sync": 6645,
+    "imagenet_fast": 38927,
+    "tests": 28496,
+    "tests/sync": 6652,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from imagenet_fast.recipe.parallel_config import Parallel
-from tests.parallel.small import UNDIVIDED, Trained, train
-from tests.ranks import run
+from tests.parallel.small import UNDIVIDED, Loop, Trained, small_model, train
+from tests.ranks import run, with_ranks
+from tests.sync.loops import unmeasured
 
 EXACT: dict[str, dict[str, Any]] = {
     "lazy": {"kind": "lazy", "wire": "fp32", "threshold_mb": 0.001},
@@ -139,6 +141,22 @@ def test_a_clipped_step_is_another():
 def test_batch_norm_has_the_statistics_of_accumulation():
     sharded = follow(4, "alexnet_bn", "sgd", Parallel(tensor=2), "lazy")
     assert sharded.losses == pytest.approx(alone("alexnet_bn", "sgd").losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp2dp2", "pp2dp2"])
+@with_ranks(4)
+@unmeasured()
+def test_statistics_are_averaged_over_the_ranks_that_hold_a_layer(layout: str) -> None:
+    loop = Loop("alexnet_bn", LAYOUTS[layout][1], global_batch=12, model={"kind": "alexnet_bn"})
+    state, rank = loop.begin(small_model("alexnet_bn")).state, dist.get_rank()
+    running = [buffer for name, buffer in state.judged.named_buffers() if "running" in name]
+    for buffer in running:
+        buffer.fill_(rank)
+    state.level_statistics()
+    mean = 1.5 if layout == "tp2dp2" else rank // 2 * 2 + 0.5
+    assert running
+    assert all((buffer == mean).all() for buffer in running)
+    state.sync.close()
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])

@@ -212,7 +212,6 @@ PIPES = [{"pipeline": 2, "micro_batches": 2, "schedule": schedule} for schedule 
 PARTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "ranks": [(2, {}), (4, {}), (3, {})],
     "schedules": [(2, {"parallel": pipe}) for pipe in PIPES],
-    "replicas": [(ranks, {"parallel": {**PIPES[0], "micro_batches": 8 // ranks}}) for ranks in (2, 4, 2)],
 }
 """Of a run, each on so many ranks and with these changes of its recipe. Interleaved, each rank of a pipeline holds two
 stages that do not follow one another, with batch norms of its own."""
