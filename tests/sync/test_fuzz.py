@@ -25,11 +25,10 @@ def test_many_fuzzed_loops(seed: int):
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("seed", range(20, 300))
-def test_hundreds_of_fuzzed_loops(seed: int, ranks: int):
+def test_hundreds_of_fuzzed_loops(seed: int):
     for engine in in_turn(seed, 4):
-        check(seed, ranks, engine)
+        check(seed, 2 + seed % 3, engine)
 
 
 def in_turn(seed: int, count: int) -> list[str]:
