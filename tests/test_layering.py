@@ -153,8 +153,8 @@ LINES = {
     "imagenet_fast/sync": 6757,
     "imagenet_fast/training": 3556,
     "imagenet_fast": 38927,
-    "tests": 28496,
-    "tests/sync": 6652,
+    "tests": 28499,
+    "tests/sync": 6651,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -22,6 +22,7 @@ from imagenet_fast.recipe.job import DoctorJob
 from tests.bench.small import SMALL
 from tests.conftest import make_images
 from tests.data.small import few_digits
+from tests.e2e.command import Forked
 from tests.ports import free_port
 from tests.ranks import run
 
@@ -54,10 +55,6 @@ IN_PROCESS = (
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
     ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "--set data.cache_side=32"),
-    (
-        "bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --json {out}/rows.json",
-        "ours, lazy",
-    ),
     ("bench sync --model {small} --hosts 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json", "2 hosts"),
     ("bench collectives --hosts 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0", "2 ranks, loopback"),
     (
@@ -71,8 +68,13 @@ IN_PROCESS = (
         "--seconds 0 --rounds 1",
         "synthetic",
     ),
+)
+
+IN_A_FORK = (
+    ("bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1", "ours, lazy"),
     ("bench kernels --model resnet18", "sgd"),
 )
+"""Commands whose memory would stay with all later tests."""
 
 
 def commands(command: Any, name: str = "") -> Iterator[str]:
@@ -130,7 +132,7 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
 
 
 def test_every_command_is_met_here():
-    assert {name_of(line) for line, _ in (TRAIN, *ON_RANKS, *IN_PROCESS)} == NAMES
+    assert {name_of(line) for line, _ in (TRAIN, *ON_RANKS, *IN_PROCESS, *IN_A_FORK)} == NAMES
 
 
 @pytest.mark.parametrize(("line", "part"), ON_RANKS, ids=[name_of(line) for line, _ in ON_RANKS])
@@ -167,3 +169,11 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
     assert done.exit_code == 0, done.output
     assert part in " ".join(done.output.split())
     assert all(path.stat().st_size for path in tmp_path.iterdir() if path.is_file())
+
+
+@pytest.mark.usefixtures("subprocesses")
+@pytest.mark.parametrize(("line", "part"), IN_A_FORK, ids=[name_of(line) for line, _ in IN_A_FORK])
+def test_in_a_fork(line: str, part: str, tmp_path: Path):
+    code, printed, said = Forked(tmp_path, *line.split()).ended()
+    assert code == 0, said
+    assert part in printed

@@ -112,8 +112,7 @@ def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str],
 def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, tmp_path: Path, monkeypatch):
     torchruns = ChildFailedError("imagenet_fast.launch", {1: ProcessFailure(1, 4711, code, "")})
     monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=torchruns))
-    told = launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0)
-    assert told == (code, f"rank 1 {fate}")
+    assert launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0) == (code, f"rank 1 {fate}")
 
 
 @pytest.mark.usefixtures("own_signals")

@@ -326,9 +326,7 @@ def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkey
     assert not prepare(own_tars, own_tars.parent / "out", WHOLE, md5=False).already
 
 
-def test_a_split_that_was_meant_to_be_all_may_be_joined_by_the_other(
-    own_tars: Path, images: Images, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_split_may_come_later_and_make_it_all_of_imagenet(own_tars: Path, images: Images, monkeypatch):
     monkeypatch.setattr(preparing, "CLASSES", 4)
     monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
     out = own_tars.parent / "out"
