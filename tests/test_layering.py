@@ -153,7 +153,7 @@ LINES = {
     "imagenet_fast/sync": 6757,
     "imagenet_fast/training": 3556,
     "imagenet_fast": 38927,
-    "tests": 28499,
+    "tests": 28497,
     "tests/sync": 6651,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

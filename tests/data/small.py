@@ -63,9 +63,9 @@ def same(ours: Iterable[Sequence[Tensor]], theirs: Iterable[Sequence[Tensor]]) -
 
 
 def put(folder: Path, *names: str, content: bytes = JPEG) -> Path:
-    """The same image under these names, whatever they are; ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The same image under these names, whatever they are, in folders made for them; ``folder``."""
     for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     return folder
 

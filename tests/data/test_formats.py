@@ -362,8 +362,7 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
             ("train-0.tar train/train-0.tar", "both hold train-0.tar, whose images would count twice; keep one"),
         ]
     ):
-        for name in names.split():
-            put((tmp_path / f"{number}" / name).parent, Path(name).name)
+        put(tmp_path / f"{number}", *names.split())
         for look in (check_folders, open_training):
             assert sentence in refusal_of(look, tmp_path / f"{number}")
 

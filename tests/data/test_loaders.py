@@ -238,8 +238,7 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path):
             ("train/cat/notes.txt val/cat/notes.txt", "train/cat holds no images"),
         ]
     ):
-        for file in files.split():
-            put((tmp_path / f"{number}" / file).parent, Path(file).name)
+        put(tmp_path / f"{number}", *files.split())
         for look in (check_folders, scan):
             with pytest.raises(UserError, match=sentence):
                 look(tmp_path / f"{number}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sync.fuzz import Case, describe, failure_of
-from tests.sync.fuzz_loops import ENGINES, SPARSE, can_carry_out
+from tests.sync.fuzz_loops import ENGINES, can_carry_out
 from tests.sync.fuzz_programs import Program
 from tests.sync.programs import PROGRAMS
 
@@ -33,7 +33,7 @@ def marks(number: int, program: Program, engine: str) -> Iterator[pytest.MarkDec
 def ranks_part(case: Case) -> bool:
     engine = ENGINES[case.engine]
     at_once = not engine.defers or engine.chooses
-    return case.program.name == AVERAGED_ALONE and at_once and case.engine not in SPARSE | {"sparse whole": None}
+    return case.program.name == AVERAGED_ALONE and at_once and engine.kind != "sparse"
 
 
 def cases() -> Iterator[object]:
