@@ -25,7 +25,7 @@ from imagenet_fast.distributed.reductions import average_batch_norms, broadcast_
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.optim_config import Polynomial
-from imagenet_fast.sync import DearSync, GradientPool, HybridSync, LazySync, RingSync, build_engine
+from imagenet_fast.sync import DearSync, GradientPool, HybridSync, LazySync, RingSync
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.optimizers import LARS, param_groups
@@ -76,8 +76,7 @@ def main() -> None:
     model = models.get_model(asked.model, num_classes=loaders.classes)
     model = model.to(world.device, memory_format=torch.channels_last)
     broadcast_model(model)
-    pool = GradientPool(model)  # last: it holds the gradients of the model as it is now
-    pool.attach(build_engine(ENGINES[asked.engine](wire="bf16"), pool))
+    pool = GradientPool(model, ENGINES[asked.engine](wire="bf16"))  # last: it holds the model's gradients as it is now
     optimizer = LARS(param_groups(model), asked.lr, momentum=0.9, weight_decay=5e-5, trust_coefficient=0.001)
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     cast = torch.autocast(world.device.type, dtype, enabled=world.bf16)

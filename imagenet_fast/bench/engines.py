@@ -33,11 +33,13 @@ from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
-from imagenet_fast.sync import Engine, GradientPool, SyncStats, attach, declare
+from imagenet_fast.sync import Engine, SyncStats, attach, declare
 from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import PLAIN, is_coded
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.sync.trace import Trace
@@ -308,17 +310,16 @@ def _predictions(
     Engines that choose another engine are left out: their prediction is known only after the choice.
     """
     model = replay(profile, gradients)
-    pool = GradientPool(model, topology=topology)
+    pool = GradientBuffer(slots_of(dict(model.named_parameters()), model), topology, model)
     timing = with_moves(timing_of(profile, model, pool.slots), gradients, pool)
     predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, NetworkProbe]()
     for settings in engines:
         if settings.chooses:
             continue
         engine = settings.engine if isinstance(settings, Declared) else declare(settings)  # type: ignore[arg-type]
-        wire = wire_for(pool.buffer.dtype, engine.wire, topology)
+        wire = wire_for(pool.values.dtype, engine.wire, topology)
         network = networks.setdefault(wire, NetworkProbe(topology, wire))
         _, predicted[settings] = step_model(engine, pool, wire, network, settings.share).best(timing)
-    pool.close()
     return predicted
 
 

@@ -34,9 +34,10 @@ from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
-from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.pending import Update, settle_all
 from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
@@ -106,26 +107,26 @@ class CountedStep:
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "trust_coefficient": 0.0}]
         self._lars = LARS(groups, lr=0.1)
         noted = _CountedTopology(ranks_per_node, self._calls if noting else None)
-        self._pool = pool = GradientPool(self._model, topology=noted)
-        pool.order([slot.name for slot in pool.slots])  # fixed: ranks without values can't agree on another order
         self._travelling = settings.values_sent
         wire = wire_dtype(settings.wire)
-        self._wire = wire_for(pool.buffer.dtype, wire, pool.topology)
+        self._wire = wire_for(torch.float32, wire, noted)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
-        network = NetworkProbe(pool.topology, self._wire, link)
-        timing = timing_of(profile, self._model, pool.slots)
-        self._engine: SyncEngine
-        if isinstance(settings, SparseSync):
-            self._engine = _Spread(settings, pool, wire)
-        else:
-            self._engine = Scheduler(declaration, pool, network, timing)
-        model = step_model(declaration, pool, self._wire, network)
+        network = NetworkProbe(noted, self._wire, link)
+
+        def engine(gradients: GradientBuffer) -> SyncEngine:
+            if isinstance(settings, SparseSync):
+                return _Spread(settings, gradients, wire)
+            return Scheduler(declaration, gradients, network, timing_of(profile, self._model, gradients.slots))
+
+        self._pool = GradientPool(self._model, engine, topology=noted)
+        self._pool.order.fix()  # ranks without values can't agree on another one
+        model = step_model(declaration, self._pool.gradients, self._wire, network)
+        timing = timing_of(profile, self._model, self._pool.slots)
         size: Counter[Collective] = Counter()
         for message in model.messages(model.best(timing)[0]):
             size[message.collective] += message.part.stop - message.part.start
         self.collective = max(size, key=size.__getitem__)
         """The collective that carries most of the values."""
-        pool.attach(self._engine)
         for _ in range(_WARM_STEPS):
             self._run()
 
@@ -165,12 +166,12 @@ class CountedStep:
     @property
     def averaged_bytes(self) -> int:
         """Wire bytes that the last step averaged: elements of parameters, without padding, and norms."""
-        elements, wire = self._engine.sent_slices(), self._wire.itemsize
+        elements, wire = self._pool.engine.sent_slices(), self._wire.itemsize
         if elements is None:
             sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
         else:
             sent = sum(part.stop - part.start for parts in elements.values() for part in parts)
-        return wire * sent + (self._engine.norms_bytes if isinstance(self._engine, _Spread) else 0)
+        return wire * sent + (self._pool.engine.norms_bytes if isinstance(self._pool.engine, _Spread) else 0)
 
     def _run(self) -> None:
         """Run one step without autograd, from the update of the step before, if it was deferred."""
@@ -179,7 +180,7 @@ class CountedStep:
         self._model(self._x)
         for slot in self._pool.slots:
             slot.param.grad = self._gradients[slot.param]
-            self._pool.reducer.collect(slot.param)
+            self._pool.current.on_gradient(slot.param)
         self._pool.end_backward()
         begun = time.thread_time()
         apply = snapshot_step(self._lars)
@@ -209,6 +210,7 @@ class _Layer(nn.Module):
             self.register_parameter(f"param{place}", nn.Parameter(torch.empty(shape, device=_META)))
 
     def forward(self, x: Tensor) -> Tensor:
+        settle_all(self.parameters())  # as the torch functions of a real layer do
         return x
 
 
@@ -218,7 +220,7 @@ class _Spread(Sparse):
     The chunks that it sends are spread over the pool, as in real training; adjacent chunks would need no packing.
     """
 
-    def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype) -> None:
+    def __init__(self, settings: SparseSync, pool: GradientBuffer, wire: torch.dtype) -> None:
         # Its first step is dense, and needs no chunk ids.
         past = settings.model_copy(update={"dense_epochs": 1.0, "ramp_epochs": 0.0})
         super().__init__(past, pool, wire, steps_per_epoch=1)

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Profile, Timing
-from imagenet_fast.sync import GradientPool, ParamSlot
+from imagenet_fast.sync import ParamSlot
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
+from imagenet_fast.sync.pending import settle_all
 
 Gradients = list[list[Tensor]]
 """Gradients by layer and parameter."""
@@ -61,7 +63,7 @@ def timing_of(profile: Profile, model: nn.Sequential, slots: Sequence[ParamSlot]
     return replace(course, needed=tuple(course.needed[n] for n in own), ready=tuple(course.ready[n] for n in own))
 
 
-def with_moves(timing: Timing, gradients: Gradients, pool: GradientPool) -> Timing:
+def with_moves(timing: Timing, gradients: Gradients, pool: GradientBuffer) -> Timing:
     """Return ``timing`` with the time added that moving ``gradients`` into ``pool`` takes in backward.
 
     That time is measured here, as the fastest of three; the slowest rank counts. Every rank must call it, because the
@@ -73,7 +75,7 @@ def with_moves(timing: Timing, gradients: Gradients, pool: GradientPool) -> Timi
         dist.barrier()
         begun, moments = time.perf_counter(), []
         for slot, source in zip(pool.slots, sources, strict=True):
-            pool.buffer[slot.start : slot.flag].copy_(source)
+            pool.values[slot.start : slot.flag].copy_(source)
             moments.append(time.perf_counter() - begun)
         turns.append(moments)
     late = torch.tensor(min(turns, key=lambda moments: moments[-1]))
@@ -119,6 +121,7 @@ class Replayed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Sleep and return a copy of ``x``."""
+        settle_all(self.parameters())  # as the torch functions of a real layer do
         out: Tensor = _Nap.apply(x, self._pace, self._forward_s, self._backward_s, self._gradients, *self.parameters())
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, build_engine
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,17 @@ class ParallelModel:
         """
         if isinstance(engine, DdpSync):
             raise ValueError("torch's DDP averages all parameters over the same ranks; take an engine that has a pool")
-        pools = []
-        for shards, ranks in ((True, self.layout.data), (False, self.layout.stage)):
-            chosen = [(name, param) for name, param in self.own.named_parameters() if (param in self.shards) == shards]
-            if any(param.requires_grad for _, param in chosen):
-                pools.append(pool := GradientPool(chosen, ranks, model=self.own, lockstep=shards))
-                pool.attach(build_engine(engine, pool, steps_per_epoch))
+        pools: list[GradientPool] = []
+        with ExitStack() as opened:  # if the second pool is refused, the first is closed
+            for shards, ranks in ((True, self.layout.data), (False, self.layout.stage)):
+                chosen = [(name, p) for name, p in self.own.named_parameters() if (p in self.shards) == shards]
+                if any(param.requires_grad for _, param in chosen):
+                    pool = GradientPool(
+                        chosen, engine, ranks, model=self.own, steps_per_epoch=steps_per_epoch, lockstep=shards
+                    )
+                    opened.callback(pool.close)
+                    pools.append(pool)
+            opened.pop_all()
         return Pools(pools, self.largest, self.activations.spent, self.layout.close)
 
 

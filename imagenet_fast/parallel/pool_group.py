@@ -15,9 +15,10 @@ from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.deferred_update import Update
+from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import Stopwatch, SyncStats
-from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.pending import Update
+from imagenet_fast.sync.pool import GradientPool
 
 
 class Pools:
@@ -65,11 +66,6 @@ class Pools:
                 stack.enter_context(pool.no_sync())
             yield
 
-    def set_loss_scale(self, scale: Tensor) -> None:
-        """Read the loss scale from ``scale``, as ``GradientPool.set_loss_scale`` does."""
-        for pool in self._pools:
-            pool.set_loss_scale(scale)
-
     def end_backward(self) -> SyncStats:
         """End the step's last backward, and return the cost of all pools and of the other traffic.
 
@@ -94,11 +90,11 @@ class Pools:
         for pool in self._pools:
             pool.update(apply)
 
-    def step(self, optimizer: Optimizer) -> SyncStats:
-        """End the step in every pool, as ``GradientPool.step`` does; one optimizer has the parameters of all."""
+    def step(self, *optimizers: Optimizer, then: Sequence[Update] = ()) -> SyncStats:
+        """End the step in every pool, as ``GradientPool.step`` does; each optimizer has the parameters of all."""
         stats = self.end_backward()
         for pool in self._pools:
-            pool.step(optimizer)
+            pool.step(*optimizers, then=then)
         return stats
 
     def settle(self) -> None:
@@ -123,10 +119,10 @@ class Pools:
 
     def close(self) -> None:
         """Close all pools, and end the process groups of the layout unless a step is under way."""
-        is_open = any(pool.reducer.is_open for pool in self._pools)
+        sending = any(pool.current.phase is Phase.SENDING for pool in self._pools)
         for pool in self._pools:
             pool.close()
-        if not is_open:
+        if not sending:
             self._end_layout()
 
 

@@ -2,8 +2,7 @@
 
 Example::
 
-    pool = GradientPool(model)
-    pool.attach(build_engine(LazySync(wire="bf16"), pool))
+    pool = GradientPool(model, LazySync(wire="bf16"))
     for images, labels in batches:
         pool.zero_grad()
         loss(model(images), labels).backward()   # gradients are sent during backward
@@ -23,11 +22,12 @@ from imagenet_fast.recipe.sync_config import (
     RingSync,
     SparseSync,
 )
+from imagenet_fast.sync.attach import GradientSync, attach
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.engines import declare
-from imagenet_fast.sync.factory import EngineSettings, GradientSync, attach, build_engine
-from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.factory import EngineSettings
 from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.pool import GradientPool
 
 __all__ = [
     "AllReduceSync",
@@ -47,6 +47,5 @@ __all__ = [
     "SyncEngine",
     "SyncStats",
     "attach",
-    "build_engine",
     "declare",
 ]

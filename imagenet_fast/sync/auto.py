@@ -14,7 +14,7 @@ from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
-from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 
@@ -32,7 +32,7 @@ class Candidate:
     electable: bool = True
     """True if it may be chosen; otherwise it is only there for comparison."""
     sends_part: bool = False
-    build: Callable[[GradientPool], SyncEngine] | None = None
+    build: Callable[[GradientBuffer], SyncEngine] | None = None
     """Function that builds the engine; None if a ``Scheduler`` is enough."""
 
 
@@ -44,7 +44,7 @@ class Auto(SyncEngine):
     applied yet.
     """
 
-    def __init__(self, pool: GradientPool, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, pool: GradientBuffer, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
         """Start the ``meanwhile`` engine and the timing of steps.
 
         Args:
@@ -54,11 +54,11 @@ class Auto(SyncEngine):
         """
         self._pool = pool
         self._topology = pool.topology.anew()
-        self._network = NetworkProbe(self._topology, wire_for(pool.buffer.dtype, meanwhile.wire, pool.topology))
+        self._network = NetworkProbe(self._topology, wire_for(pool.values.dtype, meanwhile.wire, pool.topology))
         self._candidates = candidates
         self.candidates = [candidate.name for candidate in candidates if candidate.electable]
         self._meanwhile = Scheduler(meanwhile, pool)
-        self._timetable = pool.watch(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
+        self._timetable = pool.layer_timer(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
         self._elected: tuple[Candidate, Timing] | None = None
         self.sends_part = any(c.sends_part and c.electable for c in candidates)
 
@@ -66,7 +66,7 @@ class Auto(SyncEngine):
         """Adapt the ``meanwhile`` engine to the pool's new layout, and restart the timing of steps."""
         self._timetable.close()
         self._meanwhile.rebuild_buckets()
-        self._timetable = self._pool.watch(self._timetable.layers)
+        self._timetable = self._pool.layer_timer(self._timetable.layers)
 
     def hand_over(self) -> None:
         """Hand the pool to the chosen engine, if there is one.
@@ -145,7 +145,7 @@ class Auto(SyncEngine):
         pool = self._pool
         seconds = [
             step_model(
-                c.engine, pool, wire_for(pool.buffer.dtype, c.engine.wire, pool.topology), self._network, c.share
+                c.engine, pool, wire_for(pool.values.dtype, c.engine.wire, pool.topology), self._network, c.share
             ).best(timing)[1]
             for c in self._candidates
         ]

@@ -20,7 +20,7 @@ from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.comm_stream import PendingOp
 from imagenet_fast.sync.compressor import Compressed, Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot, bring, label_of, places_of
@@ -44,7 +44,7 @@ class Scheduler(SyncEngine):
     state_keys = frozenset({"step", "left", "memory", "places", "learnt"})
 
     def __init__(
-        self, engine: Engine, pool: GradientPool, network: NetworkProbe | None = None, timing: Timing | None = None,
+        self, engine: Engine, pool: GradientBuffer, network: NetworkProbe | None = None, timing: Timing | None = None,
         dense_steps: int = 0,
     ) -> None:  # fmt: skip
         """Build the messages of ``engine`` for ``pool``.
@@ -65,17 +65,17 @@ class Scheduler(SyncEngine):
         self._declared = engine
         self._topology = pool.topology.anew()
         self.is_local = self._topology.size == 1 and engine.compressor is None and not self.defers
-        self._wire = wire_for(pool.buffer.dtype, engine.wire, self._topology)
+        self._wire = wire_for(pool.values.dtype, engine.wire, self._topology)
         self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
         self._residual: ErrorFeedback | None = None
         self._left: Tensor | None = None  # loaded quantisation errors, until there is an ErrorFeedback to hold them
-        pool.align(slot_alignment(self._topology.layout, format_of(self._wire)))
+        pool.align_slots(slot_alignment(self._topology.layout, format_of(self._wire)))
         self._timetable: LayerTimer | None = None
         self._travelling: dict[int, AllReduceHandle] = {}  # in flight, by index of the message
         self._releases: list[list[int]] = []  # messages to launch at each event: each push, then backward's end
-        self._stats = SyncStats(Stopwatch(pool.buffer.device))
+        self._stats = SyncStats(Stopwatch(pool.values.device))
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
@@ -90,7 +90,7 @@ class Scheduler(SyncEngine):
         if self._timing is not None:
             self.plan(self._timing)
         elif self._engine.learns:
-            self._timetable = self._pool.watch(layers=self.defers)
+            self._timetable = self._pool.layer_timer(layers=self.defers)
 
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Launch the messages that are due once the gradient of ``slot`` is final."""
@@ -133,7 +133,7 @@ class Scheduler(SyncEngine):
         if self._step == self._plain_steps:
             self._await(list(self._travelling))
             self.rebuild_buckets()
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
         return stats
 
     def wait(self, slot: ParamSlot) -> None:
@@ -169,7 +169,7 @@ class Scheduler(SyncEngine):
             return {}
         left = self._left if self._residual is None else self._residual.gathered()
         return {
-            "step": self._step, "left": left, "memory": _copied(self._memory, self._pool.buffer.device),
+            "step": self._step, "left": left, "memory": _copied(self._memory, self._pool.values.device),
             "places": places_of(self._pool.slots), "learnt": learnt,
         }  # fmt: skip
 
@@ -177,11 +177,11 @@ class Scheduler(SyncEngine):
         """Continue from a value of ``state_dict``, and adopt its layout. Do nothing if it is empty."""
         if not state:
             return
-        self._pool.order(state["places"])
-        self._step, self._memory = state["step"], _copied(state["memory"], self._pool.buffer.device)
+        self._pool.set_order(state["places"])
+        self._step, self._memory = state["step"], _copied(state["memory"], self._pool.values.device)
         self._residual, self._left = None, None
         if state["left"] is not None:
-            self._left = self._pool.buffer.new_zeros(self._pool.slots[-1].stop, dtype=state["left"].dtype)
+            self._left = self._pool.values.new_zeros(self._pool.slots[-1].stop, dtype=state["left"].dtype)
             bring(state["left"], state["places"], self._left, self._pool.slots)
         if learnt := state["learnt"]:
             self._timing = Timing(**learnt["timing"])
@@ -204,7 +204,7 @@ class Scheduler(SyncEngine):
         """Abandon all messages without waiting for them."""
         self._watch_no_longer()
         self._travelling.clear()
-        self._topology.drop(self._phases, self._pool.buffer)
+        self._topology.drop(self._phases, self._pool.values)
 
     def _watch_no_longer(self) -> None:
         if self._timetable is not None:
@@ -230,7 +230,7 @@ class Scheduler(SyncEngine):
         residual = None
         if is_coded(wire):
             left = self._left if self._residual is None else self._residual.moved(pool.slots)
-            residual = ErrorFeedback(pool.slots, pool.buffer.device, left)
+            residual = ErrorFeedback(pool.slots, pool.values.device, left)
         self._phases: list[Sequence[CommOp]] = []
         self._compressed: list[Compressed] = []
         rest: Sequence[CommOp] = ()
@@ -256,14 +256,14 @@ class Scheduler(SyncEngine):
             return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
 
         if engine.compressor is None:
-            phases = average(pool.buffer[message.part], message.lane)
+            phases = average(pool.values[message.part], message.lane)
             turn = next(
                 (n for n, phase in enumerate(phases) if phase.gathers and engine.split_reduce_scatter), len(phases)
             )
         elif topology.size == 1:
             return [], []
         else:
-            compressed = engine.compressor.rounds(message.bucket, pool.buffer, topology, self._memory)
+            compressed = engine.compressor.rounds(message.bucket, pool.values, topology, self._memory)
             self._compressed.append(compressed)
             first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
@@ -279,7 +279,7 @@ class Scheduler(SyncEngine):
         collective.
         """
         if self._releases[event]:
-            self._pool.measure()
+            self._pool.check_range()
         ended = event == len(self._pool.slots)
         gate: Sequence[PendingOp] = ()
         before: dict[Collective, list[AllReduceHandle]] = {}

@@ -13,7 +13,7 @@ from imagenet_fast.cost_model.messages import HIGH_PRIORITY
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.sync.all_reduce import format_of
 from imagenet_fast.sync.engine import Engine
-from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
 
@@ -24,7 +24,7 @@ BucketChunk = messages.BucketChunk[ParamSlot]
 
 
 def step_model(
-    engine: Engine, pool: GradientPool, wire: torch.dtype, network: NetworkProbe, share: float = 1.0
+    engine: Engine, pool: GradientBuffer, wire: torch.dtype, network: NetworkProbe, share: float = 1.0
 ) -> StepModel[ParamSlot]:
     """Return a model of the engine's step, which builds its messages and predicts its time.
 

@@ -4,6 +4,7 @@
 
 import inspect
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -19,9 +20,9 @@ from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.deferred_update import Update
 from imagenet_fast.sync.device_timer import record_timestamp
 from imagenet_fast.sync.engine import SyncStats
+from imagenet_fast.sync.pending import Update
 
 # Renamed in torch 2.13.
 _BUFFER_SWITCH = next(
@@ -101,9 +102,6 @@ class DdpPeer:
         """Return a context in which backward only accumulates gradients locally."""
         return self.module.no_sync()
 
-    def set_loss_scale(self, scale: Tensor) -> None:
-        """Do nothing: DDP has no residual, and with PowerSGD, whose hook has one, recipes have no fp16."""
-
     def end_backward(self) -> SyncStats:
         """Return the step's statistics, and set ``found_inf`` if the means are guarded.
 
@@ -124,10 +122,13 @@ class DdpPeer:
         """Call ``apply`` with all trainable parameters."""
         apply([p for p in self.module.parameters() if p.requires_grad])
 
-    def step(self, optimizer: Optimizer) -> SyncStats:
-        """End the step: ``end_backward``, unless it was called, and then ``optimizer.step()``."""
+    def step(self, *optimizers: Optimizer, then: Sequence[Update] = ()) -> SyncStats:
+        """End the step: ``end_backward``, unless it was called, then each ``optimizer.step()``, and ``then``."""
         stats = self.end_backward()
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for update in then:
+            self.update(update)
         return stats
 
     def settle(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
 from imagenet_fast.sync.topology import Topology
 
@@ -22,63 +23,138 @@ _METADATA = frozenset({
         "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "requires_grad", "grad_fn",
         "is_leaf", "ndim", "grad", "nbytes", "itemsize",
     )),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.data_ptr, Tensor.element_size,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.element_size,
     Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.nelement,
 })  # fmt: skip
 """The functions that are allowed: they do not depend on values."""
 
 
-_ZEROING = frozenset({Tensor.zero_, Tensor.requires_grad_, torch._foreach_zero_})
-"""The functions that ``zero_grad(set_to_none=False)`` of an optimizer or a module calls."""
-
-
 class GradientBuffer:
-    """A flat buffer of gradients, and the views of it that ``p.grad`` holds."""
+    """A flat buffer of gradients, and the views of it that ``p.grad`` holds. Engines send from it."""
 
-    def __init__(self, slots: Sequence[ParamSlot], alignment: int) -> None:
+    def __init__(self, slots: Sequence[ParamSlot], topology: Topology, model: nn.Module | None) -> None:
         """Create a buffer of zeros.
 
         Args:
             slots: The slots in their initial order. Their ``index``, ``start`` and ``stop`` are ignored.
-            alignment: In elements; slots begin and end on multiples of it.
+            topology: The ranks whose gradients are averaged.
+            model: The model whose forward reads the parameters; None: not known.
+        """
+        self.topology = topology
+        self.model = model
+        self.values = torch.zeros(0, dtype=slots[0].param.dtype, device=slots[0].param.device)
+        """The whole buffer, 1-D."""
+        self.alignment = math.lcm(_CACHE_LINE, topology.alignment)
+        """The number of elements of which the bounds of slots are multiples."""
+        self._multiple = 1
+        self.slots: list[ParamSlot] = []
+        """In the order in which they are pushed."""
+        self.before_layout: Callable[[], None] = lambda: None
+        """Called before values move."""
+        self.check_range: Callable[[], None] = lambda: None
+        """Checks the gradients pushed so far. Engines call it before they send them."""
+        self.lay_out(slots)
+
+    def lay_out(self, order: Sequence[ParamSlot]) -> None:
+        """Give every slot its place in this order, and move the values along. The engine must be laid out, too."""
+        self.before_layout()
+        old, before = self.values, self.slots
+        self.slots = []
+        offset = 0
+        for index, slot in enumerate(order):
+            stop = offset + (slot.param.numel() // self.alignment + 1) * self.alignment
+            self.slots.append(replace(slot, index=index, start=offset, stop=stop))
+            offset = stop
+        self.values = old.new_zeros(-(-offset // self._multiple) * self._multiple)
+        self.slot_of = {slot.param: slot for slot in self.slots}
+        self.strides = [slot.param.stride() for slot in self.slots]
+        """The strides of the parameters, by slot."""
+        self._addresses = [self.values.data_ptr() + slot.start * self.values.itemsize for slot in self.slots]
+        self._own = [self._view(slot) for slot in self.slots]
+        self._own_placeholders = [view.as_subclass(PendingGrad) for view in self._own]
+        self.release()
+        move(old, before, self.values, self.slots)
+        self._flags = torch.tensor([slot.flag for slot in self.slots], device=self.values.device)
+
+    def pad(self, multiple: int) -> None:
+        """Pad the buffer's length to a multiple of ``multiple`` elements. Engines call it when they are built."""
+        self._multiple = multiple
+        self.lay_out(self.slots)
+
+    def align_slots(self, elements: int) -> None:
+        """Have slots begin and end on multiples of ``elements``. Engines call it when they are built."""
+        if self.alignment % elements:
+            self.alignment = math.lcm(self.alignment, elements)
+            self.lay_out(self.slots)
+
+    def set_order(self, names: Collection[str]) -> bool:
+        """Lay the buffer out in the order of ``names``, unless they are those of another model, and return whether."""
+        by_name = {slot.name: slot for slot in self.slots}
+        known = by_name.keys() == set(names)
+        if known:
+            self.lay_out([by_name[name] for name in names])
+        return known
+
+    def layer_timer(self, layers: bool) -> LayerTimer:
+        """Return a timer of the next steps.
+
+        Args:
+            layers: Whether to record when each layer is called, too.
 
         Raises:
-            ValueError: The parameters differ in dtype or device, are complex or of another dtype that is not a
-                floating-point one, have gradients of another dtype, or are shards.
+            ValueError: The buffer has no model.
         """
-        for slot in slots:
-            if hasattr(slot.param, "placements"):
-                raise ValueError(
-                    f"{slot.name} is a DTensor, as fully_shard makes them, whose gradients torch averages itself; give "
-                    "the pool a model of whole parameters"
-                )
-            if getattr(slot.param, "grad_dtype", None) not in (None, slot.param.dtype):
-                raise ValueError(
-                    f"{slot.name} is of {slot.param.dtype} and its grad_dtype {slot.param.grad_dtype}; leave that out, "
-                    "an engine's wire is the dtype that is sent"
-                )
-        kinds = {(slot.param.dtype, slot.param.device) for slot in slots}
-        if len(kinds) > 1:
-            first = slots[0].param
-            odd = next(s for s in slots if (s.param.dtype, s.param.device) != (first.dtype, first.device))
+        if self.model is None:
             raise ValueError(
-                f"parameters of one pool share a dtype and a device, and {odd.name} is of {odd.param.dtype} on "
-                f"{odd.param.device} beside {first.dtype} on {first.device}; make a pool of each kind, by "
-                "GradientPool(named, model=model)"
+                "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
+                "of MiB"
             )
-        ((self._dtype, self._device),) = kinds
-        if not self._dtype.is_floating_point:
-            raise ValueError(
-                f"a pool cannot hold {self._dtype}, which would travel without its imaginary part; "
-                "make parameters of torch.view_as_real's kind, and take torch.view_as_complex of them in forward"
-            )
-        self.values = torch.zeros(0, dtype=self._dtype, device=self._device)
-        """The whole buffer, 1-D."""
-        self.alignment = math.lcm(_CACHE_LINE, alignment)
-        self.multiple = 1
-        """The number of elements of which the buffer's length is a multiple."""
-        self.slots: list[ParamSlot] = []
-        self.lay_out(slots)
+        return LayerTimer(self.model, self.slots, self.topology, layers)
+
+    def view(self, slot: ParamSlot) -> Tensor:
+        """Return the gradient at ``slot``, with its parameter's strides.
+
+        A new view is made where the user has given another storage to the old one, as ``p.grad.data = ...`` does.
+        """
+        view = self.views[slot.index]
+        if view.data_ptr() != self._places[slot.index]:
+            view = self.views[slot.index] = self._own[slot.index] = self._view(slot)
+            self._places[slot.index] = self._addresses[slot.index]
+        return view
+
+    def extent(self, slot: ParamSlot) -> Tensor:
+        """Return the values of ``slot`` and its flag, 1-D."""
+        return self.values[slot.start : slot.flag + 1]
+
+    def holds(self, slot: ParamSlot, gradient: Tensor) -> bool:
+        """Return whether ``gradient`` is that of ``slot`` in this buffer, or the one that was adopted."""
+        return gradient is self.views[slot.index] and gradient.data_ptr() == self._places[slot.index]
+
+    def adopt(self, slot: ParamSlot, gradient: Tensor) -> None:
+        """Take ``gradient`` as the view of ``slot`` until ``release``, which costs no copy into the buffer.
+
+        It is copied where it has not its parameter's strides, which a fused optimizer would mix up.
+        """
+        if gradient.stride() != self._own[slot.index].stride():
+            self.view(slot).copy_(gradient)
+            return
+        self.views[slot.index] = gradient
+        self.placeholders[slot.index] = gradient.as_subclass(PendingGrad)
+        self._places[slot.index] = gradient.data_ptr()
+
+    def release(self) -> None:
+        """Take the buffer's own views again."""
+        self.views, self.placeholders = list(self._own), list(self._own_placeholders)
+        """The gradients in the order of ``slots``, with their parameters' strides; and placeholders in flight."""
+        self._places = list(self._addresses)
+
+    def exchange_buffer(self, values: Tensor) -> Tensor:
+        before, self.values = self.values, values
+        self._addresses = [values.data_ptr() + slot.start * values.itemsize for slot in self.slots]
+        self._own = [self._view(slot) for slot in self.slots]
+        self._own_placeholders = [view.as_subclass(PendingGrad) for view in self._own]
+        self.release()
+        return before
 
     def show_only(self, sent: Elements) -> None:
         """Put copies of the gradients into ``p.grad`` that are zero where nothing was sent: the rest is a residual."""
@@ -89,87 +165,12 @@ class GradientBuffer:
                     shown[part] = self.values[slot.start + part.start : slot.start + part.stop]
                 slot.param.grad = shown.as_strided(whole.size(), whole.stride())
 
-    def lay_out(self, order: Sequence[ParamSlot]) -> None:
-        """Give every slot its place in this order, and move the values along."""
-        old, before = self.values, self.slots
-        self.slots = []
-        offset = 0
-        for index, slot in enumerate(order):
-            stop = offset + (slot.param.numel() // self.alignment + 1) * self.alignment
-            self.slots.append(replace(slot, index=index, start=offset, stop=stop))
-            offset = stop
-        length = -(-offset // self.multiple) * self.multiple
-        self.values = torch.zeros(length, dtype=self._dtype, device=self._device)
-        self.slot_of = {slot.param: slot for slot in self.slots}
-        self._strides = [slot.param.stride() for slot in self.slots]
-        self._known_views: dict[int, tuple[list[Tensor], list[PendingGrad]]] = {}
-        self._make_views()
-        move(old, before, self.values, self.slots)
-        self._flags = torch.tensor([slot.flag for slot in self.slots], device=self._device)
+    def mark_used(self) -> None:
+        """Set the flags of all slots to ``USED``."""
+        self.values.index_fill_(0, self._flags, USED)
 
-    def exchange(self, values: Tensor) -> Tensor:
-        """Replace the buffer by another of the same layout, and return the old one."""
-        before, self.values = self.values, values
-        self._make_views()
-        return before
-
-    def adopt(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Take ``gradient`` as the view of ``slot`` until ``release``, which costs no copy into the buffer."""
-        self.views[slot.index] = gradient
-        self.pending[slot.index] = gradient.as_subclass(PendingGrad)
-        self._adopted = True
-
-    def release(self) -> None:
-        """Take the buffer's own views again."""
-        if self._adopted:
-            self._make_views()
-
-    def has_moved(self) -> bool:
-        """Return whether any parameter's strides have changed since the buffer was laid out.
-
-        Raises:
-            RuntimeError: A parameter's dtype, device or shape has changed.
-        """
-        moved = False
-        for slot, view, strides in zip(self.slots, self.views, self._strides, strict=True):
-            param = slot.param
-            if param.dtype != self._dtype or param.device != self._device or param.shape != view.shape:
-                raise RuntimeError(
-                    f"{slot.name} is now {param.dtype} {tuple(param.shape)} on {param.device}, and its gradient pool "
-                    f"was made for {self._dtype} {tuple(view.shape)} on {self._device}; convert the model first and "
-                    "make the pool after that"
-                )
-            moved = moved or param.stride() != strides
-        return moved
-
-    def gradient(self, slot: ParamSlot) -> Tensor:
-        """Return the gradient at ``slot``, with the strides that the parameter has now.
-
-        A copy is made where the strides have changed: a fused optimizer would mix up the elements.
-        """
-        view = self.views[slot.index]
-        if slot.param.stride() != self._strides[slot.index]:
-            view = torch.empty_like(slot.param).copy_(view)
-        return view
-
-    def mark_used(self, but: Iterable[ParamSlot]) -> None:
-        """Set the flags of all slots except ``but`` to ``USED``."""
-        left_out = set(but)
-        flags = self._flags
-        if left_out:
-            here = [slot.flag for slot in self.slots if slot not in left_out]
-            flags = torch.tensor(here, device=self._device, dtype=torch.int64)
-        self.values.index_fill_(0, flags, USED)
-
-    def _make_views(self) -> None:
-        known = self._known_views.get(self.values.data_ptr())
-        if known is None:
-            views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.slots]
-            known = views, [view.as_subclass(PendingGrad) for view in views]
-            self._known_views[self.values.data_ptr()] = known
-        self.views, self.pending = list(known[0]), list(known[1])
-        """The gradients in the order of ``slots``, with their parameters' strides; and placeholders in flight."""
-        self._adopted = False
+    def _view(self, slot: ParamSlot) -> Tensor:
+        return self.values.as_strided(slot.param.size(), _dense_strides(slot.param), slot.start)
 
 
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
@@ -180,32 +181,23 @@ def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
 class PendingGrad(Tensor):
     """A placeholder for a gradient between backward and ``pool.finish()``.
 
-    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. Zeroing only sets ``zeroed``; the pool
-    zeroes the gradient once it has been received.
-
-    With DDP, ``p.grad`` holds means at this time. Here messages may still be in flight: a read would give neither the
-    local gradient nor the mean, and a write might reach some ranks and not others.
+    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. With DDP, ``p.grad`` holds means at this
+    time. Here messages may still be in flight: a read would give neither the local gradient nor the mean, and a write
+    might reach some ranks and not others.
     """
-
-    zeroed = False
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Allow metadata, record zeroing, and raise RuntimeError for everything else."""
+        """Allow metadata, and raise RuntimeError for everything else."""
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func in _ZEROING:
-            if func is not Tensor.requires_grad_:
-                for grad in [args[0]] if isinstance(args[0], Tensor) else args[0]:
-                    grad.__dict__["zeroed"] = True
-            return args[0]
         if func is Tensor.__repr__:
             return "PendingGrad(on its way to the other ranks)"
         raise RuntimeError(
             "a gradient was used while it is on its way to the other ranks; call pool.finish() after backward, before "
-            "gradients are read, clipped, unscaled or applied"
+            "gradients are read, clipped, unscaled, zeroed or applied, and begin steps with pool.zero_grad()"
         )
 
 
@@ -215,8 +207,7 @@ class ArrivalOrder:
     def __init__(self) -> None:
         """Begin to record, with no order known."""
         self._came: list[ParamSlot] | None = []
-        self.better: list[ParamSlot] | None = None
-        """The learned order, if it differs from the current one; for the pool to adopt before the next step."""
+        self._learned: list[ParamSlot] | None = None
 
     @property
     def is_known(self) -> bool:
@@ -225,35 +216,40 @@ class ArrivalOrder:
 
     def fix(self) -> None:
         """Keep the current order, and learn no other."""
-        self._came = self.better = None
+        self._came = self._learned = None
+
+    def restart(self) -> None:
+        """Forget a backward that was not complete."""
+        if self._came is not None:
+            self._came = []
+
+    def take_learned(self) -> list[ParamSlot] | None:
+        """Return, once, the learned order, if it differs from the current one; for the pool to adopt between steps."""
+        learned, self._learned = self._learned, None
+        return learned
 
     def note(self, slot: ParamSlot) -> None:
         """Record that backward has produced the gradient of ``slot``."""
         if self._came is not None:
             self._came.append(slot)
 
-    def agree(self, slots: Sequence[ParamSlot], topology: Topology, whole: bool) -> None:
+    def agree(self, slots: Sequence[ParamSlot], topology: Topology) -> None:
         """Adopt the order that the first rank saw. Every rank must call it.
 
-        Gradients that backward did not produce are put last. Where the first rank's backward was not complete, nothing
-        is adopted and the next backward is recorded.
+        Gradients that backward did not produce are put last.
 
         Args:
             slots: The pool's slots in their current order.
             topology: The ranks to agree with.
-            whole: Whether this rank's backward was complete.
         """
         if self._came is None:
             return
-        came, self._came = self._came, []
+        came, self._came = self._came, None
         seen = set(came)
         order = [slot.index for slot in [*came, *(slot for slot in slots if slot not in seen)]]
-        agreed = torch.tensor(order if whole else [-1] * len(order), device=topology.device)
+        agreed = torch.tensor(order, device=topology.device)
         if topology.size > 1:
             dist.broadcast(agreed, topology.ranks[0], topology.group)
         indices = agreed.tolist()
-        if indices[0] < 0:
-            return
-        self._came = None
         if indices != list(range(len(indices))):
-            self.better = [slots[index] for index in indices]
+            self._learned = [slots[index] for index in indices]

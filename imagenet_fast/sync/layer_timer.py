@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.sync.access_hooks import Hook
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
+from imagenet_fast.sync.front import after_forward, before_forward, fronts
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -29,11 +29,10 @@ class LayerTimer:
         """Register timing hooks on ``model``.
 
         Args:
-            model: The model to time.
+            model: The model to time, as it is called.
             slots: The slots in pool order.
             topology: The ranks to average over.
-            layers: Whether to record when each layer is called, too. The hooks for this break compiled blocks; without
-                them only the whole model is timed.
+            layers: Whether to record when each layer is called, too; of a compiled block, when the block is.
             steps: Number of recorded steps, after two that warm up.
         """
         self._slots = list(slots)
@@ -46,9 +45,10 @@ class LayerTimer:
         self._turned: Timestamp | None = None  # the end of the last forward
         self._pushed: list[Timestamp] = []
         self._rows: list[list[float]] = []
-        owners = dict.fromkeys([model, *(slot.module for slot in self._slots if layers and slot.module is not None)])
-        self._hooks = [module.register_forward_pre_hook(Hook(self._call)) for module in owners]
-        self._hooks.append(model.register_forward_hook(Hook(self._turn)))
+        around = fronts(model)
+        self._fronts = [around.get(slot.module or model, model) if layers else model for slot in self._slots]
+        self._hooks = [before_forward(module, self._call) for module in dict.fromkeys([model, *self._fronts])]
+        self._hooks.append(after_forward(model, self._turn))
         self._model = model
 
     @property
@@ -70,7 +70,7 @@ class LayerTimer:
             first = self._pushed[0]
             begin, turn = self._called.get(self._model, first), self._turned or first
             moments = [
-                *(seconds_between(begin, self._called.get(slot.module or self._model, begin)) for slot in self._slots),
+                *(seconds_between(begin, self._called.get(front, begin)) for front in self._fronts),
                 seconds_between(begin, turn),
                 *(seconds_between(turn, pushed) for pushed in self._pushed),
                 seconds_between(turn, end),
@@ -107,14 +107,10 @@ class LayerTimer:
         for hook in self._hooks:
             hook.remove()
 
-    def _call(self, module: nn.Module, inputs: object) -> None:
-        if torch.compiler.is_exporting():
-            return
+    def _call(self, module: nn.Module) -> None:
         if module is self._model:  # of several micro-steps, time the last one
             self._called.clear()
         self._called.setdefault(module, record_timestamp(self._device))
 
-    def _turn(self, module: nn.Module, inputs: object, output: object) -> None:
-        if torch.compiler.is_exporting():
-            return
+    def _turn(self, module: nn.Module) -> None:
         self._turned = record_timestamp(self._device)

@@ -44,8 +44,8 @@ class ParamSlot:
     @property
     def connected(self) -> bool:
         """Whether the parameter's layer is fully connected: it has a matrix as its weight."""
-        assert self.module is not None, "a deferring engine's pool knows its model"
-        return any(p.dim() == 2 for p in self.module.parameters(recurse=False))
+        owned = (self.param,) if self.module is None else self.module._parameters.values()
+        return any(p is not None and p.dim() == 2 for p in owned)
 
 
 def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> list[ParamSlot]:
@@ -56,7 +56,7 @@ def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> lis
         model: The model whose modules own them; None: not known.
     """
     modules = () if model is None else model.modules()
-    owners = {param: module for module in modules for param in module.parameters(recurse=False)}
+    owners = {param: module for module in modules for param in module._parameters.values() if param is not None}
     return [ParamSlot(0, name, param, owners.get(param), 0, 0) for name, param in reversed(trainable.items())]
 
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn, optim
@@ -20,6 +18,7 @@ from torch.optim import optimizer as torch_hooks
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.pending import settle_all
 
 _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
     optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Muon, optim.Adagrad, optim.Adadelta, optim.Adafactor,
@@ -35,7 +34,7 @@ _Settings = dict[str, Any]
 
 
 def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
-    """Return ``optimizer.step()`` with the hyper-parameters of this moment, for ``GradientPool.update``.
+    """Return ``optimizer.step()`` with the hyper-parameters of this moment, for ``GradientPool.step``.
 
     The schedule may be advanced at once: for ``lr_scheduler`` the step has been taken. The attributes ``grad_scale``
     and ``found_inf``, which ``torch.amp.GradScaler`` sets, are hyper-parameters too.
@@ -70,8 +69,8 @@ def needs_all(optimizer: Optimizer) -> bool:
 
     They must in three cases:
 
-    - torch does not have the optimizer, and its attribute ``one_by_one`` is not set: it may use several parameters
-      together, as LAMB does for a global norm;
+    - torch does not have the optimizer, and its attribute ``one_by_one`` is not set, which says that it updates each
+      parameter from that one's gradient and state: it may use several together, as LAMB does for a global norm;
     - its ``step`` was replaced;
     - it has step hooks, which run once per step and see all of it.
     """
@@ -84,57 +83,39 @@ def needs_all(optimizer: Optimizer) -> bool:
     return any(hooks) or _is_replaced(optimizer)
 
 
-def settle_before_state(optimizer: Optimizer, settle: Callable[[], None]) -> None:
-    """Call ``settle`` before the optimizer is copied or pickled, and before its state is saved or loaded.
+def settle_before_state(optimizer: Optimizer) -> None:
+    """Carry out pending updates before the optimizer is copied or pickled, and before its state is saved or loaded.
 
     ``state_dict()`` and ``load_state_dict()`` get hooks. A second call changes nothing.
     """
     if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
         return  # a wrapper that is no whole Optimizer: ``needs_all``, so that nothing of it is deferred
-    hook = _Settle(WeakMethod(settle))
-    if hook not in optimizer._optimizer_state_dict_pre_hooks.values():
-        optimizer.register_state_dict_pre_hook(hook, prepend=True)
-        optimizer.register_load_state_dict_pre_hook(hook, prepend=True)
+    if _settle_params not in optimizer._optimizer_state_dict_pre_hooks.values():
+        optimizer.register_state_dict_pre_hook(_settle_params, prepend=True)
+        optimizer.register_load_state_dict_pre_hook(_settle_params, prepend=True)
         optimizer.__dict__["__getstate__"] = partial(_settled_state, optimizer)
 
 
+def _settle_params(optimizer: Optimizer, *state: object) -> None:
+    settle_all(param for group in optimizer.param_groups for param in group["params"])
+
+
 def _settled_state(optimizer: Optimizer) -> Any:
-    for hook in optimizer._optimizer_state_dict_pre_hooks.values():  # one for each pool that has stepped it
-        if isinstance(hook, _Settle):
-            hook(optimizer)
+    _settle_params(optimizer)
     return type(optimizer).__getstate__(optimizer)
 
 
-@dataclass(frozen=True)
-class _Settle:
-    """A hook that is equal to another with the same ``settle``."""
-
-    settle: WeakMethod[Callable[[], None]]  # an optimizer may outlive many pools
-
-    def __call__(self, optimizer: Optimizer, *state: object) -> None:
-        if (alive := self.settle()) is not None:
-            alive()
-
-
 class _Parts:
-    """A step of ``optimizer`` in parts, each with the hyper-parameters of when this was created.
-
-    An optimizer that torch does not have may count in its groups, or in numeric attributes of its own. Every part
-    starts from the same counts. What a step makes of them is kept once: for each group, the result of the first part.
-    What other code, such as a schedule, has changed since then is not overwritten.
-    """
+    """A step of ``optimizer`` in parts, each with the hyper-parameters of when this was created."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._settings: list[_Settings] = []
         self._group_of: dict[nn.Parameter, int] = {}
         for number, group in enumerate(optimizer.param_groups):
-            self._settings.append(_copies(group))
+            self._settings.append({key: _copied(value) for key, value in group.items() if key != "params"})
             self._group_of |= dict.fromkeys(group["params"], number)
         self._inputs = {name: vars(optimizer)[name] for name in _AMP_INPUTS if name in vars(optimizer)}
-        self._counts = type(optimizer) not in _ONE_BY_ONE
-        self._numbers = _numbers(optimizer) if self._counts else {}
-        self._begun = False
 
     def __call__(self, params: list[nn.Parameter], elements: Elements | None = None) -> None:
         due: dict[int, list[nn.Parameter]] = {}
@@ -144,30 +125,10 @@ class _Parts:
         if not due:
             return
         inputs = self._inputs if elements is None else {**self._inputs, "elements": elements}
-        if not self._counts:
-            self._step([{**self._settings[number], "params": some} for number, some in due.items()], inputs)
-            return
-        groups = self._optimizer.param_groups
-        if not self._begun:  # a step sees every group, also one without a due parameter
-            for number in range(len(self._settings)):
-                due.setdefault(number, [param for param in groups[number]["params"] if param.grad is None])
-        since = _numbers(self._optimizer)
-        vars(self._optimizer).update(self._numbers)
-        shown = [{**_copies(self._settings[number]), "params": some} for number, some in due.items()]
-        try:
-            self._step(shown, inputs)
-            made = _numbers(self._optimizer)
-        finally:
-            vars(self._optimizer).update(since)
-        if not self._begun:
-            self._begun = True
-            _keep(self._numbers, made, vars(self._optimizer))
-            for number, group in zip(due, shown, strict=True):
-                _keep(self._settings[number], group, groups[number])
-
-    def _step(self, groups: list[_Settings], inputs: Mapping[str, Any]) -> None:
+        groups = [{**self._settings[number], "params": some} for number, some in due.items()]
         own, kind = vars(self._optimizer), type(self._optimizer)
         before = {name: own[name] for name in ("param_groups", *inputs) if name in own}
+        numbers = _numbers(own)
         own.update(inputs, param_groups=groups)
         try:
             # torch's wrapper of `step` names it in profiles, which we keep, and runs hooks, which we skip: there were
@@ -178,28 +139,19 @@ class _Parts:
             for name in inputs.keys() - before.keys():
                 del own[name]
             own.update(before)
+        if kind not in _ONE_BY_ONE and (
+            _numbers(own) != numbers
+            or any(_numbers(group) != _numbers(self._settings[n]) for n, group in zip(due, groups, strict=True))
+        ):
+            raise RuntimeError(
+                f"{kind.__name__} counts its steps in itself or in its groups, and would count every part of one; keep "
+                "such counts in optimizer.state[param], or leave out one_by_one"
+            )
 
 
-def _keep(before: _Settings, made: _Settings, kept: dict[str, Any]) -> None:
-    """Copy new values from ``made`` to ``kept``, except those that have changed in ``kept`` since ``before``."""
-    for key, value in made.items():
-        if key != "params" and not _same(value, before.get(key)) and _same(kept.get(key), before.get(key)):
-            kept[key] = value
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, list | tuple) and type(one) is type(other):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or bool(type(one) is type(other) and one == other)
-
-
-def _numbers(optimizer: Optimizer) -> _Settings:
-    """Return the attributes that a custom ``step`` may count in."""
-    return {
-        name: value for name, value in vars(optimizer).items() if type(value) in (int, float) and name[0] != "_"
-    }  # fmt: skip
+def _numbers(attributes: Mapping[str, Any]) -> _Settings:
+    """Return the numbers among the attributes of an optimizer, or the settings of a group."""
+    return {name: value for name, value in attributes.items() if type(value) in (int, float) and name[0] != "_"}
 
 
 def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
@@ -222,10 +174,6 @@ def _is_replaced(optimizer: Optimizer) -> bool:
     """Return whether ``step`` was set on the optimizer itself by anything but an ``lr_scheduler``."""
     own = vars(optimizer).get("step")
     return own is not None and getattr(own, "__wrapped__", None) is not type(optimizer).step
-
-
-def _copies(group: Mapping[str, Any]) -> _Settings:
-    return {key: _copied(value) for key, value in group.items() if key != "params"}
 
 
 def _copied(value: Any) -> Any:

@@ -31,7 +31,7 @@ from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
-from imagenet_fast.sync.gradient_pool import GradientPool
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import USED, ParamSlot, at_place, bring, elements_in, move, places_of
 
 
@@ -59,7 +59,7 @@ class Sparse(SyncEngine):
     needs_state = True
     state_keys = frozenset({"step", "residual", "velocity", "places"})
 
-    def __init__(self, settings: SparseSync, pool: GradientPool, wire: torch.dtype, steps_per_epoch: int) -> None:
+    def __init__(self, settings: SparseSync, pool: GradientBuffer, wire: torch.dtype, steps_per_epoch: int) -> None:
         """Take over the pool, with an empty residual.
 
         Args:
@@ -71,39 +71,39 @@ class Sparse(SyncEngine):
         self.defers = settings.defers
         self._pool = pool
         self._topology = pool.topology.anew()
-        self._wire = wire_for(pool.buffer.dtype, wire, self._topology)
+        self._wire = wire_for(pool.values.dtype, wire, self._topology)
         self._settings = settings
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
         self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
         threshold = fusion_bytes(settings.threshold_mb)
         self._threshold = piece_bytes(self._topology.layout) / 4 if threshold is None else threshold
         self._collective = chosen_collective(settings.collective) or usual_collective(
-            pool.buffer.dtype, self._wire, self._topology
+            pool.values.dtype, self._wire, self._topology
         )
         self._momentum = settings.velocity_momentum
         self.adds_momentum = self._momentum is not None
         self._slots: list[ParamSlot] = []
-        self._velocity = pool.buffer.new_zeros(0)  # laid out as the pool
+        self._velocity = pool.values.new_zeros(0)  # laid out as the pool
         self._step = 0
-        self._stats = SyncStats(Stopwatch(pool.buffer.device))
+        self._stats = SyncStats(Stopwatch(pool.values.device))
         self._agreed: AllReduceHandle | None = None  # on the scores, and so on the next step's chunks
-        pool.lengthen(settings.chunk)
-        pool.buffer.zero_()  # what another engine has sent is no residual
+        pool.pad(settings.chunk)
+        pool.values.zero_()  # what another engine has sent is no residual
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
         """Cut the pool's new layout into chunks, reset scores and ages, and move the velocity along."""
-        device, topology, chunk = self._pool.buffer.device, self._topology, self._settings.chunk
+        device, topology, chunk = self._pool.values.device, self._topology, self._settings.chunk
         if self._agreed is not None:  # else it would choose from the new layout
             self._agreed.wait()
             self._agreed = None
-        self._chunks = self._pool.buffer.view(-1, chunk)
+        self._chunks = self._pool.values.view(-1, chunk)
         count = len(self._chunks)
         self._filled = {n for slot in self._pool.slots for n in range(slot.start // chunk, -(-slot.flag // chunk))}
-        self._left = torch.zeros_like(self._pool.buffer)  # during a step: the residual of earlier steps
+        self._left = torch.zeros_like(self._pool.values)  # during a step: the residual of earlier steps
         if self._momentum is not None:
             before, slots = self._velocity, self._slots
-            self._velocity, self._slots = torch.zeros_like(self._pool.buffer), list(self._pool.slots)
+            self._velocity, self._slots = torch.zeros_like(self._pool.values), list(self._pool.slots)
             move(before, slots, self._velocity, self._slots)
             self._velocity_before = torch.zeros_like(self._velocity)
         # The last score is whether a rank drops the step. Norms are of the means of the sent chunks, in their order.
@@ -150,13 +150,13 @@ class Sparse(SyncEngine):
             everything = len(self._ids) == len(self._chunks)
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
         self._held = max((place for place, number in enumerate(self._selected) if number in self._filled), default=0)
-        self._clear(self._pool.buffer, self._velocity)
+        self._clear(self._pool.values, self._velocity)
         self._sent = self._ids[:0]
 
     def start_step(self) -> None:
         """Switch the pool, and the velocity, to the other buffer."""
         self._left = self._pool.exchange_buffer(self._left)
-        self._chunks = self._pool.buffer.view_as(self._chunks)
+        self._chunks = self._pool.values.view_as(self._chunks)
         if self._momentum is not None:
             self._velocity, self._velocity_before = self._velocity_before, self._velocity
 
@@ -189,7 +189,7 @@ class Sparse(SyncEngine):
     def poison(self, slot: ParamSlot, gradient: Tensor) -> None:
         """Fill with NaN what this step sends of ``slot``."""
         for part in self.sent:
-            self._pool.buffer[max(part.start, slot.start) : min(part.stop, slot.flag)] = math.nan
+            self._pool.values[max(part.start, slot.start) : min(part.stop, slot.flag)] = math.nan
 
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Launch the chosen chunks that are complete, but for the last with values, once they reach the threshold."""
@@ -201,7 +201,7 @@ class Sparse(SyncEngine):
 
     def scale_residual(self, ratio: Tensor) -> None:
         """Multiply the residual and the velocity by ``ratio``."""
-        self._pool.buffer.mul_(ratio)
+        self._pool.values.mul_(ratio)
         self._velocity.mul_(ratio)
 
     def finish(self, drop: bool = False) -> SyncStats:
@@ -212,7 +212,7 @@ class Sparse(SyncEngine):
         self._packed = len(self._selected)
         last = self._selected[self._held] * self._settings.chunk
         for slot in self._pool.slots if drop else ():  # not between slots, where nothing is ever cleared
-            self._pool.buffer[max(last, slot.start) : min(last + self._settings.chunk, slot.flag)] = math.nan
+            self._pool.values[max(last, slot.start) : min(last + self._settings.chunk, slot.flag)] = math.nan
         self._launch()
         if drop or not self.defers:
             self._await(list(self._messages))
@@ -236,7 +236,7 @@ class Sparse(SyncEngine):
             self._drops = False
             self.start_step()  # back to the buffer of before
             self._sent = self._ids[:0]
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.buffer.device))
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
         return stats
 
     def wait(self, slot: ParamSlot) -> None:
@@ -255,7 +255,7 @@ class Sparse(SyncEngine):
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
         if self._agreed is not None:
             self._agreed.wait()
-        residual, velocity = self._pool.buffer.clone(), self._velocity.clone()
+        residual, velocity = self._pool.values.clone(), self._velocity.clone()
         self._clear(residual, velocity)
         return {
             "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
@@ -264,11 +264,11 @@ class Sparse(SyncEngine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same."""
-        self._pool.order(state["places"])
+        self._pool.set_order(state["places"])
         self.rebuild_buckets()
         self._step = state["step"]
         slots, places = self._pool.slots, state["places"]
-        bring(state["residual"], places, self._pool.buffer, slots)
+        bring(state["residual"], places, self._pool.values, slots)
         if self._momentum is not None and state["velocity"] is not None and state["velocity"].numel():
             bring(state["velocity"], places, self._velocity, slots)
         measured = "scores" in state and places == places_of(slots) and len(state["ages"]) == len(self._ages)
@@ -287,7 +287,7 @@ class Sparse(SyncEngine):
 
     def drop(self) -> None:
         """Release the engine in the middle of a step, without waiting for any message."""
-        used = (self._pool.buffer, self._left, self._scores, self._norms, self._ids, list(self._messages))
+        used = (self._pool.values, self._left, self._scores, self._norms, self._ids, list(self._messages))
         self._messages.clear()
         self._topology.drop(used, self._measurement, self._agreement)
 
@@ -304,7 +304,7 @@ class Sparse(SyncEngine):
 
     def _launch(self) -> None:
         """Send the chunks that are ready; copy them together unless they are contiguous."""
-        self._pool.measure()
+        self._pool.check_range()
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
@@ -312,7 +312,7 @@ class Sparse(SyncEngine):
         lane = HIGH_PRIORITY if self.defers and self._packed == len(self._selected) else ""
         apart = last - first + 1 != count or count * chunk % topology.alignment != 0
         values = (
-            self._pool.buffer.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
+            self._pool.values.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
         )
         rows = values.view(-1)[: count * chunk].view(count, chunk)
 

@@ -133,10 +133,10 @@ class TrainingStep:
         optimizer.grad_scale = state.scale.end_step(optimizer.found_inf)
         if self._clip_norm:
             optimizer.grad_scale = self._clipping(optimizer.grad_scale)
-        state.sync.step(optimizer)
-        if state.average is not None:
-            state.sync.update(state.average.update)
-            state.average.update_buffers()
+        average = state.average
+        state.sync.step(optimizer, then=() if average is None else [average.update])
+        if average is not None:
+            average.update_buffers()
 
     def _clipping(self, scale: Tensor | None) -> Tensor:
         """Return ``scale``, or more if the gradients divided by it would exceed the allowed norm.
@@ -196,8 +196,6 @@ def build_step(
     else:
         forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
     scale = LossScaler(precision, recipe.sync.wire, world.device)
-    if scale.dynamic:
-        sync.set_loss_scale(scale.scale)
     if scale.largest is not None:
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms

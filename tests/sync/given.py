@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncStats, build_engine
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncStats
 from imagenet_fast.sync.topology import Topology
 from tests.ranks import at_end, lending
 
@@ -104,10 +104,9 @@ def pooled(
     """
     if topology is None and group is None and dist.is_initialized() and torch.get_default_device().type == "cpu":
         topology = lending()
-    pool = GradientPool(model, group, topology=topology)
+    pool = GradientPool(model, settings, group, topology=topology, steps_per_epoch=steps_per_epoch)
     if dist.is_initialized():
         at_end.append(pool.close)
-    pool.attach(build_engine(settings, pool, steps_per_epoch))
     return pool
 
 

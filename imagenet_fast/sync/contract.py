@@ -1,0 +1,407 @@
+"""What a training loop may do, and give to a pool; the only place that refuses, and says what to do instead.
+
+One check is a record of which parameters are in a pool: a parameter that is trained but is in none would silently
+diverge between ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from imagenet_fast.recipe.engine_table import EngineTable
+from imagenet_fast.recipe.sync_config import DdpSync
+from imagenet_fast.sync.engine import Engine, SyncEngine
+from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.topology import Topology
+
+_POOL_OF: Any = WeakIdKeyDictionary()
+"""A weak reference to the pool of each parameter."""
+_POOL_OF_SCALER: Any = WeakKeyDictionary()
+"""A weak reference to the pool that steps each ``GradScaler``."""
+
+
+class Phase(IntEnum):
+    """How far a step has come."""
+
+    OPEN = 0
+    """No gradient of it has been sent; this rank may have accumulated some."""
+    SENDING = 1
+    """Backward has begun to send gradients."""
+    SENT = 2
+    """All gradients have been sent, and may still be in flight."""
+    MEANS = 3
+    """``p.grad`` holds the means, which the user may change."""
+    DONE = 4
+    """The means were applied, will be, or were dropped."""
+
+
+_ON_THEIR_WAY = (
+    "gradients of this step are on their way to the other ranks; end it by pool.step(optimizer) or, where every rank "
+    "gives it up, as after an exception, by pool.drop()"
+)
+_OVER = "this step is over; begin each step with pool.zero_grad(), and give pool.step() every optimizer in one call"
+_BACKWARD = (
+    "a backward reached the pool after its gradients were synchronised; begin each step with pool.zero_grad(), and "
+    "wrap a loss of another network that passes through this one in pool.no_sync()"
+)
+
+_REFUSED: dict[str, dict[Phase, str]] = {
+    "zero_grad": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
+    "backward": {Phase.SENT: _BACKWARD, Phase.MEANS: _BACKWARD, Phase.DONE: _BACKWARD},
+    "finish": {Phase.DONE: _OVER},
+    "step": {Phase.DONE: _OVER},
+    "drop": {
+        Phase.SENT: "this step's gradients have been sent by all ranks, so it cannot be dropped; end it by pool.step()",
+        Phase.MEANS: "after pool.finish() the step need not be dropped; call pool.zero_grad() on every rank instead",
+        Phase.DONE: "this step is over, and cannot be dropped; call pool.drop() before pool.step(), once",
+    },
+    "state_dict": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
+}
+"""Why each call of a loop is refused, by the phase of the step; in all other phases it is allowed."""
+
+
+def check(phase: Phase, call: str) -> None:
+    """Raise RuntimeError if ``call`` is not allowed in a step that has come so far."""
+    if why := _REFUSED[call].get(phase):
+        raise RuntimeError(why)
+
+
+def named_parameters(
+    parameters: nn.Module | Iterable[tuple[str, nn.Parameter]], model: nn.Module | None
+) -> tuple[nn.Module | None, nn.Module | None, dict[str, nn.Parameter]]:
+    """Return the model without torch.compile's wrapper, the model as it is called, and the parameters by name.
+
+    Args:
+        parameters: A model, or its named parameters as pairs or as a dict.
+        model: The model whose forward reads named parameters; None: not known.
+
+    Raises:
+        TypeError: The parameters have no names.
+        ValueError: Two parameters have the same name; or torch's DDP averages them.
+    """
+    if isinstance(parameters, DistributedDataParallel):
+        raise ValueError("DistributedDataParallel averages gradients itself; give the pool, and call, the model in it")
+    if isinstance(parameters, nn.Module):
+        model = _uncompiled(parameters)
+        return model, parameters, dict(model.named_parameters())
+    named: dict[str, nn.Parameter] = {}
+    for item in parameters.items() if isinstance(parameters, dict) else parameters:
+        if isinstance(item, Tensor) or not isinstance(item, tuple | list) or len(item) != 2:
+            raise TypeError(
+                "these parameters have no names; give the pool the model itself, or, of some of its parameters, "
+                "GradientPool(named, engine, model=model), where named are pairs as of model.named_parameters()"
+            )
+        name, param = item
+        if named.setdefault(name, param) is not param:
+            raise ValueError(f"two parameters are named {name}; give each a name of its own")
+    return None if model is None else _uncompiled(model), model, named
+
+
+def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the parameters that train, after a check that a pool can hold them.
+
+    Raises:
+        ValueError: None trains; or they differ in dtype or device, are complex, have gradients of another dtype, are
+            shards, or are in another open pool.
+    """
+    chosen = {name: param for name, param in named.items() if param.requires_grad}
+    if not chosen:
+        raise ValueError("the model has no trainable parameter")
+    first = next(iter(reversed(chosen.values())))
+    for name, param in reversed(chosen.items()):
+        if hasattr(param, "placements"):
+            raise ValueError(
+                f"{name} is a DTensor, as fully_shard makes them, whose gradients torch averages itself; give the pool "
+                "a model of whole parameters"
+            )
+        if getattr(param, "grad_dtype", None) not in (None, param.dtype):
+            raise ValueError(
+                f"{name} is of {param.dtype} and its grad_dtype {param.grad_dtype}; leave that out, an engine's wire "
+                "is the dtype that is sent"
+            )
+        if (param.dtype, param.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"parameters of one pool share a dtype and a device, and {name} is of {param.dtype} on {param.device} "
+                f"beside {first.dtype} on {first.device}; make a pool of each kind, by "
+                "GradientPool(named, engine, model=model)"
+            )
+        if is_pooled(param):
+            raise ValueError(
+                f"{name} is in another gradient pool; close() that one before this one is made or, if you no longer "
+                "have it, train copy.deepcopy(model)"
+            )
+    if not first.dtype.is_floating_point:
+        raise ValueError(
+            f"a pool cannot hold {first.dtype}, which would travel without its imaginary part; make parameters of "
+            "torch.view_as_real's kind, and take torch.view_as_complex of them in forward"
+        )
+    return chosen
+
+
+def settings_of(engine: object) -> Any:
+    """Return ``engine`` if it is the settings of one, or an engine of one's own.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    if isinstance(engine, DdpSync) or not isinstance(engine, EngineTable | Engine):
+        raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
+    return engine
+
+
+def refuse_ddp(module: nn.Module, inputs: object) -> None:
+    """Raise RuntimeError inside a forward of torch's DDP, whose hooks would write to the pool's gradients.
+
+    A hook in front of a pool's model. In copies of the model, which are in no pool, it does nothing.
+    """
+    if (
+        not torch.compiler.is_compiling()
+        and DistributedDataParallel._get_active_ddp_module() is not None
+        and any(map(is_pooled, module.parameters()))
+    ):
+        raise RuntimeError(
+            "DistributedDataParallel calls the model of this gradient pool and averages its gradients as well; call "
+            "the model itself"
+        )
+
+
+def refuse_missing_group() -> None:
+    """Raise ValueError if several ranks were started, and there is no process group."""
+    started = os.environ.get("WORLD_SIZE", "")
+    if not dist.is_initialized() and started not in ("", "0", "1"):
+        raise ValueError(
+            f"WORLD_SIZE is {started}, and each of these ranks would train for itself; call "
+            "torch.distributed.init_process_group() before the pool is made, or unset WORLD_SIZE"
+        )
+
+
+def refuse_late_group(topology: Topology) -> None:
+    """Raise RuntimeError if other ranks have come since ``topology`` was made without a process group."""
+    if topology.alone and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"this pool was made before the process group, so each of {dist.get_world_size()} ranks would train for "
+            "itself; call init_process_group() first"
+        )
+
+
+def check_gradient(slot: ParamSlot, values: Tensor, strides: tuple[int, ...]) -> None:
+    """Check that the pool can hold the gradient that backward has produced.
+
+    Args:
+        slot: Its place.
+        values: The pool's buffer.
+        strides: The parameter's when the pool was made.
+
+    Raises:
+        RuntimeError: It is gone, sparse or part of a graph, or the parameter was converted.
+    """
+    name, gradient = slot.name, slot.param.grad
+    if gradient is None:
+        raise RuntimeError(
+            f"a hook took the gradient of {name} away before it was averaged, as of an optimizer that steps in "
+            "backward; step after it, by pool.step(optimizer)"
+        )
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"the gradient of {name} is sparse, and a pool holds dense ones; take sparse=False for its nn.Embedding"
+        )
+    if gradient.requires_grad:
+        raise RuntimeError(
+            f"the gradient of {name} is part of a graph, as of backward(create_graph=True), and the mean over ranks "
+            "would not be; take torch.autograd.grad(..., create_graph=True) for what is differentiated twice, and "
+            "backward() for the loss that it becomes a part of"
+        )
+    if gradient.dtype != values.dtype or gradient.device != values.device or slot.param.stride() != strides:
+        raise RuntimeError(
+            f"{name} was converted to {slot.param.dtype} on {slot.param.device} with strides {slot.param.stride()} "
+            f"after its gradient pool was made for {values.dtype} on {values.device} with strides {strides}; convert "
+            "the model first and make the pool after that"
+        )
+
+
+def refuse_late(slot: ParamSlot) -> NoReturn:
+    """Raise RuntimeError, because backward went through a parameter that was read before its update."""
+    raise RuntimeError(
+        f"{slot.name} was read before its update, by what calls no torch function with it; call pool.settle() before "
+        "such a forward"
+    )
+
+
+def refuse_second_backward(slot: ParamSlot) -> NoReturn:
+    """Raise RuntimeError, because a gradient came after another one that had left."""
+    raise RuntimeError(
+        f"a second backward reached {slot.name} in one step, after its gradient had left; wrap all but the last in "
+        "pool.no_sync(), begin steps with pool.zero_grad(), checkpoint without use_reentrant"
+    )
+
+
+def refuse_changed(slot: ParamSlot) -> NoReturn:
+    """Raise RuntimeError, because a gradient was replaced or set to None while it was in flight."""
+    raise RuntimeError(
+        f"the gradient of {slot.name} was replaced while it was on its way to the other ranks; call pool.finish() "
+        "after backward, before gradients are changed"
+    )
+
+
+def refuse_failed(failed: str) -> None:
+    """Raise RuntimeError if an update of the layers ``failed`` ended halfway: a loop that goes on has lost a part."""
+    if failed:
+        raise RuntimeError(
+            f"an update of {failed} failed halfway, and its weights are of no step; go on from a checkpoint"
+        )
+
+
+def check_save(phase: Phase, engine: SyncEngine) -> None:
+    """Raise RuntimeError if the state of ``engine`` is asked for while what it has sent is not applied yet."""
+    check(phase, "state_dict")
+    if phase is Phase.MEANS and engine.sends_part:
+        raise RuntimeError(
+            "pool.state_dict() between pool.finish() and pool.step() would lose this step's gradients; save after "
+            "pool.step(optimizer), or after the next pool.zero_grad()"
+        )
+
+
+def check_state(state: object, ranks: int, engine: SyncEngine) -> None:
+    """Raise ValueError if the engine of as many ``ranks`` cannot go on from ``state``, a value of ``state_dict``."""
+    if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
+        raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
+    theirs = state.get("ranks") or ranks
+    if theirs != ranks and state["engine"].keys() & {"left", "residual", "memory"}:
+        raise ValueError(
+            f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
+            "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"
+        )
+    selected = state["elected"]
+    if selected not in ("", engine.selected) and selected not in engine.candidates:
+        if engine.candidates:
+            raise ValueError(
+                f"this state is of the time after auto had chosen {selected}, which is not among what it may choose "
+                "here; give auto the settings that it had"
+            )
+        raise ValueError(
+            f"this state is of the time after auto had chosen {selected}, and here is another engine; take auto"
+        )
+    lacking = not engine.state_keys <= state["engine"].keys() and (state["engine"] or engine.needs_state)
+    if lacking and selected in ("", engine.selected):
+        raise ValueError(
+            f"this state is of another engine than {type(engine).__name__.lower()}; take that engine, with the same "
+            "settings, or begin without its state"
+        )
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper, which names the parameters differently."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def register(pool: object, params: Iterable[nn.Parameter]) -> None:
+    """Record that the parameters are in ``pool``."""
+    for param in params:
+        _POOL_OF[param] = weakref.ref(pool)
+
+
+def forget(pool: object, params: Iterable[nn.Parameter]) -> None:
+    """Record that ``params`` are no longer in ``pool``. Entries of other pools stay."""
+    for param in params:
+        known = _POOL_OF.get(param)
+        if known is not None and known() is pool:
+            del _POOL_OF[param]
+
+
+def is_pooled(param: nn.Parameter) -> bool:
+    """Return whether a parameter is in an open pool."""
+    known = _POOL_OF.get(param)
+    return known is not None and known() is not None
+
+
+def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
+    """Check that ``optimizer`` updates parameters of this pool, and none that is in no pool.
+
+    Args:
+        optimizer: The optimizer whose parameter groups are checked.
+        in_pool: The slots of this pool by parameter.
+
+    Raises:
+        ValueError: The optimizer has no parameter of this pool, or one with a gradient that is in no pool.
+    """
+    kind = type(optimizer).__name__
+    any_here = False
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            if param in in_pool:
+                any_here = True
+            elif param.grad is not None and not is_pooled(param):
+                if not param.requires_grad:
+                    raise ValueError(
+                        f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)}, is frozen "
+                        "and has an old gradient, which would be applied; set its .grad to None"
+                    )
+                raise ValueError(
+                    f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)}, has a "
+                    "gradient but is in no gradient pool, so every rank would train it for itself; make the pool of "
+                    "all modules that train, after the last change of their parameters"
+                )
+    if not any_here:
+        raise ValueError(
+            f"{kind} has none of this pool's parameters, so the step would change nothing; give it the model's "
+            "parameters as they are now, or, where it has copies of them, call pool.finish(), copy the gradients and "
+            "call optimizer.step()"
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], engine: SyncEngine) -> None:
+    """Check that the optimizers of a step apply what ``engine`` sends, and no more.
+
+    Raises:
+        ValueError: There is none; one is given twice; or one would apply elements that were not sent, or momentum that
+            is in the gradients already.
+    """
+    if not optimizers or len(set(map(id, optimizers))) < len(optimizers):
+        raise ValueError("pool.step() takes every optimizer of the step, each once: pool.step(optimizer, another)")
+    if engine.sends_part and not all(hasattr(optimizer, "elements") for optimizer in optimizers):
+        raise ValueError(
+            "the engine sends a part of the gradients, and optimizers of torch would apply the rest as well: take "
+            "another engine, or imagenet_fast's LARS or SGD"
+        )
+    if engine.adds_momentum and any(
+        group.get("momentum", 1) and not group.get("corrected")
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ):
+        raise ValueError(
+            "momentum_correction adds momentum before gradients are averaged, and the optimizer would add it again; "
+            "give imagenet_fast's SGD corrected=True, or turn momentum_correction off"
+        )
+
+
+def check_scaler(scaler: torch.amp.GradScaler, pool: object, engine: SyncEngine) -> None:
+    """Check that ``pool`` alone steps ``scaler``, and that ``engine`` keeps nothing of the scaled gradients.
+
+    Raises:
+        ValueError: The engine keeps a residual; or another open pool has stepped the scaler.
+    """
+    if engine.has_residual:
+        raise ValueError(
+            "this engine keeps what it does not send for later steps, whose loss has another scale; train in bf16 "
+            "without a GradScaler, or take an exact engine"
+        )
+    known = _POOL_OF_SCALER.get(scaler)
+    if known is not None and known() not in (None, pool):
+        raise ValueError(
+            "another pool steps this scaler, and updates its scale; give each pool a scaler of its own, or call "
+            "pool.finish() on each, scaler.step(...) for each optimizer and scaler.update() once"
+        )
+    _POOL_OF_SCALER[scaler] = weakref.ref(pool)

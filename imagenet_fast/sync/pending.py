@@ -1,0 +1,237 @@
+"""Updates that wait for the next forward: each parameter is updated just before it is used.
+
+With an engine that defers, gradients are still in flight when the optimizer would step. So the update is kept, with the
+learning rate it was made for. Until a parameter is updated, its class is ``PendingParameter``: the first torch function
+that is called with it, in a forward or anywhere else, carries out its update. After hybrid all-reduce (Kim et al., KIPS
+Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is bit for bit that of updating at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.jit import ScriptModule
+from torch.utils.hooks import RemovableHandle
+
+from imagenet_fast.sync.engine import SyncEngine
+from imagenet_fast.sync.front import before_forward, fronts, is_compiled
+from imagenet_fast.sync.param_slot import ParamSlot, label_of
+
+Update = Callable[..., object]
+"""A function that applies the gradients of the parameters in a list, and needs no others to do so.
+
+From an engine that sends only some elements it also gets the ``Elements`` that it may update (see ``sync.engine``).
+"""
+
+_METADATA = frozenset({
+    *(getattr(Tensor, name).__get__ for name in (
+        "shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "grad_fn", "ndim", "_version",
+        "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_nested", "is_quantized", "itemsize", "nbytes",
+    )),
+    vars(torch._C.TensorBase)["grad"].__set__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride,
+    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.nelement,
+})  # fmt: skip
+"""The functions that do not depend on a parameter's values, and do not change them."""
+
+
+class PendingParameter(nn.Parameter):
+    """A parameter whose update is pending. Whatever is done with its values, the update is carried out first."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Carry out the updates of all parameters among the arguments, unless ``func`` only reads metadata."""
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        for param in _pending_among((*args, *(kwargs or {}).values())):
+            settle_one(param)
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy after the update."""
+        settle_one(self)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what unpickles as the parameter after the update."""
+        settle_one(self)
+        return self.__reduce_ex__(protocol)
+
+
+def settle_one(param: Tensor) -> None:
+    """Carry out the pending update of ``param``, if there is one."""
+    pending: PendingUpdate | None = getattr(param, "_pending_update", None)
+    if pending is not None:
+        (_outside_compiled_code if torch.compiler.is_compiling() else PendingUpdate.settle)(pending, [param])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _outside_compiled_code(pending: PendingUpdate, params: Sequence[Tensor]) -> None:
+    pending.settle(params)
+
+
+class PendingUpdate:
+    """A step's update of a pool's parameters, carried out part by part."""
+
+    def __init__(
+        self,
+        engine: SyncEngine,
+        slots: Sequence[ParamSlot],
+        used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]],
+        apply: Update,
+        lock: threading.RLock,
+        lockstep: bool,
+    ) -> None:
+        """Put off ``apply`` for every parameter.
+
+        Args:
+            engine: The engine that sends the gradients.
+            slots: The pool's slots.
+            used: Puts the gradients of slots into ``p.grad``, and returns the parameters to be updated.
+            apply: The update.
+            lock: Held while a part is carried out: several threads may read the parameters, to evaluate the model.
+            lockstep: Whether updates wait for ranks outside the pool, as LARS does for the norms of shards. Then no
+                update is carried out early: other messages may have arrived there, and the calls would not match.
+        """
+        self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
+        self._lock, self._lockstep = lock, lockstep
+        self._waiting: dict[Tensor, tuple[ParamSlot, type[Tensor]]] = {s.param: (s, type(s.param)) for s in slots}
+        self._failed: list[tuple[ParamSlot, int]] = []  # whose part ended in an exception, and their versions
+        for slot in slots:
+            slot.param.grad = None  # still in flight
+            slot.param._pending_update = self  # type: ignore[attr-defined]
+            slot.param.__class__ = PendingParameter
+
+    @property
+    def slots(self) -> set[ParamSlot]:
+        """The slots whose update is still to be carried out."""
+        return {slot for slot, _ in self._waiting.values()}
+
+    def take_failed(self) -> str:
+        """Return, once, the layers whose part ended in an exception: their weights are of no step.
+
+        Nothing if all were written to since, as by a checkpoint.
+        """
+        failed, self._failed = self._failed, []
+        stale = any(slot.param._version == version for slot, version in failed)
+        return label_of([slot for slot, _ in failed]) if stale else ""
+
+    def settle(self, params: Sequence[Tensor] | None = None) -> None:
+        """Carry out the update of ``params``, or of all that are left, and of arrived neighbours.
+
+        Raises:
+            RuntimeError: Operations are being recorded, as by torch.export, and the update would be among them.
+        """
+        with self._lock:
+            due = [self._waiting[p][0] for p in (self._waiting if params is None else params) if p in self._waiting]
+            if not due:
+                return
+            _refuse_recording()
+            for slot in due:
+                self._engine.wait(slot)
+            if not self._lockstep:
+                due += self._arrived_neighbours(due)
+            kinds = [self._waiting.pop(slot.param)[1] for slot in due]
+            try:
+                self._carry_out(due)
+            except BaseException:
+                self._failed = [(slot, slot.param._version) for slot in due]
+                raise
+            finally:
+                for slot, kind in zip(due, kinds, strict=True):
+                    slot.param.__class__ = kind  # type: ignore[assignment]
+                    del slot.param._pending_update  # type: ignore[attr-defined]
+                    slot.param.grad = None
+
+    def _arrived_neighbours(self, due: Sequence[ParamSlot]) -> list[ParamSlot]:
+        """Return neighbours of ``due`` whose messages have been received: a larger update costs little more."""
+        taken, others = set(due), []
+        for slot in due:
+            for step in (1, -1):
+                index = slot.index + step
+                while 0 <= index < len(self._slots):
+                    other = self._slots[index]
+                    if other in taken or other.param not in self._waiting or not self._engine.has_arrived(other):
+                        break
+                    taken.add(other)
+                    others.append(other)
+                    index += step
+        return others
+
+    def _carry_out(self, slots: Sequence[ParamSlot]) -> None:
+        """Apply the update, outside of autocast and inference mode, in either of which a forward may run."""
+        device = slots[0].param.device.type
+        casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        with (
+            torch._C.DisableTorchFunctionSubclass(),
+            torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext(),
+            torch.no_grad(),
+            torch.autocast(device, enabled=False) if casts else nullcontext(),
+        ):
+            params = self._used(slots)
+            self._apply(params)
+            increment_version(params)  # fused optimizers do not, and autograd would miss a stale read
+
+
+def hooks_in_front(model: nn.Module) -> list[RemovableHandle]:
+    """Carry out updates in front of the parts of ``model`` that are compiled, and return what takes this back.
+
+    Compiled code reads parameters without torch functions: it would be compiled once more for pending ones.
+    """
+    compiled = [module for module in dict.fromkeys(fronts(model).values()) if is_compiled(module)]
+    return [before_forward(module, lambda module: settle_all(module.parameters())) for module in compiled]
+
+
+def read_unseen(slots: Iterable[ParamSlot]) -> list[nn.Parameter]:
+    """Return the parameters that may be read without a torch function that is called with them.
+
+    They are those of scripted modules, and those that share their memory with another one.
+    """
+    slots = list(slots)
+    at = Counter(slot.param.data_ptr() for slot in slots if slot.param.numel())
+    return [slot.param for slot in slots if isinstance(slot.module, ScriptModule) or at[slot.param.data_ptr()] > 1]
+
+
+def settle_all(params: Iterable[Tensor]) -> None:
+    """Carry out the pending updates of ``params``."""
+    for param in params:
+        if isinstance(param, PendingParameter):
+            settle_one(param)
+
+
+def _pending_among(values: Iterable[Any]) -> Iterator[PendingParameter]:
+    """Yield the parameters whose update is pending in nested lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, PendingParameter):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _pending_among(value)
+        elif isinstance(value, dict):
+            yield from _pending_among(value.values())
+
+
+def _refuse_recording() -> None:
+    """Raise RuntimeError if operations are recorded: an update would become a part of the program."""
+    if (
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or get_proxy_mode() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    ):
+        raise RuntimeError(
+            "an update of this model is pending, and would become a part of what is traced, exported or captured here; "
+            "call pool.settle() before"
+        )

@@ -1,0 +1,390 @@
+"""Every gradient of a model in one flat buffer, in the order in which backward produces them.
+
+Engines send from this buffer. Neighbouring gradients are one contiguous slice of it, so fusing them into one message
+(GradientFlow's lazy all-reduce, arXiv 1902.06855) costs no copy.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from imagenet_fast.sync import contract
+from imagenet_fast.sync.consistency import compare_engines, compare_models
+from imagenet_fast.sync.contract import Phase
+from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
+from imagenet_fast.sync.factory import EngineSettings, build_engine
+from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
+from imagenet_fast.sync.param_slot import ParamSlot, slots_of
+from imagenet_fast.sync.pending import PendingUpdate, Update, hooks_in_front, read_unseen
+from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
+from imagenet_fast.sync.step import Step
+from imagenet_fast.sync.topology import Topology
+
+
+class GradientPool:
+    """One flat buffer that holds the gradient of every trainable parameter of a model, last layer first.
+
+    During backward a hook copies each finished gradient into its place, a view with the parameter's own strides.
+
+    ``p.grad`` holds:
+
+    - Under ``no_sync``: this rank's own sum, as usual.
+    - Between a backward that sends it and ``finish`` or ``step``: a ``PendingGrad``, which must not be used.
+    - After ``finish``: the mean over ranks, which the user may change, or None where no rank has used the parameter.
+      A parameter whose gradient is None is not updated. Of ``sparse``: the mean of what was sent, and zeros.
+    - After a step: what ``finish`` would have left; None if the engine defers updates or sends a part.
+
+    While an update is deferred, a parameter is a ``PendingParameter``, which is updated when it is first used.
+
+    Pool order is the same on every rank: in the first step the reverse of the order of registration, from the second
+    step on the order in which the first rank's backward produced the gradients.
+
+    Behind each gradient is one element (``ParamSlot.flag``) that is nonzero if any rank has used the parameter. The
+    update skips a parameter that no rank has used, as DDP does.
+    """
+
+    def __init__(
+        self,
+        parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
+        engine: EngineSettings | Engine | Callable[[GradientBuffer], SyncEngine],
+        group: dist.ProcessGroup | None = None,
+        *,
+        model: nn.Module | None = None,
+        steps_per_epoch: int = 1,
+        ranks_per_node: int | None = None,
+        topology: Topology | None = None,
+        lockstep: bool = False,
+    ) -> None:
+        """Create a pool with its engine, and register its hooks. Every rank must call it.
+
+        Args:
+            parameters: The model; or, where a model's parameters need several pools, the named parameters of this pool.
+                All that are trainable must share one dtype and device.
+            engine: The settings of an engine, an engine of one's own, or a function that builds what sends the
+                gradients of a buffer. The same on every rank.
+            group: The ranks to average over; None: all.
+            model: The model whose forward reads the parameters, where ``parameters`` are named parameters.
+            steps_per_epoch: Converts those settings of the engine that are given in epochs.
+            ranks_per_node: The number of ranks on each node; None: ``Topology`` finds which ranks share a node.
+            topology: The ranks and nodes, instead of ``group`` and ``ranks_per_node``.
+            lockstep: Whether updates wait for ranks outside ``group``; see ``PendingUpdate``.
+
+        Raises:
+            ValueError: There are other ranks but no process group; no parameter is trainable; ranks have different
+                parameters, values or engines; two parameters have the same name; one is in another pool; dtypes or
+                devices differ or cannot be pooled; or ``ranks_per_node`` does not divide the number of ranks.
+            TypeError: The parameters have no names, or the engine is none.
+        """
+        if topology is None:
+            contract.refuse_missing_group()
+        model, called, named = contract.named_parameters(parameters, model)
+        compare_models(named, model, topology.group if topology else group)  # before checks that may fail on one rank
+        trainable = contract.trainable(named)
+        self._lockstep = lockstep
+        self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
+        self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
+        self.gradients.before_layout = _weak(self.settle)
+        self.lock = threading.RLock()  # autograd may run several threads
+        self.order = ArrivalOrder()
+        self.largest: float | None = None
+        """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
+        self.syncing = True
+        """True if a backward pushes its gradients, as outside of ``no_sync``."""
+        self.pending: PendingUpdate | None = None
+        """The last update that was deferred."""
+        self.engine = self._built(engine, steps_per_epoch)
+        self._released = weakref.finalize(self, self.engine.drop)  # a pool that nobody closes leaves no connections
+        self._released.atexit = False
+        self.current = Step(self)
+        self.gradients.check_range = _weak(self._check_range)
+        contract.register(self, trainable.values())
+        on_gradient = _weak(self._on_gradient)
+        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable.values()]
+        self._unseen = read_unseen(self.slots)
+        if model is not None and called is not None:
+            self._hooks += [model.register_forward_pre_hook(contract.refuse_ddp), *hooks_in_front(called)]
+
+    def _built(self, engine: object, steps_per_epoch: int) -> SyncEngine:
+        if callable(engine) and not isinstance(engine, type):
+            built: SyncEngine = engine(self.gradients)
+            return built
+        settings = contract.settings_of(engine)
+        compare_engines(settings, steps_per_epoch, self.topology.group, self.topology.device)
+        return build_engine(settings, self.gradients, steps_per_epoch)
+
+    @property
+    def found_inf(self) -> Tensor | None:
+        """1 if the last step had an unusable gradient on any rank, else 0; None without ``guard``."""
+        return self.current.found_inf
+
+    @property
+    def buffer(self) -> Tensor:
+        """The buffer of all gradients, 1-D."""
+        return self.gradients.values
+
+    @property
+    def slots(self) -> list[ParamSlot]:
+        """The slots of the gradients, in the order in which they are pushed."""
+        return self.gradients.slots
+
+    def guard(self, largest: float) -> None:
+        """Check every later gradient before it is sent, and report in ``found_inf``. Every rank must call it.
+
+        Costs one pass over the gradients and a tiny all-reduce a step.
+
+        Args:
+            largest: A gradient with a larger magnitude counts as infinite.
+        """
+        self.largest = largest
+
+    def zero_grad(self) -> None:
+        """Start a step: forget the gradients of the last one, without writing to memory.
+
+        Raises:
+            RuntimeError: Gradients of the last step are on their way; or an update that was deferred has failed.
+        """
+        with self.lock:
+            contract.check(self.current.phase, "zero_grad")
+            contract.refuse_failed("" if self.pending is None else self.pending.take_failed())
+            self._adopt_learned()
+            self.current = Step(self)
+            for slot in self.slots:
+                if slot.param.grad is not None:
+                    slot.param.grad = None
+
+    def _adopt_learned(self) -> None:
+        """Between steps, adopt what was learned of the order and of engines."""
+        self.gradients.release()
+        if (order := self.order.take_learned()) is not None:
+            self.settle()
+            self.engine.begin()  # it may still have to clear what it has sent, which it knows by its place in the pool
+            self.gradients.lay_out(order)
+            self.engine.rebuild_buckets()
+        self.engine.hand_over()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: a backward inside the context pushes nothing, as with DDP's ``no_sync``."""
+        before, self.syncing = self.syncing, False
+        try:
+            yield
+        finally:
+            self.syncing = before
+
+    def end_backward(self) -> SyncStats:
+        """End the step's last backward: synchronise every gradient that is not deferred.
+
+        ``finish`` and ``step`` call it. Parameters that backward did not reach are sent with a gradient of zero. So an
+        unused layer neither delays the others nor makes ranks disagree. A second call in a step does nothing.
+
+        Returns:
+            The cost of the step's synchronisation on this rank.
+
+        Raises:
+            RuntimeError: A gradient was changed while it was sent.
+        """
+        with self.lock:
+            return self.current.end_backward()
+
+    def finish(self) -> SyncStats:
+        """Wait until every ``p.grad`` is the mean over all ranks, or None where no rank has used the parameter.
+
+        Afterwards gradients may be read, clipped, unscaled and replaced, before ``step`` or the optimizer's own step.
+        Do not call it where none of this is needed: a deferring engine can then no longer overlap its messages with the
+        next forward. A second call in a step does nothing.
+
+        Returns:
+            The cost of the step's synchronisation on this rank.
+
+        Raises:
+            RuntimeError: As for ``end_backward``; or the step is over.
+        """
+        with self.lock:
+            self.current.means()
+            return self.current.end_backward()
+
+    def step(
+        self, *optimizers: Optimizer, scaler: torch.amp.GradScaler | None = None, then: Sequence[Update] = ()
+    ) -> SyncStats:
+        """End the step, once: update all parameters with the mean of their gradients over the ranks.
+
+        With a deferring engine, each layer is updated just before it is used again, with the hyper-parameters of this
+        call: an ``lr_scheduler`` may step right after it. ``optimizer.state_dict()`` carries out deferred updates. An
+        optimizer that needs all gradients at once (see ``needs_all``) waits for them here. Parameters that are in
+        another pool are not updated.
+
+        Args:
+            *optimizers: Optimizers of torch, or with the same interface, in the order in which they step.
+            scaler: Unscales gradients, skips a step that overflowed on any rank, and is updated: do not call its
+                ``step`` and ``update`` as well. Nothing is deferred then.
+            then: What else is to be done with parameters after their update, such as a moving average.
+
+        Returns:
+            The cost of the step's synchronisation on this rank.
+
+        Raises:
+            ValueError: An optimizer's step requires a closure; it has none of this pool's parameters, or one with a
+                gradient that is in no pool; the engine sends only a part of the gradients, and the optimizer is not
+                one of ``imagenet_fast.training.optimizers``; or the engine keeps a residual, or another pool steps the
+                scaler.
+            RuntimeError: The step is over; or as for ``end_backward``.
+        """
+        for optimizer in optimizers:
+            contract.check_optimizer(optimizer, self.gradients.slot_of)
+        contract.check_optimizers(optimizers, self.engine)
+        if scaler is not None and scaler.is_enabled():
+            contract.check_scaler(scaler, self, self.engine)
+            stats = self.finish()
+            self.update(_scaled(scaler, optimizers, then))
+            return stats
+        updates = [*map(snapshot_step, optimizers), *then]
+        for optimizer in optimizers:
+            settle_before_state(optimizer)
+        self.update(_in_turn(updates), at_once=any(map(needs_all, optimizers)))
+        return self.end_backward()
+
+    def update(self, apply: Update, at_once: bool = False) -> None:
+        """End the step as ``step`` does, for loops without an optimizer.
+
+        Args:
+            apply: Updates the parameters it is given, now or, if the engine defers, before each is used again. It must
+                capture what belongs to this step, as the learning rate.
+            at_once: Whether ``apply`` needs all gradients in one call. A deferring engine then waits for them here.
+        """
+        with self.lock:
+            self.current.apply(apply, at_once)
+
+    def defer(self, apply: Update, used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]]) -> None:
+        """Put off ``apply`` until each parameter is used, for ``Step``; ``used`` fills in gradients."""
+        self.pending = PendingUpdate(self.engine, self.slots, used, apply, self.lock, self._lockstep)
+        if self._unseen:
+            self.pending.settle(self._unseen)
+
+    def drop(self) -> None:
+        """Drop the step, before ``finish`` or ``step``, as after an exception. All ranks must, or the next one fails.
+
+        What a quantising, sparse or low-rank engine has sent of its residual is lost, as in a step that GradScaler
+        skips.
+        """
+        with self.lock:
+            self.current.drop()
+
+    def settle(self) -> None:
+        """Carry out every deferred update.
+
+        Whatever torch does with a parameter carries out its update first. Call this before parameters are read in
+        another way: through views and detached tensors from before the step, by ``torch.func``, or in C++.
+        """
+        if self.pending is not None:
+            self.pending.settle()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what later steps depend on besides the parameters and the optimizer. Carry out deferred updates first.
+
+        Every rank must call it between steps, and keep its own result: they differ between ranks.
+        """
+        with self.lock:
+            contract.check_save(self.current.phase, self.engine)
+            self.settle()
+            self._adopt_learned()
+            if self.current.phase is Phase.OPEN:
+                self.current = Step(self)
+            order = [slot.name for slot in self.slots] if self.order.is_known else None
+            return {
+                "order": order, "elected": self.engine.selected, "engine": self.engine.state_dict(),
+                "ranks": self.topology.size,
+            }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a value of ``state_dict``; from one of another number of ranks if it has no residual.
+
+        Raises:
+            ValueError: The engine cannot resume from this state.
+        """
+        contract.check_state(state, self.topology.size, self.engine)
+        if state["elected"] not in ("", self.engine.selected):
+            self.engine.select(state["elected"])
+        if state["order"] is not None and self.gradients.set_order(state["order"]):
+            self.order.fix()
+            self.engine.rebuild_buckets()
+        self.engine.load_state_dict(state["engine"])
+        self.current = Step(self)
+
+    def close(self) -> None:
+        """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.
+
+        In the middle of a step it does not wait for other ranks, which may have left the step. While another exception
+        is handled, as in ``finally``, it raises none of its own: a failure is added to that exception as a note.
+        """
+        if not self._released.detach():
+            return
+        users = sys.exc_info()[1]
+        for hook in self._hooks:
+            hook.remove()
+        contract.forget(self, self.gradients.slot_of)
+        try:
+            try:
+                self.settle()
+            finally:
+                (self.engine.close if self.current.phase is not Phase.SENDING else self.engine.drop)()
+        except Exception as error:
+            if users is None:
+                raise
+            users.add_note(f"closing the pool failed as well: {error}")
+
+    def _on_gradient(self, param: nn.Parameter) -> None:
+        with self.lock:
+            self.current.on_gradient(param)
+
+    def _check_range(self) -> None:
+        self.current.check_range()
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a bound method as long as its object lives.
+
+    Python's garbage collector does not see the hooks that autograd keeps, so a hook must not keep the pool alive.
+    """
+    known = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        alive = known()
+        if alive is not None:
+            alive(*arguments)
+
+    return call
+
+
+def _in_turn(updates: Sequence[Update]) -> Update:
+    """Return one update that calls ``updates`` in their order."""
+    if len(updates) == 1:
+        return updates[0]
+
+    def apply(*given: Any) -> None:
+        for update in updates:
+            update(*given)
+
+    return apply
+
+
+def _scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], then: Sequence[Update]) -> Update:
+    """Return the update of a step whose loss was scaled."""
+
+    def apply(params: list[nn.Parameter]) -> None:
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for update in then:
+            update(params)
+
+    return apply

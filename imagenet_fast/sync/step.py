@@ -1,0 +1,218 @@
+"""One step of a pool: from the gradients that backward produces to the engine that sends them, and to the update.
+
+Backward's hooks fire in an order of their own. The step copies each gradient into the pool, and pushes slots to the
+engine strictly in pool order, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from imagenet_fast.sync import contract
+from imagenet_fast.sync.contract import Phase
+from imagenet_fast.sync.engine import SyncStats
+from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.pending import Update
+
+if TYPE_CHECKING:
+    from imagenet_fast.sync.pool import GradientPool
+
+
+class Step:
+    """The gradients of one step. Its end is the beginning of the next one, a new object.
+
+    Autograd produces a fresh tensor that is copied, rather than accumulating into the pool. That costs two passes over
+    memory instead of four for a memset and an in-place add. Later micro-steps of one step do add in place.
+    """
+
+    def __init__(self, pool: GradientPool) -> None:
+        """Begin a step of ``pool``, whose layout and engine stay until its end."""
+        self._pool = pool
+        self.phase = Phase.OPEN
+        self.stats: SyncStats | None = None
+        """The cost of the synchronisation, once all has been sent."""
+        self.found_inf: Tensor | None = None
+        """1 if a gradient cannot be used on any rank, else 0, once all has been sent; None if none is checked."""
+        self._late: set[ParamSlot] | None = None  # pending when the first gradient came; None before
+        self._ready = bytearray(len(pool.slots))  # by slot: whether its gradient may be sent
+        self._front = 0  # slots before this index have been pushed to the engine
+        self._checked = 0  # slots before this index have been checked
+        self._magnitudes: list[Tensor] = []  # the largest magnitudes found
+        self._unused: set[ParamSlot] = set()  # slots that this rank's backward has not reached
+
+    def on_gradient(self, param: nn.Parameter) -> None:
+        """Copy the gradient of ``param``, which backward has produced, into the pool, and push what is due."""
+        pool, slot = self._pool, self._pool.gradients.slot_of[param]
+        if not pool.syncing and self.phase is Phase.DONE:
+            return  # of another network's loss: it stays where autograd has put it, until the next zero_grad
+        contract.check(self.phase, "backward")
+        contract.check_gradient(slot, pool.gradients.values, pool.gradients.strides[slot.index])
+        if not pool.syncing and pool.engine.sends_part:
+            return  # such an engine adds a gradient to its residual, so it takes one only once a step
+        if slot in self._started():
+            contract.refuse_late(slot)
+        if self._ready[slot.index]:
+            contract.refuse_second_backward(slot)
+        self._take(slot)
+        if pool.syncing:
+            self.phase = Phase.SENDING
+            param.grad = pool.gradients.placeholders[slot.index]
+            self._ready[slot.index] = True
+            pool.order.note(slot)
+            self._push(len(pool.slots) - 1)  # the last waits for ``end_backward``, or a rank's lone backward would pass
+
+    def end_backward(self) -> SyncStats:
+        """Send what backward did not reach, with a gradient of zero, and all that is left."""
+        if self.phase < Phase.SENT:
+            pool = self._pool
+            self._started()
+            for slot in pool.slots:
+                self._take_last(slot)
+            self._push_all()
+            self.found_inf = self._any_overflow()
+            self.stats = pool.engine.finish()
+            self.phase = Phase.SENT
+            pool.order.agree(pool.slots, pool.topology)
+        assert self.stats is not None
+        return self.stats
+
+    def means(self) -> None:
+        """Wait for all gradients, and put the means into ``p.grad``."""
+        contract.check(self.phase, "finish")
+        self.end_backward()
+        if self.phase is Phase.SENT:
+            pool = self._pool
+            self._wait()
+            self.used(pool.slots)
+            if (sent := pool.engine.sent_slices()) is not None:
+                pool.gradients.show_only(sent)
+            self.phase = Phase.MEANS
+
+    def apply(self, update: Update, at_once: bool) -> None:
+        """Apply ``update`` now, or put it off if the engine defers and ``p.grad`` was not asked for."""
+        contract.check(self.phase, "step")
+        self.end_backward()
+        pool, engine = self._pool, self._pool.engine
+        elements = engine.sent_slices()
+        limited: Update = update if elements is None else lambda params: update(params, elements)
+        if self.phase is Phase.MEANS:
+            limited([slot.param for slot in pool.slots if slot.param.grad is not None])
+        elif engine.defers and not at_once:
+            pool.defer(limited, self.used)
+        else:
+            self._wait()
+            limited(self.used(pool.slots))
+        self.phase = Phase.DONE
+        if engine.sends_part or engine.defers:
+            _forget_gradients(pool.slots)
+
+    def drop(self) -> None:
+        """Send zeros for what has not been sent, wait for all, and forget it."""
+        contract.check(self.phase, "drop")
+        pool = self._pool
+        self._started()
+        for slot in pool.slots:
+            if not self._ready[slot.index]:
+                pool.engine.store_gradient(pool.gradients.extent(slot), None)
+        self._push_all()
+        self._any_overflow()
+        self.stats = pool.engine.finish()
+        self._wait()
+        pool.engine.forget_nonfinite()
+        pool.order.restart()
+        self.phase = Phase.DONE
+        _forget_gradients(pool.slots)
+
+    def used(self, slots: Sequence[ParamSlot]) -> list[nn.Parameter]:
+        """Put the gradients of ``slots`` into ``p.grad``, and return the parameters to update.
+
+        ``p.grad`` is None instead where no rank has used the parameter. Costs a device synchronisation if this rank has
+        not used some of them.
+        """
+        gradients, left_out = self._pool.gradients, set()
+        if unused := [slot for slot in slots if slot in self._unused]:
+            flags = gradients.values[[slot.flag for slot in unused]].tolist()
+            left_out = {slot for slot, flag in zip(unused, flags, strict=True) if not flag}
+        for slot in slots:
+            slot.param.grad = None if slot in left_out else gradients.view(slot)
+        return [slot.param for slot in slots if slot not in left_out]
+
+    def check_range(self) -> None:
+        """Check the gradients pushed so far, if the pool guards them. The engine calls it before it sends them."""
+        if self._pool.largest is not None and self._checked < self._front:
+            slots = self._pool.slots
+            since = self._pool.gradients.values[slots[self._checked].start : slots[self._front - 1].stop]
+            self._magnitudes.append(torch.linalg.vector_norm(since, math.inf))
+            self._checked = self._front
+
+    def _started(self) -> set[ParamSlot]:
+        """Before the first gradient, carry out the updates that the forward did not reach; return their slots."""
+        if self._late is None:
+            pool = self._pool
+            contract.refuse_late_group(pool.topology)
+            self._late = set() if pool.pending is None else pool.pending.slots
+            pool.settle()
+            pool.engine.begin()
+            pool.engine.start_step()
+            pool.gradients.mark_used()
+        return self._late
+
+    def _take(self, slot: ParamSlot) -> None:
+        """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
+        gradients, engine, gradient = self._pool.gradients, self._pool.engine, slot.param.grad
+        assert gradient is not None
+        if not gradients.holds(slot, gradient):
+            if engine.is_local and self._pool.largest is None:
+                gradients.adopt(slot, gradient)
+            else:
+                engine.store_gradient(gradients.view(slot), gradient)
+        slot.param.grad = gradients.views[slot.index]
+
+    def _take_last(self, slot: ParamSlot) -> None:
+        """Take in a gradient that has not been pushed by the end of backward; zero if there is none."""
+        gradients, gradient = self._pool.gradients, slot.param.grad
+        if self._ready[slot.index]:
+            if gradient is not gradients.placeholders[slot.index]:
+                contract.refuse_changed(slot)
+        elif gradient is None:
+            self._pool.engine.store_gradient(gradients.extent(slot), None)
+            self._unused.add(slot)
+        else:
+            self._take(slot)
+
+    def _push(self, stop: int) -> None:
+        """Push to the engine every slot before ``stop`` that is ready and has no unready slot before it."""
+        slots, engine = self._pool.slots, self._pool.engine
+        while self._front < stop and self._ready[self._front]:
+            self._front += 1
+            engine.gradient_ready(slots[self._front - 1])
+
+    def _push_all(self) -> None:
+        self._ready = bytearray(b"\1") * len(self._ready)
+        self._push(len(self._ready))
+
+    def _wait(self) -> None:
+        for slot in self._pool.slots:
+            self._pool.engine.wait(slot)
+
+    def _any_overflow(self) -> Tensor | None:
+        """Return 1 if any rank found an unusable gradient in this step, else 0; None if gradients are not checked."""
+        largest, topology = self._pool.largest, self._pool.topology
+        if largest is None:
+            return None
+        self.check_range()
+        overflow = (~(torch.stack(self._magnitudes).max() <= largest)).float()
+        if topology.size > 1:
+            dist.all_reduce(overflow, dist.ReduceOp.MAX, group=topology.group)
+        return overflow
+
+
+def _forget_gradients(slots: Sequence[ParamSlot]) -> None:
+    for slot in slots:
+        slot.param.grad = None
