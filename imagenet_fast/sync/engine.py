@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.sync.comm_ops import AllReduceHandle
+from imagenet_fast.recipe.engine_table import Awaits
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.param_slot import ParamSlot
@@ -34,6 +35,25 @@ class Engine(Declaration[ParamSlot]):
     """The dtype in which gradients are sent."""
     compressor: Compressor | None = None
     """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no scheduler can carry out.
+
+        Raises:
+            ValueError: ``awaits`` is unknown or goes with no plan, or the wire dtype with no compressor.
+        """
+        if self.awaits not in get_args(Awaits):
+            raise ValueError(f'awaits is "{self.awaits}"; give "each", "backward" or "read"')
+        if self.awaits == "each" and self.prioritized:
+            raise ValueError(
+                'awaits="each" sends one bucket after the other, so there is nothing to plan; leave prioritized out or '
+                'take awaits="backward"'
+            )
+        if self.compressor is not None and self.wire.itemsize == 1:
+            raise ValueError(
+                f"a compressor's factors cannot be sent as {self.wire}; take a wire of at least 16 bits, or leave the "
+                "compressor out"
+            )
 
     @property
     def learns(self) -> bool:
@@ -71,27 +91,27 @@ class SyncStats:
 
     exposed: Stopwatch | None
     """The time the step waited for communication; None where it cannot be measured."""
-    transfers: list[tuple[str, AllReduceHandle]] = field(default_factory=list)
-    """The messages sent, each with the name of its layers.
+    transfers: list[tuple[str, Sequence[CommStats]]] = field(default_factory=list)
+    """The costs of each message's phases, with the name of its layers.
 
     A deferring engine counts a message in the step that waits for it.
     """
     decision: tuple[Prediction, ...] = ()
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
-    def add(self, label: str, transfer: AllReduceHandle) -> None:
+    def add(self, label: str, *phases: CommStats) -> None:
         """Count a completed message."""
-        self.transfers.append((label, transfer))
+        self.transfers.append((label, phases))
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent, computed from the operations that it called."""
-        return sum(part.sent_bytes for _, transfer in self.transfers for part in transfer.traffic)
+        return sum(phase.sent_bytes for _, phases in self.transfers for phase in phases)
 
     @property
     def received_bytes(self) -> int:
         """Bytes that this rank received, computed from the operations that it called."""
-        return sum(part.received_bytes for _, transfer in self.transfers for part in transfer.traffic)
+        return sum(phase.received_bytes for _, phases in self.transfers for phase in phases)
 
     @property
     def launches(self) -> int:

@@ -166,7 +166,8 @@ def refuse_state(state: object, ranks: int) -> None:
     if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
     theirs = state.get("ranks") or ranks
-    if theirs != ranks and state["engine"].keys() & {"left", "residual", "memory"}:
+    kept = [state["engine"].get(kind) for kind in ("left", "residual", "memory")]
+    if theirs != ranks and any(value is not None and len(value) for value in kept):
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
             "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"

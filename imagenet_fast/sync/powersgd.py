@@ -3,7 +3,7 @@
 After Vogels, Karimireddy and Jaggi (arXiv 1905.13727).
 
 A rank's matrix M, [n, m], is its gradient plus its error. P = M Q is averaged over the ranks and its columns are made
-orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the slot of P.
+orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the span of P.
 Each rank keeps its error, M - P Qᵀ. Q is kept too, and approaches the leading singular vectors from step to step.
 """
 
@@ -96,7 +96,7 @@ class _Matrix:
     kept: dict[str, Tensor]
     """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M.
 
-    Its rows are orthonormal. The paper's are not, but slot the same space, and products with orthonormal rows fit in 16
+    Its rows are orthonormal. The paper's are not, but span the same space, and products with orthonormal rows fit in 16
     bits.
     """
     spare: dict[str, Tensor]

@@ -220,7 +220,7 @@ class Sparse(SyncEngine):
         self._sent = self._ids
         self._step += 1
         if self._agreed is not None:
-            self._stats.add("the chunks' norms", self._agreed)
+            self._stats.add("the chunks' norms", *self._agreed.traffic)
             self._agreed = None
         if self._density(self._step) < 1:
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
@@ -344,7 +344,7 @@ class Sparse(SyncEngine):
         for message in messages:
             with self._stats.exposed(message.label):
                 message.transfer.wait()
-            self._stats.add(message.label, message.transfer)
+            self._stats.add(message.label, *message.transfer.traffic)
             self._messages.remove(message)
 
     def _measure(self) -> None:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import pooled, weights_of
+from tests.sync.given import engine_of, pooled, weights_of
 from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 SPARSE = ENGINES["sparse"]
@@ -68,6 +69,27 @@ def test_nobody_overlooks_it_under_sparse_either(world: int, layer: int, fails: 
 
 
 FEW_CHUNKS = SPARSE.model_copy(update={"sparsity": 0.8, "chunk": 16})
+
+
+@with_ranks(2)
+@unmeasured()
+def test_a_lost_message_stays_lost() -> None:
+    """No later read takes what its buffer holds, which no rank has averaged, for means."""
+    model, pool, optimizer = started(ENGINES["hybrid"].model_copy(update={"fuse_mb": 1}))
+    train(model, pool, optimizer, range(8))  # until messages are in flight after a step
+    in_flight = engine_of(pool)._travelling
+    assert in_flight
+    sent = dict(in_flight)
+    for number, message in sent.items():
+        in_flight[number] = replace(message, wait=_lost)
+    for read in (lambda: model(loops.images(9)), model.state_dict) * 2:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            read()
+    in_flight |= sent
+
+
+def _lost() -> None:
+    raise RuntimeError("Connection closed by peer")
 
 
 def test_a_failing_close_is_a_note_on_the_users_exception():
