@@ -64,11 +64,6 @@ class Pools:
                 stack.enter_context(pool.no_sync())
             yield
 
-    def set_loss_scale(self, scale: Tensor) -> None:
-        """Read the loss scale from ``scale``, as ``GradientPool.set_loss_scale`` does."""
-        for pool in self._pools:
-            pool.set_loss_scale(scale)
-
     def end_backward(self) -> SyncStats:
         """End the step's last backward, and return the cost of all pools and of the other traffic.
 

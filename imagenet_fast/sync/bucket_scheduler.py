@@ -98,15 +98,6 @@ class Scheduler(SyncEngine):
             self._timetable.gradient_ready()
         self._release(slot.index)
 
-    def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply quantisation errors and compressor residuals by ``ratio``, an fp32 scalar on the device."""
-        if self._residual is not None:
-            self._residual.scale(ratio)
-        elif self._left is not None:
-            self._left *= ratio
-        for compressed in self._compressed:
-            compressed.scale(ratio)
-
     def finish(self, drop: bool = False) -> SyncStats:
         """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
 

@@ -100,9 +100,6 @@ class DdpPeer:
         """Return a context in which backward only accumulates gradients locally."""
         return self.module.no_sync()
 
-    def set_loss_scale(self, scale: Tensor) -> None:
-        """Do nothing: DDP has no residual, and with PowerSGD, whose hook has one, recipes have no fp16."""
-
     def end_backward(self) -> SyncStats:
         """Return the step's statistics, and set ``found_inf`` if the means are guarded.
 

@@ -53,10 +53,6 @@ class GradientSync(Protocol):
         """Check every later gradient; one whose magnitude exceeds ``largest`` counts as infinite."""
         ...
 
-    def set_loss_scale(self, scale: Tensor) -> None:
-        """Read the loss scale from ``scale``, an fp32 scalar on the device, in every later step."""
-        ...
-
     def zero_grad(self) -> None:
         """Start a step."""
         ...

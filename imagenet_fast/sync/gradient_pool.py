@@ -281,14 +281,6 @@ class GradientPool:
         self.update(apply, at_once=needs_all(optimizer))
         return stats
 
-    def set_loss_scale(self, scale: Tensor) -> None:
-        """Read the loss scale from ``scale`` in every later step, and rescale the engine's residual to match.
-
-        Args:
-            scale: An fp32 scalar tensor on the device, by which the caller multiplies the loss.
-        """
-        self.reducer.residual_scale.follow(scale)
-
     def settle(self) -> None:
         """Carry out every deferred update.
 
@@ -350,7 +342,7 @@ class GradientPool:
             order = [slot.name for slot in self.slots] if self.reducer.order.is_known else None
             return {
                 "order": order, "elected": self.reducer.engine.selected, "engine": self.reducer.engine.state_dict(),
-                "loss_scale": self.reducer.residual_scale.state(), "ranks": self.topology.size,
+                "ranks": self.topology.size,
             }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -369,7 +361,6 @@ class GradientPool:
             self.order(state["order"])
             self.reducer.engine.rebuild_buckets()
         self.reducer.engine.load_state_dict(state["engine"])
-        self.reducer.residual_scale.load(state.get("loss_scale"))
 
     def exchange_buffer(self, buffer: Tensor) -> Tensor:
         """Replace the buffer by another of the same layout, and return the old one. Engines call it before a step."""

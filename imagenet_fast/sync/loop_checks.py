@@ -350,18 +350,22 @@ def refuse_second_step(optimizer: Optimizer, stepped: Sequence[Optimizer], scale
 
 
 def refuse_unfit(engine: SyncEngine, optimizer: Optimizer, scaled: bool) -> None:
-    """Raise ValueError if ``optimizer`` would apply more than ``engine`` sends, or momentum that is in it already.
+    """Raise ValueError if ``optimizer`` or a scaler does not go with what ``engine`` sends and keeps.
 
     Args:
         engine: The engine.
         optimizer: The optimizer.
-        scaled: Whether a ``GradScaler`` steps it, which needs all gradients.
+        scaled: Whether a ``GradScaler`` steps it, by a loss scale that a residual of earlier steps does not have.
     """
-    if engine.sends_part and (scaled or not hasattr(optimizer, "elements")):
+    if engine.has_residual and scaled:
         raise ValueError(
-            "the engine sends a part of the gradients, and "
-            + ("a GradScaler" if scaled else "optimizers of torch")
-            + " would apply the rest as well: take another engine, or imagenet_fast's LARS or SGD without a scaler"
+            "this engine keeps what it does not send for later steps, whose loss scale is another: compute in bf16, "
+            "which needs no GradScaler, or take an engine that sends everything, such as LazySync()"
+        )
+    if engine.sends_part and not hasattr(optimizer, "elements"):
+        raise ValueError(
+            "the engine sends a part of the gradients, and optimizers of torch would apply the rest as well: take "
+            "another engine, or imagenet_fast's LARS or SGD"
         )
     if engine.adds_momentum and any(
         group.get("momentum", 1) and not group.get("corrected") for group in optimizer.param_groups

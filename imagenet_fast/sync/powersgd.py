@@ -62,7 +62,7 @@ class PowerSGD:
         rounds = [Round(message.project, message.left)]
         if compressed:
             rounds.append(Round(message.reflect, message.right))
-        return Compressed(rounds, message.restore, message.drop, message.scale)
+        return Compressed(rounds, message.restore, message.drop)
 
     def _saves(self, slot: ParamSlot) -> bool:
         rows, columns = matrix_shape(slot.param)
@@ -183,11 +183,6 @@ class _Message:
             for matrix in self._matrices:
                 matrix.swap()
             self._stepped = False
-
-    def scale(self, ratio: Tensor) -> None:
-        """Multiply the errors by ``ratio``."""
-        for matrix in self._matrices:
-            matrix.kept["error"].mul_(ratio)
 
 
 def _rest(slot: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync import loop_checks
 from imagenet_fast.sync.deferred_update import DeferredUpdate
-from imagenet_fast.sync.engine import ResidualScale, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.topology import Topology
@@ -43,7 +43,6 @@ class Reducer:
         self.engine: SyncEngine | None = None
         self.deferral: DeferredUpdate | None = None
         self.order = ArrivalOrder()
-        self.residual_scale = ResidualScale(buffer.values.device)
         self.largest: float | None = None
         """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
         self.found_inf: Tensor | None = None
@@ -201,14 +200,12 @@ class Reducer:
                 loop_checks.refuse_updated(scaler, self.begun_at)
 
     def step_scaled(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
-        """Step ``optimizer`` by ``scaler`` with gradients that are here, update it, and note how the scale changed."""
+        """Step ``optimizer`` by ``scaler`` with gradients that are here, and update the scaler."""
         self.updated = self.scaled = True
-        scale = scaler.get_scale()
         self.stepped.append(optimizer)
         scaler.step(optimizer)
         scaler.update()
         loop_checks.note_update(scaler)
-        self.residual_scale.change(scaler.get_scale() / scale)
 
     def measure(self) -> None:
         """Check the gradients pushed so far, if ``largest`` is set."""
@@ -275,12 +272,11 @@ class Reducer:
         if self.is_open or self.engine is None:
             return
         loop_checks.refuse_late_group(self.topology)
-        if self.engine.sends_part or self.residual_scale.applies_to(self.engine):
+        if self.engine.sends_part:
             self.settle()
             for slot in self.slots:
                 self.engine.wait(slot)
         self.engine.begin()  # `auto` may hand the pool to another engine, which replaces self.engine
-        self.residual_scale.apply(self.engine)
         self.engine.start_step()
         self._flag_behind = {slot for slot in self.slots if self.deferral is not None and self.deferral.waits(slot)}
         # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.

@@ -199,11 +199,6 @@ class Sparse(SyncEngine):
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
 
-    def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply the residual and the velocity by ``ratio``."""
-        self._pool.buffer.mul_(ratio)
-        self._velocity.mul_(ratio)
-
     def finish(self, drop: bool = False) -> SyncStats:
         """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics.
 

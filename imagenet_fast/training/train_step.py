@@ -196,8 +196,6 @@ def build_step(
     else:
         forward, sync = model, division.synchronised(recipe.sync, steps_per_epoch)
     scale = LossScaler(precision, recipe.sync.wire, world.device)
-    if scale.dynamic:
-        sync.set_loss_scale(scale.scale)
     if scale.largest is not None:
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
-from imagenet_fast.sync.reshard_state import reshard_sync_state
 from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import engine_of, pooled, weights_of
+from tests.sync.given import engine_of, pooled
 from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 SPARSE = ENGINES["sparse"]
@@ -107,54 +106,6 @@ def test_a_failing_close_is_a_note_on_the_users_exception():
         raise KeyError("the user's")
     assert any("no memory for the update" in note for note in raised.value.__notes__)
     assert not any(module._forward_pre_hooks for module in model.modules()), "the model is left to others"
-
-
-# Loss scales of residuals
-
-
-@pytest.mark.parametrize("engine", tiers(["lazy int8"], ["hybrid int8", "powersgd", "sparse", "sparse corrected"]))
-def test_a_changed_loss_scale_changes_no_residual(engine: str):
-    """Powers of two: with and without a scale nearly the same comes out."""
-    check_scales(engine, [1.0, 4.0, 4.0, 0.25, 0.25, 1024.0, 2.0], False)
-
-
-def test_a_loss_scale_under_sparse_unscales_what_was_sent_alone():
-    """What has yet to be sent is no gradient of this step, and stays in scaled units."""
-    check_scales("sparse", [1024.0] * 8, True)
-
-
-def check_scales(engine: str, scales: list[float], by_optimizer: bool) -> None:
-    expected, found = (run(2, _scaled, engine, s, by_optimizer)[0] for s in ([1.0] * len(scales), scales))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def _scaled(engine: str, scales: list[float], by_optimizer: bool) -> Tensor:
-    """Weights after steps with these loss scales, of which the optimizer knows, or its rate, and the pool."""
-    corrected = ENGINES[engine].velocity_momentum is not None
-    model, pool, optimizer = started(ENGINES[engine], lambda model: loops.ours(model, lr=0.02, corrected=corrected))
-    known = torch.ones(())
-    for step, scale in enumerate(scales):
-        known.fill_(scale)
-        if by_optimizer:
-            optimizer.grad_scale = known
-        else:
-            optimizer.param_groups[0]["lr"] = 0.02 / scale
-            pool.set_loss_scale(known)
-        pool.zero_grad()
-        (scale * loss_of(model, step)).backward()
-        pool.step(optimizer)
-    pool.settle()
-    return weights_of(model)
-
-
-def test_the_residuals_loss_scale_goes_to_another_number_of_ranks():
-    model, pool, _ = started(SPARSE)
-    pool.set_loss_scale(torch.tensor(8.0))
-    begin(model, pool, 0)
-    pool.end_backward()
-    states = [pool.state_dict()] * 2
-    pool.close()
-    assert reshard_sync_state(states)["loss_scale"] == 8.0
 
 
 # Updates that are deferred

@@ -200,10 +200,13 @@ REFUSALS |= {
         "sends a part of the gradients, and optimizers of torch would apply the rest as well",
         lambda model, pool: (pool.step, sgd(model)), "sparse", ours,
     ),
-    "a scaler where a part is sent": in_a_step(
-        "a GradScaler would apply the rest as well",
-        lambda model, pool: (pool.step, ours(model), torch.amp.GradScaler("cpu")), "sparse", ours,
-    ),
+    **{
+        f"a scaler of an engine that keeps a residual, as {engine}": in_a_step(
+            "keeps what it does not send for later steps, whose loss scale is another",
+            lambda model, pool: (pool.step, ours(model), torch.amp.GradScaler("cpu")), engine, ours,
+        )
+        for engine in ("sparse", "lazy int8", "powersgd")
+    },
     "an optimizer of another model": in_a_step(
         "none of this pool's parameters", lambda _, pool: (pool.step, sgd(Layers()))
     ),
@@ -472,7 +475,7 @@ def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
     for other in map(ENGINES.__getitem__, STATES):
         pool = pooled(Layers(), other)
         if (settings.kind == "sparse") == (other.kind == "sparse"):
-            pool.load_state_dict(copy.deepcopy(state))
+            pool.load_state_dict(copy.deepcopy(state) | {"loss_scale": 8.0})  # as pools of earlier versions had
         else:
             yield pool.load_state_dict, state
         pool.close()
