@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import Stopwatch, SyncStats
@@ -146,16 +145,13 @@ class ActivationTraffic:
         with stopwatch("activations"):
             yield
         _, begun, ended = stopwatch.blocks[-1]
-        self._add(CommStats(sent_bytes, sent_bytes, begun, ended))
+        self._stats.add("activations", CommStats(sent_bytes, sent_bytes, begun, ended))
 
     def exchanged(self, sent_bytes: int, received_bytes: int) -> None:
         """Count an exchange whose waiting time is not known."""
-        self._add(CommStats(sent_bytes, received_bytes))
+        self._stats.add("activations", CommStats(sent_bytes, received_bytes))
 
     def spent(self) -> SyncStats:
         """Return what has been counted since the last call."""
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
         return stats
-
-    def _add(self, traffic: CommStats) -> None:
-        self._stats.add("activations", done(traffic))

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.sync.all_reduce import wire_for
@@ -114,12 +112,8 @@ class Auto(SyncEngine):
 
     @property
     def has_residual(self) -> bool:
-        """True if the ``meanwhile`` engine has a residual."""
-        return self._meanwhile.has_residual
-
-    def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply the residual of the ``meanwhile`` engine by ``ratio``."""
-        self._meanwhile.scale_residual(ratio)
+        """True if the ``meanwhile`` engine or one that may be chosen has a residual."""
+        return self._meanwhile.has_residual or any(not c.exact and c.electable for c in self._candidates)
 
     def finish(self, drop: bool = False) -> SyncStats:
         """Finish the step; after the last timed one, choose an engine and report all predictions in ``decision``."""

@@ -98,15 +98,6 @@ class Scheduler(SyncEngine):
             self._timetable.gradient_ready()
         self._release(slot.index)
 
-    def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply quantisation errors and compressor residuals by ``ratio``, an fp32 scalar on the device."""
-        if self._residual is not None:
-            self._residual.scale(ratio)
-        elif self._left is not None:
-            self._left *= ratio
-        for compressed in self._compressed:
-            compressed.scale(ratio)
-
     def finish(self, drop: bool = False) -> SyncStats:
         """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
 
@@ -164,7 +155,9 @@ class Scheduler(SyncEngine):
         self._await(list(self._travelling))
         learnt = None
         if self._timing is not None:
-            learnt = {"timing": asdict(self._timing), "network": self._network.state_dict()}
+            learnt = {
+                "timing": asdict(self._timing), "network": self._network.state_dict(), "ranks": self._topology.size
+            }  # fmt: skip
         if not self.has_residual and learnt is None and self._left is None:  # one rank keeps what several have left
             return {}
         left = self._left if self._residual is None else self._residual.gathered()
@@ -183,7 +176,8 @@ class Scheduler(SyncEngine):
         if state["left"] is not None:
             self._left = self._pool.values.new_zeros(self._pool.slots[-1].stop, dtype=state["left"].dtype)
             bring(state["left"], state["places"], self._left, self._pool.slots)
-        if learnt := state["learnt"]:
+        learnt, ranks = state["learnt"], self._topology.size
+        if learnt and learnt.get("ranks", ranks) == ranks:
             self._timing = Timing(**learnt["timing"])
             self._network.load_state_dict(learnt["network"])
         self.rebuild_buckets()
@@ -303,11 +297,12 @@ class Scheduler(SyncEngine):
         """Wait for messages, and add them to the step's statistics."""
         assert self._stats.exposed is not None
         for number in numbers:
-            transfer, label = self._travelling.pop(number), label_of(self._messages[number].bucket)
+            transfer, label = self._travelling[number], label_of(self._messages[number].bucket)
             if transfer.last:  # else nothing was sent, as on one rank
                 with self._stats.exposed(label):
-                    transfer.wait()
-            self._stats.add(label, transfer)
+                    transfer.wait()  # a message that is lost stays in flight
+            self._stats.add(label, *transfer.traffic)
+            del self._travelling[number]
 
 
 def _copied(memory: Memory, device: torch.device) -> Memory:

@@ -44,11 +44,6 @@ def carry(phases: Sequence[CommOp], after: Sequence[PendingOp] = ()) -> AllReduc
     return AllReduceHandle(after[0].wait if phases else _nothing, traffic, after if phases else ())
 
 
-def done(traffic: CommStats) -> AllReduceHandle:
-    """Return the handle of a message that somebody else has sent and waited for, to count it."""
-    return AllReduceHandle(_nothing, [traffic])
-
-
 class OpSequence:
     """Phases being built; local work is done by the phase that follows it, on that phase's thread or stream."""
 

@@ -40,8 +40,6 @@ class Compressed:
     """Local work after the rounds, which leaves the same bits in the pool on every rank."""
     drop: Callable[[], object]
     """Restores the memory of before the last step, all of which must be done."""
-    scale: Callable[[Tensor], object]
-    """Multiplies the residual of earlier steps by a number. Nothing may be in flight."""
 
 
 class Compressor(Protocol):

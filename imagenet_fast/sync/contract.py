@@ -278,7 +278,8 @@ def check_state(state: object, ranks: int, engine: SyncEngine) -> None:
     if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
     theirs = state.get("ranks") or ranks
-    if theirs != ranks and state["engine"].keys() & {"left", "residual", "memory"}:
+    kept = [state["engine"].get(kind) for kind in ("left", "residual", "memory")]
+    if theirs != ranks and any(value is not None and len(value) for value in kept):
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
             "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"
@@ -395,8 +396,8 @@ def check_scaler(scaler: torch.amp.GradScaler, pool: object, engine: SyncEngine)
     """
     if engine.has_residual:
         raise ValueError(
-            "this engine keeps what it does not send for later steps, whose loss has another scale; train in bf16 "
-            "without a GradScaler, or take an exact engine"
+            "this engine keeps what it does not send for later steps, whose loss scale is another: compute in bf16, "
+            "which needs no GradScaler, or take an engine that sends everything, such as LazySync()"
         )
     known = _POOL_OF_SCALER.get(scaler)
     if known is not None and known() not in (None, pool):

@@ -18,7 +18,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from imagenet_fast.sync.comm_ops import done
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.device_timer import record_timestamp
 from imagenet_fast.sync.engine import SyncStats
@@ -190,7 +189,7 @@ class DdpPeer:
     def _begin(self, bucket: GradBucket) -> CommStats:
         """Count a message that begins now; DDP waits for it by itself."""
         traffic = CommStats(begun=record_timestamp(self._nothing.device))
-        self._stats.add(f"bucket {bucket.index()}", done(traffic))
+        self._stats.add(f"bucket {bucket.index()}", traffic)
         return traffic
 
     def _count(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.sync.comm_ops import AllReduceHandle
+from imagenet_fast.recipe.engine_table import Awaits
+from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.param_slot import ParamSlot
@@ -34,6 +35,25 @@ class Engine(Declaration[ParamSlot]):
     """The dtype in which gradients are sent."""
     compressor: Compressor | None = None
     """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no scheduler can carry out.
+
+        Raises:
+            ValueError: ``awaits`` is unknown or goes with no plan, or the wire dtype with no compressor.
+        """
+        if self.awaits not in get_args(Awaits):
+            raise ValueError(f'awaits is "{self.awaits}"; give "each", "backward" or "read"')
+        if self.awaits == "each" and self.prioritized:
+            raise ValueError(
+                'awaits="each" sends one bucket after the other, so there is nothing to plan; leave prioritized out or '
+                'take awaits="backward"'
+            )
+        if self.compressor is not None and self.wire.itemsize == 1:
+            raise ValueError(
+                f"a compressor's factors cannot be sent as {self.wire}; take a wire of at least 16 bits, or leave the "
+                "compressor out"
+            )
 
     @property
     def learns(self) -> bool:
@@ -71,27 +91,27 @@ class SyncStats:
 
     exposed: Stopwatch | None
     """The time the step waited for communication; None where it cannot be measured."""
-    transfers: list[tuple[str, AllReduceHandle]] = field(default_factory=list)
-    """The messages sent, each with the name of its layers.
+    transfers: list[tuple[str, Sequence[CommStats]]] = field(default_factory=list)
+    """The costs of each message's phases, with the name of its layers.
 
     A deferring engine counts a message in the step that waits for it.
     """
     decision: tuple[Prediction, ...] = ()
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
-    def add(self, label: str, transfer: AllReduceHandle) -> None:
+    def add(self, label: str, *phases: CommStats) -> None:
         """Count a completed message."""
-        self.transfers.append((label, transfer))
+        self.transfers.append((label, phases))
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent, computed from the operations that it called."""
-        return sum(part.sent_bytes for _, transfer in self.transfers for part in transfer.traffic)
+        return sum(phase.sent_bytes for _, phases in self.transfers for phase in phases)
 
     @property
     def received_bytes(self) -> int:
         """Bytes that this rank received, computed from the operations that it called."""
-        return sum(part.received_bytes for _, transfer in self.transfers for part in transfer.traffic)
+        return sum(phase.received_bytes for _, phases in self.transfers for phase in phases)
 
     @property
     def launches(self) -> int:
@@ -151,14 +171,6 @@ class SyncEngine(Protocol):
         """Prepare for the first gradient of a step. Called after ``begin``."""
         return
 
-    def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply the residual by ``ratio``, because the loss scale has changed. Nothing is in flight.
-
-        Args:
-            ratio: An fp32 scalar tensor on the device.
-        """
-        return
-
     def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
         """Copy a gradient of backward into its place in the pool.
 
@@ -187,7 +199,7 @@ class SyncEngine(Protocol):
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Accept the final local gradient of ``slot``. Called in pool order, once a step for each slot.
 
-        The engine must call ``pool.measure()`` before it changes or sends the gradient.
+        The engine must call ``pool.check_range()`` before it changes or sends the gradient.
         """
 
     def finish(self, drop: bool = False) -> SyncStats:
@@ -238,46 +250,3 @@ class SyncEngine(Protocol):
     def drop(self) -> None:
         """Release the engine in the middle of a step. Wait for no message: other ranks may never send theirs."""
         return
-
-
-class ResidualScale:
-    """The loss scale of a residual, adjusted to that of each step."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Start with a loss scale that does not change."""
-        self._device = device
-        self._follows: Tensor | None = None
-        self._scale: Tensor | None = None  # the residual's scale
-        self._ratio = 1.0  # the factor still to be applied to the residual
-
-    def follow(self, scale: Tensor) -> None:
-        """Read the loss scale from ``scale``, an fp32 scalar tensor on the device, in every later step."""
-        self._follows = scale
-
-    def change(self, ratio: float) -> None:
-        """Record that the loss scale of the next steps is ``ratio`` times as large."""
-        self._ratio *= ratio
-
-    def applies_to(self, engine: SyncEngine) -> bool:
-        """Return whether this step's loss scale may differ from that of the engine's residual."""
-        return engine.has_residual and (self._ratio != 1 or self._follows is not None)
-
-    def apply(self, engine: SyncEngine) -> None:
-        """Rescale the engine's residual to this step's loss scale."""
-        if not engine.has_residual:
-            return
-        if self._ratio != 1:
-            engine.scale_residual(torch.full((), self._ratio, dtype=torch.float32, device=self._device))
-            self._ratio = 1.0
-        if self._follows is not None:
-            if self._scale is not None:
-                engine.scale_residual(self._follows / self._scale)
-            self._scale = self._follows.clone()
-
-    def state(self) -> float | None:
-        """Return the residual's loss scale, or None if none has been applied to it yet."""
-        return None if self._scale is None else float(self._scale)
-
-    def load(self, scale: float | None) -> None:
-        """Continue from a value of ``state``."""
-        self._scale = None if scale is None else torch.full((), scale, dtype=torch.float32, device=self._device)

@@ -3,7 +3,7 @@
 After Vogels, Karimireddy and Jaggi (arXiv 1905.13727).
 
 A rank's matrix M, [n, m], is its gradient plus its error. P = M Q is averaged over the ranks and its columns are made
-orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the slot of P.
+orthonormal. Then Q = Mᵀ P is averaged, and all ranks apply P Qᵀ, which is the mean of M projected on the span of P.
 Each rank keeps its error, M - P Qᵀ. Q is kept too, and approaches the leading singular vectors from step to step.
 """
 
@@ -62,7 +62,7 @@ class PowerSGD:
         rounds = [Round(message.project, message.left)]
         if compressed:
             rounds.append(Round(message.reflect, message.right))
-        return Compressed(rounds, message.restore, message.drop, message.scale)
+        return Compressed(rounds, message.restore, message.drop)
 
     def _saves(self, slot: ParamSlot) -> bool:
         rows, columns = matrix_shape(slot.param)
@@ -96,7 +96,7 @@ class _Matrix:
     kept: dict[str, Tensor]
     """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M.
 
-    Its rows are orthonormal. The paper's are not, but slot the same space, and products with orthonormal rows fit in 16
+    Its rows are orthonormal. The paper's are not, but span the same space, and products with orthonormal rows fit in 16
     bits.
     """
     spare: dict[str, Tensor]
@@ -183,11 +183,6 @@ class _Message:
             for matrix in self._matrices:
                 matrix.swap()
             self._stepped = False
-
-    def scale(self, ratio: Tensor) -> None:
-        """Multiply the errors by ``ratio``."""
-        for matrix in self._matrices:
-            matrix.kept["error"].mul_(ratio)
 
 
 def _rest(slot: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:

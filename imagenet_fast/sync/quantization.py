@@ -182,11 +182,6 @@ class ErrorFeedback:
         for _, feedback, _, _ in self._pieces:
             feedback.drop()
 
-    def scale(self, ratio: Tensor) -> None:
-        """Multiply the residual by ``ratio``. Nothing may be in flight."""
-        for _, feedback, _, _ in self._pieces:
-            feedback.rows.mul_(ratio)
-
     def moved(self, slots: Sequence[ParamSlot]) -> Tensor:
         """Return the residual laid out as other ``slots`` of the same parameters."""
         left = self.gathered()

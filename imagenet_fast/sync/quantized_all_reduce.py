@@ -33,8 +33,8 @@ def coded_pairwise(
         chain: Where the phases are added.
         values: The values to average.
         packing: The message's blocks by owner.
-        push: Channel to the owners.
-        pull: Channel for the means.
+        push: The stream to the owners.
+        pull: The stream for the means.
         owners: Places of the ranks that own blocks.
         direct: See ``CommStream.all_gather``.
     """

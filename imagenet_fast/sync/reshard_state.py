@@ -57,13 +57,11 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     memory: dict[str, dict[str, Any]] = {}
     steps: list[int] = []
     elected: set[str] = set()
-    loss_scale = None
     for state in states:
         for pool in state[sharded:] if isinstance(state, list) else [state]:
             if not pool:
                 continue
             elected.add(pool["elected"])
-            loss_scale = pool.get("loss_scale") if loss_scale is None else loss_scale
             if engine := pool["engine"]:
                 steps.append(engine["step"])
                 _add_kept(engine, kept)
@@ -74,10 +72,7 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     if steps:
         merged = {"step": max(steps), "learnt": None, **_concatenated(kept)}
         merged["memory"] = {name: memory[name] | {"error": error} for name, error in errors.all().items()}
-    return {
-        "order": None, "elected": elected.pop() if len(elected) == 1 else "", "engine": merged,
-        "loss_scale": loss_scale,
-    }  # fmt: skip
+    return {"order": None, "elected": elected.pop() if len(elected) == 1 else "", "engine": merged}
 
 
 def _add_kept(engine: dict[str, Any], kept: dict[str, RunningMeans]) -> None:

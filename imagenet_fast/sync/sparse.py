@@ -199,11 +199,6 @@ class Sparse(SyncEngine):
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
 
-    def scale_residual(self, ratio: Tensor) -> None:
-        """Multiply the residual and the velocity by ``ratio``."""
-        self._pool.values.mul_(ratio)
-        self._velocity.mul_(ratio)
-
     def finish(self, drop: bool = False) -> SyncStats:
         """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics.
 
@@ -220,7 +215,7 @@ class Sparse(SyncEngine):
         self._sent = self._ids
         self._step += 1
         if self._agreed is not None:
-            self._stats.add("the chunks' norms", self._agreed)
+            self._stats.add("the chunks' norms", *self._agreed.traffic)
             self._agreed = None
         if self._density(self._step) < 1:
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
@@ -344,7 +339,7 @@ class Sparse(SyncEngine):
         for message in messages:
             with self._stats.exposed(message.label):
                 message.transfer.wait()
-            self._stats.add(message.label, message.transfer)
+            self._stats.add(message.label, *message.transfer.traffic)
             self._messages.remove(message)
 
     def _measure(self) -> None:

@@ -50,7 +50,7 @@ class Trace:
             self._events += [
                 ("wait", f"wait for {label}", begin, end, {}) for label, begin, end in stats.exposed.blocks
             ]
-        self._sent += [(label, part) for label, transfer in stats.transfers for part in transfer.traffic]
+        self._sent += [(label, phase) for label, phases in stats.transfers for phase in phases]
 
     def write(self, path: Path) -> None:
         """Stop recording, and write Chrome's trace event format, which Perfetto reads.

@@ -273,15 +273,20 @@ class LARS(SGD):
 
 
 def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
-    """Return the L2 norms [2, parameters] of weights and gradients, each over all tensors of one owner."""
+    """Return the L2 norms [2, parameters] of weights and gradients, each over all tensors of one owner.
+
+    Tensors of one owner are neighbours, and are added up in their order: atomic additions, in any order, would give
+    each rank other bits.
+    """
     if not weights:
         return params[0].new_zeros(2, len(params))
     norms = torch.stack(list(torch._foreach_norm([*weights, *grads]))).view(2, -1)
     if owners == list(range(len(params))):
         return norms
-    sums = norms.new_zeros(2, len(params))
-    numbers = torch.tensor(owners, pin_memory=sums.is_cuda)  # a copy from pageable memory would make the host wait
-    return sums.index_add_(1, numbers.to(sums.device, non_blocking=True), norms.square()).sqrt()
+    counts = torch.bincount(torch.tensor(owners), minlength=len(params))
+    if norms.is_cuda:
+        counts = counts.pin_memory().to(norms.device, non_blocking=True)  # from pageable memory the host would wait
+    return torch.segment_reduce(norms.square().T, "sum", lengths=counts, unsafe=True).T.sqrt()
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.job_setup import plan_evaluation
+from imagenet_fast.training.optimizers import LARS
 from imagenet_fast.training.train_step import build_step, seed_step
 from tests.conftest import tables
 
@@ -153,3 +154,21 @@ def test_a_replayed_graph_and_compiled_code_draw_what_seed_and_step_say(world: D
     for one, other, same in zip(first, second, again, strict=True):
         assert torch.equal(one, same)
         assert not torch.equal(one, other)
+
+
+def test_lars_takes_the_same_step_of_the_same_pieces_every_time():
+    """As every rank must: where a part is sent, norms are over many pieces of a tensor."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(64, 1024, device="cuda")) for _ in range(8)]
+    gradients = [torch.randn_like(param) for param in params]
+    optimizer = LARS(params, 0.1, momentum=0.0)
+    optimizer.elements = {param: [slice(1024 * n, 1024 * n + 1000) for n in range(64)] for param in params}
+    begun, ends = [param.detach().clone() for param in params], set()
+    for _ in range(200):
+        with torch.no_grad():
+            torch._foreach_copy_(params, begun)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.clone()
+        optimizer.step()
+        ends.add(torch.cat([param.detach().flatten() for param in params]).cpu().numpy().tobytes())
+    assert len(ends) == 1

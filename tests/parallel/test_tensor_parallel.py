@@ -79,7 +79,7 @@ def test_under_autocast_activations_travel_as_they_are_multiplied() -> None:
         near, logits = whole(own), model(own)
     assert logits.dtype == torch.bfloat16
     torch.testing.assert_close(logits, near, rtol=2e-2, atol=2e-2)
-    assert sum(t.traffic[0].sent_bytes for _, t in division.activations.spent().transfers) == 4 * (36 + 12) * 2
+    assert division.activations.spent().sent_bytes == 4 * (36 + 12) * 2
     division.layout.close()
 
 
@@ -93,7 +93,7 @@ def test_what_activations_cost_is_counted_and_timed() -> None:
         own, _ = images_of("tiny", dist.get_rank(), images)
         model(own).sum().backward()
         stats = pools.end_backward()
-        sent = [transfer.traffic[0].sent_bytes for label, transfer in stats.transfers if label == "activations"]
+        sent = [phases[0].sent_bytes for label, phases in stats.transfers if label == "activations"]
         assert sent == [4 * images * units for units in (36, 12, 12, 36)], "forth and back, to one other rank"
         assert stats.sent_bytes > sum(sent), "gradients of the other layers"
         assert stats.exposed is not None

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,9 @@ ENGINES = EXACT | INEXACT | SPARSE
 def as_carried_out(program: Program, engine: str) -> Program:
     """The program as it is under an engine."""
     settings = ENGINES[engine]
-    return program.leaving_gradients(settings.momentum_correction) if isinstance(settings, sync.SparseSync) else program
+    if isinstance(settings, sync.SparseSync):
+        return program.leaving_gradients(settings.momentum_correction)
+    return replace(program, scaled=program.scaled and not settings.keeps)
 
 
 def can_carry_out(program: Program, engine: str) -> bool:

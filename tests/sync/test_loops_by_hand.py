@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,12 +17,11 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
 from imagenet_fast.sync.per_param_step import snapshot_step
-from imagenet_fast.sync.reshard_state import reshard_sync_state
 from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import pooled, weights_of
+from tests.sync.given import engine_of, pooled
 from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 SPARSE = ENGINES["sparse"]
@@ -70,6 +70,27 @@ def test_nobody_overlooks_it_under_sparse_either(world: int, layer: int, fails: 
 FEW_CHUNKS = SPARSE.model_copy(update={"sparsity": 0.8, "chunk": 16})
 
 
+@with_ranks(2)
+@unmeasured()
+def test_a_lost_message_stays_lost() -> None:
+    """No later read takes what its buffer holds, which no rank has averaged, for means."""
+    model, pool, optimizer = started(ENGINES["hybrid"].model_copy(update={"fuse_mb": 1}))
+    train(model, pool, optimizer, range(8))  # until messages are in flight after a step
+    in_flight = engine_of(pool)._travelling
+    assert in_flight
+    sent = dict(in_flight)
+    for number, message in sent.items():
+        in_flight[number] = replace(message, wait=_lost)
+    for read in (lambda: model(loops.images(9)), model.state_dict) * 2:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            read()
+    in_flight |= sent
+
+
+def _lost() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
 def test_a_failing_close_is_a_note_on_the_users_exception():
     model, pool, optimizer = started(ENGINES["hybrid"])
 
@@ -85,54 +106,6 @@ def test_a_failing_close_is_a_note_on_the_users_exception():
         raise KeyError("the user's")
     assert any("no memory for the update" in note for note in raised.value.__notes__)
     assert not any(module._forward_pre_hooks for module in model.modules()), "the model is left to others"
-
-
-# Loss scales of residuals
-
-
-@pytest.mark.parametrize("engine", tiers(["lazy int8"], ["hybrid int8", "powersgd", "sparse", "sparse corrected"]))
-def test_a_changed_loss_scale_changes_no_residual(engine: str):
-    """Powers of two: with and without a scale nearly the same comes out."""
-    check_scales(engine, [1.0, 4.0, 4.0, 0.25, 0.25, 1024.0, 2.0], False)
-
-
-def test_a_loss_scale_under_sparse_unscales_what_was_sent_alone():
-    """What has yet to be sent is no gradient of this step, and stays in scaled units."""
-    check_scales("sparse", [1024.0] * 8, True)
-
-
-def check_scales(engine: str, scales: list[float], by_optimizer: bool) -> None:
-    expected, found = (run(2, _scaled, engine, s, by_optimizer)[0] for s in ([1.0] * len(scales), scales))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def _scaled(engine: str, scales: list[float], by_optimizer: bool) -> Tensor:
-    """Weights after steps with these loss scales, of which the optimizer knows, or its rate, and the pool."""
-    corrected = ENGINES[engine].velocity_momentum is not None
-    model, pool, optimizer = started(ENGINES[engine], lambda model: loops.ours(model, lr=0.02, corrected=corrected))
-    known = torch.ones(())
-    for step, scale in enumerate(scales):
-        known.fill_(scale)
-        if by_optimizer:
-            optimizer.grad_scale = known
-        else:
-            optimizer.param_groups[0]["lr"] = 0.02 / scale
-            pool.set_loss_scale(known)
-        pool.zero_grad()
-        (scale * loss_of(model, step)).backward()
-        pool.step(optimizer)
-    pool.settle()
-    return weights_of(model)
-
-
-def test_the_residuals_loss_scale_goes_to_another_number_of_ranks():
-    model, pool, _ = started(SPARSE)
-    pool.set_loss_scale(torch.tensor(8.0))
-    begin(model, pool, 0)
-    pool.end_backward()
-    states = [pool.state_dict()] * 2
-    pool.close()
-    assert reshard_sync_state(states)["loss_scale"] == 8.0
 
 
 # Updates that are deferred

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -13,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.metrics.timeline import read_timeline
-from imagenet_fast.sync import DdpSync, HybridSync, LazySync, SyncStats, attach
-from imagenet_fast.sync.comm_ops import AllReduceHandle
+from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync, SyncStats, attach
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.sync.trace import Trace, TracedSteps
 from tests.ranks import run
+from tests.sync.given import pooled
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +66,8 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
     model = nn.Linear(2, 2)
     trace = Trace(model, torch.device("cpu"))
     model(torch.ones(1, 2)).sum().backward()
-    early = AllReduceHandle(lambda: None, [CommStats(8, 8, begun, time.perf_counter())])
-    trace.add_step(SyncStats(Stopwatch(torch.device("cpu")), [("early", early)]))
+    early = CommStats(8, 8, begun, time.perf_counter())
+    trace.add_step(SyncStats(Stopwatch(torch.device("cpu")), [("early", [early])]))
     trace.write(tmp_path / "trace.json")
     spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in spans] == ["early", "forward ", "backward ", "backward "]
@@ -76,6 +78,36 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
 def test_of_no_step_an_empty_timeline_is_written(tmp_path: Path):
     Trace(nn.Linear(2, 2), torch.device("cpu")).write(tmp_path / "trace.json")
     assert {e["ph"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {"M"}
+
+
+def test_what_a_step_cost_holds_nothing_of_what_was_sent():
+    """A loop may keep the figures of many steps, and gradients would add up."""
+    run(2, _hold_figures)
+
+
+def _hold_figures() -> None:
+    model = nn.Linear(64, 64)
+    pool = pooled(model, DearSync(wire="fp32"))
+    pool.zero_grad()
+    model(torch.ones(1, 64)).sum().backward()
+    stats = pool.step(torch.optim.SGD(model.parameters(), 0.1))
+    pool.settle()
+    assert stats.sent_bytes > 0
+    assert [held for held in held_by(stats) if isinstance(held, torch.Tensor | dist.Work)] == []
+
+
+def held_by(root: object) -> list[object]:
+    """All that lives as long as this does, but for what modules and classes hold."""
+    held: dict[int, object] = {id(root): root}
+    waiting = [root]
+    while waiting:
+        one = waiting.pop()
+        inner = one.__closure__ or () if isinstance(one, FunctionType) else gc.get_referents(one)
+        for other in inner:
+            if id(other) not in held and not isinstance(other, type | ModuleType):
+                held[id(other)] = other
+                waiting.append(other)
+    return list(held.values())
 
 
 def _trace(folder: Path) -> None:
