@@ -80,6 +80,13 @@ class Pools:
         self._stats = SyncStats(exposed, [transfer for one in stats for transfer in one.transfers], stats[-1].decision)
         return self._stats
 
+    def finish(self) -> SyncStats:
+        """End the step's last backward, and put the means into ``p.grad`` of all parameters."""
+        stats = self.end_backward()
+        for pool in self._pools:
+            pool.finish()
+        return stats
+
     def update(self, apply: Update) -> None:
         """Have ``apply`` update the parameters of each pool, as ``GradientPool.update`` does.
 

@@ -34,6 +34,8 @@ class GradientSync(Protocol):
 
     def end_backward(self) -> SyncStats: ...  # noqa: D102
 
+    def finish(self) -> SyncStats: ...  # noqa: D102
+
     def step(self, *optimizers: Optimizer, then: Sequence[Update] = ()) -> SyncStats: ...  # noqa: D102
 
     def update(self, apply: Update) -> None: ...  # noqa: D102

@@ -109,6 +109,11 @@ def named_parameters(
     return None if model is None else _uncompiled(model), model, named
 
 
+def device_of(named: Mapping[str, nn.Parameter]) -> torch.device:
+    """Return the device of the first parameter; the CPU if there is none."""
+    return next((param.device for param in named.values()), torch.device("cpu"))
+
+
 def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return the parameters that train, after a check that a pool can hold them.
 

@@ -117,6 +117,8 @@ class DdpPeer:
             self.found_inf = (~(torch.stack(norms).max() <= self._guard)).float()
         return self._ended
 
+    finish = end_backward  # DDP's backward has left the means in p.grad
+
     def update(self, apply: Update) -> None:
         """Call ``apply`` with all trainable parameters."""
         apply([p for p in self.module.parameters() if p.requires_grad])

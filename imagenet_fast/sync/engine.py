@@ -213,6 +213,7 @@ class SyncEngine(Protocol):
 
     def forget_nonfinite(self) -> None:
         """Zero what is not finite in the residual."""
+        return
 
     def wait(self, slot: ParamSlot) -> None:
         """Wait until the gradient of ``slot`` is synchronised. Called before its parameter is read again."""

@@ -88,7 +88,11 @@ class GradientPool:
         if topology is None:
             contract.refuse_missing_group()
         model, called, named = contract.named_parameters(parameters, model)
-        compare_models(named, model, topology.group if topology else group)  # before checks that may fail on one rank
+        ranks = topology.group if topology else group
+        own = callable(engine) and not isinstance(engine, type)
+        if not own:  # before checks that may fail on one rank
+            compare_engines(contract.settings_of(engine), steps_per_epoch, ranks, contract.device_of(named))
+        compare_models(named, model, ranks)
         trainable = contract.trainable(named)
         self._lockstep = lockstep
         self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
@@ -102,9 +106,9 @@ class GradientPool:
         """True if a backward pushes its gradients, as outside of ``no_sync``."""
         self.pending: PendingUpdate | None = None
         """The last update that was deferred."""
-        self.engine = self._built(engine, steps_per_epoch)
-        self._released = weakref.finalize(self, self.engine.drop)  # a pool that nobody closes leaves no connections
-        self._released.atexit = False
+        self.engine: SyncEngine = (
+            engine(self.gradients) if own else build_engine(engine, self.gradients, steps_per_epoch)
+        )
         self.current = Step(self)
         self.gradients.check_range = _weak(self._check_range)
         contract.register(self, trainable.values())
@@ -113,14 +117,6 @@ class GradientPool:
         self._unseen = read_unseen(self.slots)
         if model is not None and called is not None:
             self._hooks += [model.register_forward_pre_hook(contract.refuse_ddp), *hooks_in_front(called)]
-
-    def _built(self, engine: object, steps_per_epoch: int) -> SyncEngine:
-        if callable(engine) and not isinstance(engine, type):
-            built: SyncEngine = engine(self.gradients)
-            return built
-        settings = contract.settings_of(engine)
-        compare_engines(settings, steps_per_epoch, self.topology.group, self.topology.device)
-        return build_engine(settings, self.gradients, steps_per_epoch)
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -326,11 +322,11 @@ class GradientPool:
         In the middle of a step it does not wait for other ranks, which may have left the step. While another exception
         is handled, as in ``finally``, it raises none of its own: a failure is added to that exception as a note.
         """
-        if not self._released.detach():
+        if not self._hooks:
             return
         users = sys.exc_info()[1]
-        for hook in self._hooks:
-            hook.remove()
+        while self._hooks:
+            self._hooks.pop().remove()
         contract.forget(self, self.gradients.slot_of)
         try:
             try:

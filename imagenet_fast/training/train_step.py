@@ -88,7 +88,7 @@ class TrainingStep:
                 losses.append(self._backpropagate(images, labels).detach())
         self._last = images, labels
         here.enter("sync")
-        stats = state.sync.end_backward()
+        stats = state.sync.finish() if self._clip_norm else state.sync.end_backward()
         self.meter.add_step(stats, sum(losses[1:], losses[0]))
         if self._trace is not None:
             self._trace.end_step(stats)

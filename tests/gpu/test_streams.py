@@ -48,7 +48,7 @@ def sparsely_trained(device: torch.device) -> Tensor:
     settings = SparseSync(wire="fp32", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0)
     pool = pooled(model, settings)
     optimizer = build_optimizer(Sgd(kind="sgd", lr=2.0**-7, momentum=0.5, weight_decay=0.0), model)
-    engine = pool.reducer.engine
+    engine = pool.engine
     assert isinstance(engine, Sparse)
     for step in range(24):
         pool.zero_grad()

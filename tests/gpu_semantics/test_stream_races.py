@@ -84,8 +84,7 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
     """What the detector finds in some steps, with a checkpoint after the second; fp16 is guarded."""
     gpu.detector.found.clear()
     model = gpu.move(Model())
-    pool = GradientPool(model, topology=topology)
-    pool.attach(sync.build_engine(settings, pool))
+    pool = GradientPool(model, settings, topology=topology)
     if settings.wire == "fp16":
         pool.guard(torch.finfo(torch.float16).max)
     optimizer, copy = build_optimizer(OPTIM, model), StagingBuffer()
@@ -212,7 +211,7 @@ def test_collectives_in_different_orders_are_found():
 
 def _unlike() -> None:
     mine = sync.LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
-    with patch.object(factory, "compare_engines", lambda *_: None):
+    with patch.object(pool_module, "compare_engines", lambda *_: None):
         _found([mine])
 
 
@@ -244,8 +243,7 @@ def test_nccl_takes_as_many_thread_blocks_for_a_group_as_it_may() -> None:
     dear = sync.DearSync(wire="bf16", bucket_mb=0)
     for settings, limit in ((dear.model_copy(update={"max_ctas": 4}), 4), (dear, None), (build, 4)):
         with PretendedGpu() as gpu:
-            pool = GradientPool(gpu.move(Model()))
-            pool.attach(settings(pool) if settings is build else sync.build_engine(settings, pool))
+            pool = GradientPool(gpu.move(Model()), settings)
             assert set(gpu.group_limits) == {limit}
             pool.close()
 

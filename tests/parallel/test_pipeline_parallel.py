@@ -121,8 +121,7 @@ class Noting(SyncEngine):
 def test_pipeline_sends_in_the_last_backward_only() -> None:
     part = part_of("1f1b")
     alone, engine = new_group(torch.device("cpu"), [dist.get_rank()]), Noting()
-    pool = GradientPool(part, alone)
-    pool.attach(engine)
+    pool = GradientPool(part, lambda _: engine, alone)
     pipeline = Pipeline(part, None, "1f1b", 3, F.cross_entropy, pool, observe=engine.observe)
     pool.zero_grad()
     with pool.no_sync():

@@ -92,7 +92,7 @@ def test_what_activations_cost_is_counted_and_timed() -> None:
         pools.zero_grad()
         own, _ = images_of("tiny", dist.get_rank(), images)
         model(own).sum().backward()
-        stats = pools.end_backward()
+        stats = pools.finish()
         sent = [phases[0].sent_bytes for label, phases in stats.transfers if label == "activations"]
         assert sent == [4 * images * units for units in (36, 12, 12, 36)], "forth and back, to one other rank"
         assert stats.sent_bytes > sum(sent), "gradients of the other layers"
@@ -165,7 +165,7 @@ def test_a_frozen_layer_and_one_without_bias_are_sharded_too() -> None:
     batch, labels = images_of("tiny", 0, 8)
     place = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     nn.functional.cross_entropy(model(batch[place]), labels[place]).backward()
-    pools.end_backward()
+    pools.finish()
     nn.functional.cross_entropy(whole(batch), labels).backward()
     expected = whole.classifier[1].weight.grad.chunk(2)[dist.get_rank() % 2]
     torch.testing.assert_close(model.classifier[1].weight.grad, expected, rtol=1e-5, atol=1e-7)

@@ -25,7 +25,7 @@ from imagenet_fast.plan.stragglers import expected_max, straggling
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
-from imagenet_fast.sync import GradientPool, declare
+from imagenet_fast.sync import GradientPool, LazySync, declare
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL
@@ -53,7 +53,7 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     """Slot by slot, on four CPU hosts, as ``auto`` predicts them on a pool."""
     profile = load_profile("alexnet").downscaled(4)
     model = replay(profile, [[torch.empty(shape, device="meta") for shape in layer.shapes] for layer in profile.layers])
-    pool = GradientPool(model)
+    pool = GradientPool(model, LazySync()).gradients
     pool.topology = Hosts(4)
     engine = declare(settings)  # type: ignore[arg-type]
     layout = RankLayout((1,) * 4, on_gpu=False)

@@ -9,9 +9,8 @@ import re
 import sys
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +23,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from imagenet_fast import sync
-from imagenet_fast.sync import EngineSettings, GradientPool, build_engine
+from imagenet_fast.sync import EngineSettings, GradientPool
 from imagenet_fast.training import optimizers
 from tests.ranks import lending
 from tests.sync import fuzz_programs as ops
@@ -94,17 +93,14 @@ class Synchroniser:
         return nullcontext()
 
     def finish(self) -> None: ...
-    def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None: ...
-    def skips(self) -> bool:
-        """Whether all ranks skip the step, as one has failed, which those who wrote a program know."""
-        return True
+    def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None: ...
+    def drop(self) -> None: ...
 
     def look_under_way(self, writes: bool) -> str:
         """What is wrong with how gradients under way answer."""
         return ""
 
     def settle(self) -> None: ...
-    def swap(self, which: int) -> None: ...
     def renew(self) -> None:
         self.zero_grad()
 
@@ -139,12 +135,11 @@ class ByHand(Synchroniser):
             else:
                 param.grad = None
 
-    def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+    def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None:
         self.finish()
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
+        for optimizer in optimizers:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        if scaler is not None:
             scaler.update()
 
 
@@ -165,14 +160,16 @@ class Pooled(Synchroniser):
 
     def _open(self) -> None:
         if len(self._parts) == 1:
-            self._pools = [GradientPool(self._model, topology=lending() if self._lent else None)]
+            topology = lending() if self._lent else None
+            self._pools = [GradientPool(self._model, ENGINES[self._engine], topology=topology)]
         else:
-            self._pools = [GradientPool(part, model=self._model) for part in self._parts]
-        for number, pool in enumerate(self._pools):
-            if self._guarded:
-                pool.guard(1e30)
-            which = self._others.index(self._engine) + 3 * number
-            pool.attach(build_engine(ENGINES[self._others[which % len(self._others)]], pool))
+            first, count = self._others.index(self._engine), len(self._others)
+            engines = [ENGINES[self._others[(first + 3 * number) % count]] for number in range(len(self._parts))]
+            self._pools = [
+                GradientPool(part, engine, model=self._model) for part, engine in zip(self._parts, engines, strict=True)
+            ]
+        for pool in self._pools if self._guarded else ():
+            pool.guard(1e30)
 
     def zero_grad(self) -> None:
         for pool in self._pools:
@@ -190,13 +187,13 @@ class Pooled(Synchroniser):
             stats = pool.finish()
             assert pool.finish() is stats, "finished again, it is another step"
 
-    def step(self, optimizer: optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+    def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None:
         for pool in self._pools:
-            pool.step(optimizer, *([scaler] if scaler else []))
+            pool.step(*optimizers, scaler=scaler)
 
-    def skips(self) -> bool:
-        self.finish()
-        return any(bool(pool.found_inf) for pool in self._pools)
+    def drop(self) -> None:
+        for pool in self._pools:
+            pool.drop()
 
     def look_under_way(self, writes: bool) -> str:
         for param in self.params:
@@ -219,23 +216,17 @@ class Pooled(Synchroniser):
         for pool in self._pools:
             pool.settle()
 
-    def swap(self, which: int) -> None:
-        self._engine = self._others[which % len(self._others)]
-        for pool in self._pools:
-            pool.attach(build_engine(ENGINES[self._engine], pool))
-
     def renew(self) -> None:
         self.close()
         self._open()
         self.zero_grad()
 
     def save(self) -> object:
-        return self._engine, [copy.deepcopy(pool.state_dict()) for pool in self._pools]
+        return [copy.deepcopy(pool.state_dict()) for pool in self._pools]
 
     def load(self, saved: Any) -> None:
-        engine, states = saved
-        if engine == self._engine != "auto":  # which may have elected another since
-            for pool, state in zip(self._pools, states, strict=True):
+        if self._engine != "auto":  # which may have elected another since
+            for pool, state in zip(self._pools, saved, strict=True):
                 pool.load_state_dict(copy.deepcopy(state))
 
     def close(self) -> None:
@@ -280,11 +271,8 @@ class Loop:
         self.saved: list[Any] | None = None
         self.records: list[Record] = []
         self.violations: list[str] = []
-        self.ended = False
-        """Whether it was refused to go on."""
         self._line = 0
         self._replaced = False
-        self._zeroed_by_pool = False
 
     def _synchroniser(self, model: nn.Module) -> Synchroniser:
         if self.engine is None:
@@ -297,8 +285,6 @@ class Loop:
             for number, line in enumerate(self.program.lines):
                 self._line = number
                 self._try(line.op, str(line.op))
-                if self.ended:
-                    return self
             self._line = len(self.program.lines)
             self._try(Look("settle"), "the end")
             self._record("the weights in the end", self._weights(), shared=True)
@@ -323,17 +309,11 @@ class Loop:
     def _do(self, op: Op) -> None:
         match op:
             case ops.ZeroGrad():
-                self._replaced, self._zeroed_by_pool = False, op.by_pool
+                self._replaced = False
                 if op.also:
                     for optimizer in self.optimizers:
                         optimizer.zero_grad(set_to_none=False)
-                if op.by_pool:
-                    self.sync.zero_grad()
-                else:
-                    if isinstance(self.sync, ByHand):
-                        self.sync.zero_grad()
-                    for optimizer in self.optimizers:
-                        optimizer.zero_grad()
+                self.sync.zero_grad()
             case Backward():
                 with nullcontext() if op.sync else self.sync.no_sync():
                     loss = self._loss(op)
@@ -354,12 +334,7 @@ class Loop:
             case ops.Locally(how, which):
                 with self.sync.no_sync():
                     self._change(how, which)
-            case ops.Cancel(_, "zero"):
-                self.model.zero_grad(set_to_none=False)
-            case ops.Cancel(which):
-                for param in self.sync.params[which::3]:
-                    param.grad = None
-            case ops.Peek(writes) if self._zeroed_by_pool:  # else gradients are this rank's own
+            case ops.Peek(writes):
                 if violation := self.sync.look_under_way(writes):
                     self._violate(violation)
             case ops.Finished(how, which):
@@ -367,12 +342,14 @@ class Loop:
                 self._replaced = bool(how)
                 if how:
                     self._change(how, which)
-            case ops.Step(number, by_pool):
+            case ops.Step(numbers, by_pool):
+                chosen = [self.optimizers[number] for number in numbers or range(len(self.optimizers))]
                 if by_pool:
-                    self.sync.step(self.optimizers[number])
+                    self.sync.step(chosen)
                 else:
                     self._finish()
-                    self.optimizers[number].step()
+                    for optimizer in chosen:
+                        optimizer.step()
             case ScaledStep():
                 self._scaled_step(op)
             case Look():
@@ -382,30 +359,19 @@ class Loop:
                 self._do_simply(what, which)
             case Refused():
                 self._be_refused(op)
-            case ops.Warned(other, words):
-                with warnings.catch_warnings(record=True) as warned:
-                    warnings.simplefilter("always")
-                    self._do(other)
-                if self.engine and not any(re.search(words, str(warning.message)) for warning in warned):
-                    self._violate(f"no warning of {words!r}, but {[str(warning.message) for warning in warned]}")
 
     def _violate(self, how: str) -> None:
         self.violations.append(f"line {self._line}: {how}")
 
     def _be_refused(self, op: Refused) -> None:
-        settings = ENGINES[self.engine] if self.engine else None
-        if op.by_deferring and (settings is None or not settings.defers):
-            self._do(op.op)
-        elif settings is not None:
+        if self.engine is not None:
             try:
                 self._do(op.op)
             except (RuntimeError, ValueError) as refusal:
-                self.ended = op.by_deferring
                 if not re.search(op.words, str(refusal)):
                     self._violate(f"refused, but not in words like {op.words!r}: {refusal}")
             else:
-                if not settings.chooses or not op.by_deferring:
-                    self._violate("not refused")
+                self._violate("not refused")
 
     def _batch(self, number: int) -> Batch:
         return batch_of(self.program.seed, number, self.rank)
@@ -452,15 +418,10 @@ class Loop:
         return 0.01 * torch.stack([p.square().sum() for p in weights]).sum()
 
     def _fail(self, op: Fail) -> None:
-        failed = False
-        try:
+        with suppress(MemoryError):
             loss = self._loss(Backward(op.data, op.skipped), op.places[self.rank])
             if loss.requires_grad:
                 loss.backward()
-        except MemoryError:
-            failed = True
-        if op.guarded and not failed and op.places[self.rank] is None and not self.sync.skips():
-            self._violate("another rank has failed, but found_inf is 0")
 
     def _change(self, how: str, which: int) -> None:
         params = self.sync.params if which < 0 else self.sync.params[which::3]
@@ -483,14 +444,14 @@ class Loop:
 
     def _scaled_step(self, op: ScaledStep) -> None:
         if self.scaler is None:
-            self.sync.step(self.optimizers[0])
+            self.sync.step(self.optimizers)
             return
         if op.clips:
             self._finish()
             self.scaler.unscale_(self.optimizers[0])
             torch.nn.utils.clip_grad_norm_(self.sync.params, 0.1)
         if op.by_pool:
-            self.sync.step(self.optimizers[0], self.scaler)
+            self.sync.step(self.optimizers, self.scaler)
         else:
             self._finish()
             for optimizer in self.optimizers:
@@ -599,8 +560,7 @@ class Loop:
         sync.zero_grad()
         batch = self._batch(op.data)
         F.cross_entropy(twin(batch), batch.tokens).backward()
-        for optimizer in optimizers:
-            sync.step(optimizer)
+        sync.step(optimizers)
         sync.settle()
         self._record("a copy after a step", twin.parameters())
         sync.close()
@@ -627,8 +587,8 @@ class Loop:
                 for keeper, state in self.saved[0]:
                     keeper.load_state_dict(copy.deepcopy(state))
                 self.sync.load(self.saved[1])
-            case "swap":
-                self.sync.swap(which)
+            case "drop":
+                self.sync.drop()
             case "renew":
                 self.sync.renew()
             case "freeze" | "unfreeze":

@@ -20,8 +20,6 @@ Skipped = tuple[frozenset[int], ...]
 
 @operation
 class ZeroGrad(Written):
-    by_pool: bool = True
-    """Else by every optimizer."""
     also: bool = False
     """Whether optimizers fill gradients with zeros first."""
 
@@ -57,8 +55,6 @@ class Fail(Written):
 
     places: tuple[Place | None, ...]
     """By rank."""
-    guarded: bool = False
-    """Whether ranks that did not fail go on to ``finish``, and learn it from ``found_inf``."""
     data: int = 0
     skipped: Skipped = ()
 
@@ -73,14 +69,6 @@ class Locally(Written):
 
     how: str
     which: int = -1
-
-
-@operation
-class Cancel(Written):
-    """Between the last backward and ``finish``."""
-
-    which: int
-    to: Literal["none", "zero"] = "none"
 
 
 @operation
@@ -100,7 +88,8 @@ class Finished(Written):
 
 @operation
 class Step(Written):
-    optimizer: int = 0
+    optimizers: tuple[int, ...] = ()
+    """(): all."""
     by_pool: bool = True
 
 
@@ -140,21 +129,10 @@ class Refused(Written):
 
     op: Op
     words: str
-    by_deferring: bool = False
-    """Whether engines that defer updates refuse it, and end there, and others carry it out."""
-
-
-@operation
-class Warned(Written):
-    """What a pool warns of."""
-
-    op: Op
-    words: str
 
 
 Op = (
-    ZeroGrad | Backward | AutogradGrad | Fail | Locally | Cancel | Peek | Finished | Step | ScaledStep | Look | Do
-    | Refused | Warned
+    ZeroGrad | Backward | AutogradGrad | Fail | Locally | Peek | Finished | Step | ScaledStep | Look | Do | Refused
 )  # fmt: skip
 
 
@@ -229,18 +207,14 @@ class Program(Written):
 
         ``corrected``: gradients have their momentum in them.
         """
-        stepped: set[int] = set()
         lines = []
         for line in self.lines:
             match line.op:
-                case Locally() | Cancel() | Do("swap"):
+                case Locally():
                     continue
                 case Finished(how) if how not in ("", "log"):
                     line = replace(line, op=Finished())
-                case Step() | ScaledStep() if line.unit in stepped:
-                    continue
                 case Step() | ScaledStep():
-                    stepped.add(line.unit)
                     line = replace(line, op=Step())
             lines.append(line)
         settings = (*OUR_SGD.settings, ("corrected", corrected))
@@ -277,7 +251,7 @@ def unseen(*ops: Op) -> list[Line]:
 
 def _numbered(op: Op, number: int) -> Op:
     """With data of its own."""
-    if isinstance(op, Refused | Warned):
+    if isinstance(op, Refused):
         return replace(op, op=_numbered(op.op, number))
     return replace(op, data=number) if getattr(op, "data", None) == 0 else op
 
@@ -298,9 +272,8 @@ class _Writer:
     def __post_init__(self) -> None:
         draw = self.draw = random.Random(1009 * self.seed + self.ranks)
         self.model = random_model(draw)
-        self.by_pool = draw.random() < 0.85
         self.scaled = draw.random() < 0.15
-        self.guarded = not self.scaled and self.by_pool and draw.random() < 0.25
+        self.guarded = not self.scaled and draw.random() < 0.25
         self.autocast = draw.random() < 0.08
         self.averaged = draw.random() < 0.25
         self.penalties = draw.random() < 0.12 and not self.model.has("attention") and not self.autocast
@@ -321,9 +294,7 @@ class _Writer:
             self.unit = number
             self.between()
             chance = draw.random()
-            if number == 0 and not self.by_pool:
-                self.step()
-            elif chance < 0.1:
+            if chance < 0.1:
                 self.dropped()
             elif chance < 0.24:
                 self.failing()
@@ -382,8 +353,7 @@ class _Writer:
 
     def zero_grad(self, traceless: bool = False, clean: bool = False) -> None:
         """``clean``: no gradient is under way, which nobody may fill with zeros."""
-        also = self.by_pool and self.maybe(0.1) and clean
-        self.add(ZeroGrad(self.by_pool, also), essential=True, traceless=traceless)
+        self.add(ZeroGrad(self.maybe(0.1) and clean), essential=True, traceless=traceless)
 
     def look(self, chance: float) -> None:
         if not self.maybe(chance):
@@ -398,12 +368,12 @@ class _Writer:
     def between(self) -> None:
         """Of two steps."""
         self.look(0.3)
-        for what, chance in (("save", 0.1), ("restore", 0.1), ("swap", 0.08), ("shrink", 0.05), ("vector", 0.04)):
+        for what, chance in (("save", 0.1), ("restore", 0.1), ("shrink", 0.05), ("vector", 0.04)):
             if what == "vector" and self.model.has("conv", "transposed"):
                 continue  # it lays them out anew
             if self.unit and self.clean and self.maybe(chance):
                 self.add(Do(what, self.draw.randrange(100)))
-        if self.by_pool and self.unit and self.clean and not self.frozen and self.maybe(0.05):
+        if self.unit and self.clean and not self.frozen and self.maybe(0.05):
             self.add(Do("renew"))
         if self.frozen and self.maybe(0.5):
             self.frozen = False
@@ -424,7 +394,7 @@ class _Writer:
                 how = self.draw.choice(("halve", "half", "none", "clamp"))
                 self.add(Locally(how, self.draw.choice((-1, 0, 1, 2))))
             self.look(0.05)
-        if self.maybe(0.07) and not self.scaled and self.by_pool:  # else the pool cannot know of a new step
+        if self.maybe(0.07) and not self.scaled:
             self.add(AutogradGrad(self.next_data(), self.skipped()), essential=True)
         else:
             self.backward(sync=True)
@@ -437,8 +407,6 @@ class _Writer:
         self.after_step()
 
     def before_finish(self) -> None:
-        if self.maybe(0.07):
-            self.add(Cancel(self.which()))
         if self.maybe(0.06):
             peek = Peek(writes=self.maybe(0.4))
             if not any(isinstance(line.op, AutogradGrad) for line in self.lines[-2:]):  # of which nothing is under way
@@ -463,10 +431,7 @@ class _Writer:
         numbers: Sequence[int] = range(len(self.optimizers))
         if len(numbers) > 1 and self.maybe(0.25):
             numbers = [self.draw.choice(numbers)]
-        for number in numbers:
-            self.add(Step(number, by_pool=self.maybe(0.8)), essential=True)
-            if len(numbers) > 1:
-                self.look(0.1)
+        self.add(Step(tuple(numbers), by_pool=self.maybe(0.8)), essential=True)
 
     def after_step(self) -> None:
         self.look(0.1)
@@ -477,32 +442,31 @@ class _Writer:
         if self.averaged and self.maybe(0.15):
             self.add(Do("swap average"))
         if self.maybe(0.08):  # as a generator's, through the discriminator
-            self.backward(sync=self.maybe(0.5), traceless=True, essential=False)
+            self.backward(sync=False, traceless=True)
             self.look(0.1)
 
     def dropped(self) -> None:
         """Begun and not taken."""
-        finishes = self.maybe(0.3)
-        self.zero_grad(traceless=not finishes, clean=self.clean)
+        self.zero_grad(clean=self.clean)
         self.clean = False
         for _ in range(self.draw.choice((0, 1))):
-            self.backward(sync=False, traceless=not finishes)
-        self.backward(sync=True, traceless=not finishes)
-        if finishes:
-            self.add(Finished(), essential=True)
+            self.backward(sync=False)
+        self.backward(sync=True)
+        self.look(0.1)
+        self.add(Finished() if self.maybe(0.3) else Do("drop"), essential=True)
         self.look(0.2)
 
     def failing(self) -> None:
-        guarded = self.guarded and self.maybe(0.6)
-        self.zero_grad(traceless=not guarded, clean=self.clean)
+        self.zero_grad(clean=self.clean)
         self.clean = False
         if self.maybe(0.2):
-            self.backward(sync=False, traceless=not guarded)
+            self.backward(sync=False)
         places = [self.place() if self.maybe(0.7) else None for _ in range(self.ranks)]
         if not any(places):
             places[self.draw.randrange(self.ranks)] = self.place()
-        op = Fail(tuple(places), guarded, self.next_data(), self.skipped())
-        self.add(op, essential=True, traceless=not guarded)
+        self.add(Fail(tuple(places), self.next_data(), self.skipped()), essential=True)
+        self.look(0.1)
+        self.add(Do("drop"), essential=True)
         self.look(0.2)
 
     def place(self) -> Place:

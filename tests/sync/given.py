@@ -148,5 +148,4 @@ def applied(sync: GradientSync, forward: Callable[..., Tensor], *given: Gradient
 
 
 def engine_of(pool: GradientPool) -> Any:
-    assert pool.reducer.engine is not None
-    return pool.reducer.engine
+    return pool.engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, product
@@ -25,9 +25,10 @@ from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, attach, build_engine, declare
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncEngine, attach, declare
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.conftest import tiers
@@ -220,23 +221,26 @@ def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
     if isinstance(settings, engines.DdpSync):
         forward, sync = attach(model, settings)
         return _digest(model, forward, sync, topology.ranks, case)
-    pool = GradientPool(model, topology=topology)
+    pool = GradientPool(model, settings if learning else _planned(settings), topology=topology)
     try:
-        pool.attach(build_engine(settings, pool) if learning else _planned(settings, pool))
         learns = case.engine == "auto" or (learning and settings.learns)
         return _digest(model, model, pool, topology.ranks, case, LEARNT if learns else STEPS)
     finally:
         pool.close()
 
 
-def _planned(settings: EngineSettings | Engine, pool: GradientPool) -> object:
+def _planned(settings: EngineSettings | Engine) -> EngineSettings | Callable[[GradientBuffer], SyncEngine]:
     """With a plan at once, where the engine makes one."""
     if isinstance(settings, engines.SparseSync | engines.AutoSync):
-        return build_engine(settings, pool)
+        return settings
     engine = settings if isinstance(settings, Engine) else declare(settings)
-    rising = tuple(1e-3 * number for number in range(len(pool.slots)))
-    timing = Timing(rising[::-1], len(rising) * 1e-3, rising, len(rising) * 1e-3)
-    return Scheduler(engine, pool, NetworkProbe(pool.topology, engine.wire, LINK), timing)
+
+    def build(pool: GradientBuffer) -> SyncEngine:
+        rising = tuple(1e-3 * number for number in range(len(pool.slots)))
+        timing = Timing(rising[::-1], len(rising) * 1e-3, rising, len(rising) * 1e-3)
+        return Scheduler(engine, pool, NetworkProbe(pool.topology, engine.wire, LINK), timing)
+
+    return build
 
 
 LAYERS = (((2, 3, 3, 3), (1,)), ((17,), ()), ((45, 37),))
@@ -337,12 +341,11 @@ def test_a_model_may_have_two_pools_of_other_ranks(name: str) -> None:
     apart = list(model.layers[2].parameters())
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     with process_groups((0, 2), (1, 3)) as groups:
+        parts = [[pair for pair in named if (pair[1] in set(apart)) == own] for own in (False, True)]
         pools = [
-            GradientPool([pair for pair in named if pair[1] not in set(apart)], model=model),
-            GradientPool([pair for pair in named if pair[1] in set(apart)], groups[rank % 2], model=model),
+            GradientPool(part, NAMED[name], group, model=model)
+            for part, group in zip(parts, (None, groups[rank % 2]), strict=True)
         ]
-        for pool in pools:
-            pool.attach(build_engine(NAMED[name], pool))
         for step in range(8):
             moved: dict[nn.Parameter, Tensor] = {}
             for pool in pools:

@@ -28,7 +28,7 @@ class Listener(SyncEngine):
         self.pushed.append(slot.name)
         self.at_push.append(self.buffer()[slot.start : slot.flag].clone())
 
-    def finish(self, drop: bool = False) -> SyncStats:
+    def finish(self) -> SyncStats:
         return SyncStats(Stopwatch(torch.device("cpu")))
 
 
@@ -39,9 +39,9 @@ def network() -> nn.Sequential:
 
 
 def listened(model: nn.Module) -> tuple[GradientPool, Listener]:
-    pool, listener = GradientPool(model), Listener()
+    listener = Listener()
+    pool = GradientPool(model, lambda _: listener)
     listener.buffer = lambda: pool.buffer
-    pool.attach(listener)
     return pool, listener
 
 
@@ -74,8 +74,8 @@ def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
             model(IMAGES).sum().backward()
         assert listener.pushed == []
         model(IMAGES).sum().backward()
-        assert len(listener.pushed) == len(pool.slots), "all leave within backward"
-        pool.end_backward()
+        assert len(listener.pushed) == len(pool.slots) - 1, "all leave within backward but one, which tells of its end"
+        pool.finish()
         assert listener.pushed == [slot.name for slot in pool.slots]
         for slot, seen in zip(pool.slots, listener.at_push, strict=True):
             assert slot.param.grad is not None
@@ -98,6 +98,7 @@ def test_one_rank_leaves_gradients_where_autograd_put_them_and_rounds_nothing(se
                 model(IMAGES * (micro + 1)).square().sum().backward()
             expected(IMAGES * (micro + 1)).square().sum().backward()
         if step == 3:
+            pool.finish()
             model[0].weight.grad = None
             expected[0].weight.grad = None
         pool.step(optimizer)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.schema import Float16, Full
-from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync, build_engine
+from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync
 from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
@@ -45,9 +45,8 @@ def gradients(step: int, rank: int) -> list[Tensor]:
 
 
 def guarded(model: nn.Module, settings: EngineSettings, largest: float) -> GradientPool:
-    pool = GradientPool(model, topology=lending())
+    pool = GradientPool(model, settings, topology=lending())
     pool.guard(largest)
-    pool.attach(build_engine(settings, pool))
     return pool
 
 

@@ -303,21 +303,10 @@ def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
         snapshot_step(kind(parameters(), 0.5))
 
 
-class Damped(Counting):
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        super().step()
-        for group in self.param_groups:
-            group["lr"] *= 0.9
-
-
-def test_what_a_schedule_changed_after_a_step_is_not_undone_by_its_parts():
+def test_an_optimizer_that_counts_in_its_groups_is_refused_unless_it_is_run_at_once():
     params = parameters()
-    optimizer = Damped(params, 0.5)
-    apply = put_off(optimizer, params)
-    optimizer.param_groups[0]["lr"] = 100.0
-    for param in params:
-        apply([param])
-    assert optimizer.param_groups[0]["lr"] == 100.0
-    assert optimizer.param_groups[0]["step"] == 1
-    put_off(optimizer, params, 1)(params)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(90.0)
+    optimizer = Counting(params, 0.5)
+    with pytest.raises(RuntimeError, match=r"Counting counts .* keep such counts in optimizer\.state.*one_by_one"):
+        put_off(optimizer, params)(params[:1])
+    optimizer.one_by_one = False
+    put_off(optimizer, params)(params)

@@ -16,10 +16,11 @@ from imagenet_fast import sync
 from imagenet_fast.cost_model.collectives import cost_of, piece_bytes
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.sync import AutoSync, GradientPool, LazySync, SyncStats, build_engine, declare
+from imagenet_fast.sync import AutoSync, GradientPool, LazySync, SyncStats, declare
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
@@ -29,10 +30,11 @@ from tests.sync.given import engine_of, mean_over_ranks, pooled, same_on_ranks, 
 from tests.sync.loops import Layers, unmeasured
 
 
-def pool_of_five() -> GradientPool:
+def pool_of_five() -> GradientBuffer:
     """Two large layers, three small ones, of one rank."""
     sizes = [799_999, 3_199_999, 4999, 2499, 2499]
-    return GradientPool((f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes))))
+    named = [(f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes)))]
+    return GradientPool(named, LazySync()).gradients
 
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
@@ -118,7 +120,7 @@ class Scaled(nn.Module):
 
 
 def test_auto_may_choose_an_inexact_engine_and_loses_no_gradient():
-    """Against ``sparse`` put in lazy's place by hand."""
+    """Against a pool of ``sparse`` after one of lazy."""
     (elected, ours), (others, theirs) = (run(2, _elect, by_hand)[0] for by_hand in (False, True))
     assert (elected, others) == (["sparse"], [])
     assert torch.equal(ours, theirs)
@@ -131,7 +133,8 @@ def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
     pool, optimizer = pooled(model, meanwhile), build_optimizer(SGD, model)
     for step in range(9):
         if step == 5 and by_hand:
-            pool.attach(build_engine(sync.SparseSync(wire="fp32", dense_epochs=0.0), pool))
+            pool.close()
+            pool = pooled(model, sync.SparseSync(wire="fp32", dense_epochs=0.0))
         stats = take_step(model, pool, optimizer, images_of(step, 60_000))
         chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
     assert isinstance(engine_of(pool), Sparse)
@@ -145,9 +148,10 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
     """Of an engine that defers and lays the pool out anew."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 10))
-    pool, optimizer = GradientPool(model), torch.optim.SGD(model.parameters(), 0.1)
     meanwhile, coded = declare(LazySync(wire="fp32", threshold_mb=1.0)), declare(sync.HybridSync(wire="int8"))
-    pool.attach(Auto(pool, meanwhile, [Candidate("hybrid int8", coded, exact=False)]))
+    candidates = [Candidate("hybrid int8", coded, exact=False)]
+    pool = GradientPool(model, lambda gradients: Auto(gradients, meanwhile, candidates))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(8):
         pool.settle()
         alone = copy.deepcopy(model)
@@ -165,9 +169,8 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
 def test_auto_says_at_once_that_it_may_leave_elements_behind():
     """So that an optimizer of torch, or a scaler, is refused in the first step, and not where sparse is elected."""
     for settings in (AutoSync(), AutoSync(inexact=True)):
-        pool = GradientPool(nn.Linear(3, 2))
-        pool.attach(engine := build_engine(settings, pool))
-        assert engine.sends_part == engine.has_residual == settings.inexact
+        pool = GradientPool(nn.Linear(3, 2), settings)
+        assert pool.engine.sends_part == pool.engine.has_residual == settings.inexact
         pool.close()
 
 

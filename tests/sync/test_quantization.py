@@ -66,8 +66,9 @@ def test_a_block_that_is_not_finite_arrives_so_and_leaves_no_trace(wire: torch.d
 
 
 def test_all_own_equally_many_blocks_however_slots_are_filled_up():
-    pool = GradientPool(nn.Sequential(*(nn.Linear(64, 256, bias=n % 3 == 0) for n in range(40))))
-    pool.align(16 * BLOCK)
+    layers = nn.Sequential(*(nn.Linear(64, 256, bias=n % 3 == 0) for n in range(40)))
+    pool = GradientPool(layers, LazySync()).gradients
+    pool.align_slots(16 * BLOCK)
     blocks = ErrorFeedback(pool.slots, torch.device("cpu")).blocks(slice(0, pool.slots[-1].stop))
     values = [int(of_kind.sum()) for of_kind in blocks.kinds]
     assert values == [40 * 32, 40 + 14]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync, attach, build_engine
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync, attach
+from imagenet_fast.sync.pending import PendingParameter
 from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
@@ -77,7 +79,7 @@ class Sharded(nn.Parameter):
 
 
 def made_of(sentence: str, *models: Callable[[], Any], **more: Any) -> Refusal:
-    return Refusal(lambda _: ((GradientPool, model()) for model in models), sentence, **more)
+    return Refusal(lambda settings: ((GradientPool, model(), settings) for model in models), sentence, **more)
 
 
 NAMED = [*Layers().named_parameters()]
@@ -125,26 +127,22 @@ REFUSALS |= {
 
 @refused(r"is no engine for a pool; give the settings of one, such as LazySync\(\)", error=TypeError)
 def what_is_no_engine(_: EngineSettings) -> Wrong:
-    return ((build_engine, given, GradientPool(Layers())) for given in ("hybrid", LazySync, DdpSync(), None))
-
-
-@refused(r"give pool.attach what build_engine\(settings, pool\) returns", error=TypeError)
-def what_is_not_yet_an_engine(_: EngineSettings) -> Wrong:
-    return ((GradientPool(Layers()).attach, given) for given in ("hybrid", LazySync, DdpSync(), None))
+    return ((GradientPool, Layers(), given) for given in ("hybrid", LazySync, DdpSync(), None))
 
 
 def test_one_parameter_given_twice_is_one():
-    assert len(GradientPool([*NAMED, *NAMED]).slots) == len(NAMED)
+    with closing(GradientPool([*NAMED, *NAMED], LazySync())) as pool:
+        assert len(pool.slots) == len(NAMED)
 
 
 def test_a_pool_without_the_other_ranks_is_refused(monkeypatch: pytest.MonkeyPatch):
     for alone in ("", "0", "1"):
         monkeypatch.setenv("WORLD_SIZE", alone)
-        GradientPool(Layers()).close()
+        GradientPool(Layers(), LazySync()).close()
     monkeypatch.setenv("WORLD_SIZE", "2")
     told = r"WORLD_SIZE is 2, .*; call torch\.distributed\.init_process_group\(\) before"
     with pytest.raises(ValueError, match=told):
-        GradientPool(Layers())
+        GradientPool(Layers(), LazySync())
 
 
 @pytest.mark.ci
@@ -203,7 +201,7 @@ REFUSALS |= {
     **{
         f"a scaler of an engine that keeps a residual, as {engine}": in_a_step(
             "keeps what it does not send for later steps, whose loss scale is another",
-            lambda model, pool: (pool.step, ours(model), torch.amp.GradScaler("cpu")), engine, ours,
+            lambda model, pool: (partial(pool.step, scaler=torch.amp.GradScaler("cpu")), ours(model)), engine, ours,
         )
         for engine in ("sparse", "lazy int8", "powersgd")
     },
@@ -213,40 +211,23 @@ REFUSALS |= {
     "the state of a model": in_a_step(
         r"is no state of a pool.*pool\.state_dict", lambda model, pool: (pool.load_state_dict, model.state_dict())
     ),
-    "the state of a pool without an engine": in_a_step(
-        "attach an engine before", lambda *_: (GradientPool(Layers()).state_dict,), error=AssertionError
-    ),
-    "a state for a pool without an engine": in_a_step(
-        "attach an engine before", lambda *_: (GradientPool(Layers()).load_state_dict, {}), error=AssertionError
+    "no optimizer": in_a_step("takes every optimizer of the step", lambda _, pool: (pool.step,)),
+    "one optimizer twice": in_a_step(
+        "every optimizer of the step, each once", lambda model, pool: (pool.step, *[sgd(model)] * 2)
     ),
 }  # fmt: skip
 
 
-@refused("another pool has updated this scaler since the backward")
-def two_pools_that_update_one_scaler_in_turns(settings: EngineSettings) -> Wrong:
+@refused("another pool steps this scaler, and updates its scale; give each pool a scaler of its own")
+def two_pools_with_one_scaler(settings: EngineSettings) -> Wrong:
     (one, first, optimizer), (other, second, others) = started(settings), started(settings)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for pool in (first, second):
         pool.zero_grad()
     scaler.scale(loss_of(one, 0) + loss_of(other, 0)).backward()
-    first.step(optimizer, scaler)
-    yield second.step, others, scaler
-    second.zero_grad()
-    scaler.scale(loss_of(other, 1)).backward()
-    second.step(others, scaler)  # after a backward of its own
-
-
-@refused(r"a second optimizer would be unscaled by the next step's scale; call pool.finish\(\), scaler.step")
-def two_optimizers_with_one_scaler(settings: EngineSettings) -> Wrong:
-    """`pool.step` with a scaler updates it."""
-    model, pool, _ = started(settings)
-    first, second = sgd(model.layer0), sgd(model.layer1)
-    scaler = torch.amp.GradScaler("cpu", 2.0**10)
-    pool.zero_grad()
-    scaler.scale(loss_of(model, 0)).backward()
-    pool.step(first, scaler)
-    yield pool.step, second, scaler
-    yield pool.step, second
+    first.step(optimizer, scaler=scaler)
+    yield partial(second.step, scaler=scaler), others
+    second.step(others)
 
 
 @refused(r"is frozen and has an old gradient, which would be applied; set its \.grad")
@@ -267,6 +248,7 @@ def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
     train(model, pool, optimizer, range(2))
     pool.zero_grad()
     yield loss_of(model, 2).backward, None, None, True
+    pool.drop()
     model.zero_grad()
     train(model, pool, optimizer)
 
@@ -277,7 +259,7 @@ def a_gradient_that_is_sparse(settings: EngineSettings) -> Wrong:
     pool = pooled(table, settings)
     pool.zero_grad()
     yield (table(torch.tensor([1, 2])).sum().backward,)
-    pool.zero_grad()
+    pool.drop()
 
 
 @refused(r"an update of .* failed halfway, and its weights are of no step; go on from a checkpoint", "hybrid",
@@ -296,16 +278,18 @@ def an_update_that_failed(settings: EngineSettings) -> Wrong:
     pool.zero_grad()
 
 
-@refused("cannot drop this step: the other ranks have its gradients and apply", error=RuntimeError)
+@refused("this step's gradients have been sent by all ranks|need not be dropped|is over, and cannot be dropped",
+         error=RuntimeError)  # fmt: skip
 def a_drop_of_gradients_that_other_ranks_have(settings: EngineSettings) -> Wrong:
-    """As of an exception between finish and step on one rank, say in clipping: ranks would end with other weights."""
     model, pool, optimizer = started(settings)
     for step in range(3):
         begin(model, pool, step)
+        pool.end_backward()
+        yield (pool.drop,)
         pool.finish()
-        if step == 1 and dist.get_rank() == 1:
-            yield pool.zero_grad, True
+        yield (pool.drop,)
         pool.step(optimizer)
+        yield (pool.drop,)
     same_on_ranks(weights_of(model))
 
 
@@ -344,16 +328,6 @@ def a_gradient_that_is_replaced_on_its_way(settings: EngineSettings) -> Wrong:
     yield (pool.finish,)
 
 
-@refused(r"was read before its update.*settle", "hybrid", "dear", error=RuntimeError)
-def a_weight_that_is_read_too_early(settings: EngineSettings) -> Wrong:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    pool = pooled(model, settings)
-    train(model, pool, sgd(model), range(7))
-    pool.zero_grad()
-    yield (lambda: nn.functional.linear(images(7), model[1].weight, model[1].bias).sum().backward(),)
-    pool.zero_grad()
-
-
 def a_new_head(model: Layers) -> None:
     model.layer4 = nn.Linear(8, 8)
 
@@ -387,18 +361,8 @@ def stepped_after(change: Callable[[Layers], None]) -> Refusal:
     return Refusal(loop, "in no gradient pool", engines, abandons=True)
 
 
-def finished_after(change: Callable[[Layers], None], sentence: str) -> Refusal:
-    """Also for whoever calls the optimizer's own step."""
-    loop = lambda settings: iter([(begun_after(change, settings)[1].finish,)])  # noqa: E731
-    return Refusal(loop, sentence, ("lazy", "hybrid"), RuntimeError, abandons=True)
-
-
 for change in (a_new_head, assigned_weights, unfrozen_layers, a_weight_norm):
     REFUSALS[change.__name__.replace("_", " ")] = stepped_after(change)
-REFUSALS |= {
-    "a new head at finish": finished_after(a_new_head, r"layer4\.weight has a gradient but is in no gradient pool"),
-    "assigned weights at finish": finished_after(assigned_weights, r"layer4\.bias is no longer the parameter"),
-}
 
 
 @refused(r"a hook took the gradient of layer2\.weight away before it was averaged", error=RuntimeError)
@@ -408,13 +372,14 @@ def an_optimizer_that_steps_in_backward(settings: EngineSettings) -> Wrong:
     pool = pooled(model, settings)
     pool.zero_grad()
     yield (loss_of(model, 0).backward,)
+    pool.drop()
     hook.remove()
     train(model, pool, sgd(model))
 
 
 @refused("DistributedDataParallel averages gradients itself; give the pool")
-def a_model_wrapped_in_ddp(_: EngineSettings) -> Wrong:
-    yield GradientPool, DistributedDataParallel(Layers())
+def a_model_wrapped_in_ddp(settings: EngineSettings) -> Wrong:
+    yield GradientPool, DistributedDataParallel(Layers()), settings
 
 
 @refused("DistributedDataParallel calls the model of this gradient pool", error=RuntimeError)
@@ -428,20 +393,12 @@ def a_wrapper_of_ddp_that_was_left(settings: EngineSettings) -> Wrong:
     train(model, pool, sgd(model))
 
 
-@refused("this engine was built for another pool")
-def an_engine_of_another_pool(settings: EngineSettings) -> Wrong:
-    with closing(GradientPool(Layers())) as one, closing(GradientPool(Layers())) as other:
-        engine = build_engine(settings, one)
-        yield other.attach, engine
-        one.attach(engine)
-
-
 @refused(r"is in another gradient pool; close\(\) that")
 def a_second_pool_while_the_first_is_open(settings: EngineSettings) -> Wrong:
     model, first, _ = started(settings)
-    yield GradientPool, model.layer1
+    yield GradientPool, model.layer1, settings
     first.close()
-    GradientPool(model.layer1).close()
+    GradientPool(model.layer1, settings).close()
 
 
 # States
@@ -469,7 +426,7 @@ def kept(settings: EngineSettings) -> dict[str, Any]:
     return copy.deepcopy(pool.state_dict())
 
 
-@refused(r"state is of another engine than .*; attach that engine", *STATES)
+@refused(r"state is of another engine than .*; take that engine", *STATES)
 def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
     state = kept(settings)
     for other in map(ENGINES.__getitem__, STATES):
@@ -494,7 +451,7 @@ def test_a_residual_of_other_ranks_is_refused(engine: str):
     pool.close()
 
 
-@refused(r"auto had chosen .* attach auto")
+@refused(r"auto had chosen .* take auto")
 def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
     assert state["elected"]
@@ -567,11 +524,9 @@ def test_a_disabled_scaler_is_none(engine: str) -> None:
         first.zero_grad()
         second.zero_grad()
         scaler.scale(loss_of(one, step) + loss_of(other, step)).backward()
-        first.step(optimizer, scaler)
-        second.step(others, scaler)
-    if engine == "hybrid":
-        assert first.reducer.deferral is not None
-        assert first.reducer.deferral.waits(first.slots[0])
+        first.step(optimizer, scaler=scaler)
+        second.step(others, scaler=scaler)
+    assert isinstance(one.layer0.weight, PendingParameter) is (engine == "hybrid")
 
 
 def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
@@ -596,48 +551,6 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
         loaded.settle()
         ends.append(weights_of(again))
     assert torch.equal(*ends)
-
-
-@pytest.mark.parametrize("how", ["list", pytest.param("compiled", marks=pytest.mark.ci)])
-@with_ranks(2)
-def test_ranks_that_fail_before_and_in_backward_stay_in_step(how: str) -> None:
-    """Also where the pool's model is not called itself."""
-    torch._dynamo.reset()
-    inner = Layers()
-    forward = torch.compile(inner, backend="eager") if how == "compiled" else inner
-    pool, optimizer = pooled(forward if how == "compiled" else nn.ModuleList([inner]), ENGINES["lazy"]), sgd(inner)
-    train(forward, pool, optimizer, range(2))
-    pool.zero_grad()
-    loss = loss_of(forward, 2)
-    if dist.get_rank() == 1:
-        hook = inner.layer2.weight.register_hook(_no_memory)
-        with pytest.raises(MemoryError):
-            loss.backward()
-        hook.remove()
-    train(forward, pool, optimizer, range(3, 4))
-    same_on_ranks(weights_of(inner))
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("missing", [0, 2], ids=["at first", "later"])
-@pytest.mark.parametrize("engine", ["lazy", "hybrid"])
-@with_ranks(2)
-@unmeasured()
-def test_a_step_that_one_rank_never_began_is_dropped_by_all(engine: str, missing: int) -> None:
-    """Say for a bad image: no forward has run there that the pool could have seen."""
-    model, pool, optimizer = started(ENGINES[engine])
-    pool.guard(3e38)
-    for step in range(4):
-        if step == missing and dist.get_rank() == 1:
-            pool.zero_grad(drop=True)
-            continue
-        begin(model, pool, step)
-        pool.finish()
-        assert bool(pool.found_inf) == (step == missing)
-        if step != missing:
-            pool.step(optimizer)
-    pool.settle()
-    same_on_ranks(weights_of(model))
 
 
 @pytest.mark.parametrize("engine", ["lazy", "hybrid"])

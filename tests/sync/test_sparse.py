@@ -79,7 +79,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
         produced += gradient
         pool.zero_grad()
         model([gradient]).backward()
-        pool.end_backward()
+        pool.finish()
         for part in engine.sent_slices()[weight]:
             assert weight.grad is not None
             applied[part] += weight.grad[part]
@@ -120,7 +120,7 @@ def test_no_chunk_starves() -> None:
     for step in range(1, 45):
         pool.zero_grad()
         model([gradient.flatten()[:-1]]).backward()
-        pool.end_backward()
+        pool.finish()
         for part in engine_of(pool).sent:
             for chunk in range(part.start // CHUNK, part.stop // CHUNK):
                 last_sent[chunk] = step
@@ -159,7 +159,7 @@ def test_corrected_momentum_is_that_of_deep_gradient_compression() -> None:
         with pool.no_sync():
             model([0.25 * gradients[rank]]).backward()
         model([0.75 * gradients[rank]]).backward()
-        pool.end_backward()
+        pool.finish()
         for part in engine_of(pool).sent:
             assert weight.grad is not None
             part = slice(part.start, min(part.stop, size))
@@ -193,14 +193,14 @@ def test_it_learns_and_sends_less_once_it_is_sparse() -> None:
 
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
 @with_ranks(2)
-def test_a_second_update_of_a_step_sees_what_the_first_has_updated(timing: str) -> None:
+def test_what_comes_after_an_update_sees_what_it_has_updated(timing: str) -> None:
     """A moving average, which is no optimizer."""
     model, pool, optimizer = started(timing=timing)
     averaged: list[set[nn.Parameter]] = []
     for step in range(3):
-        train(model, pool, optimizer, range(step, step + 1))
         averaged.append(set())
-        pool.update(lambda params, elements, seen=averaged[-1]: seen.update(params))
+        loops.begin(model, pool, step)
+        pool.step(optimizer, then=[lambda params, elements, seen=averaged[-1]: seen.update(params)])
         pool.settle()
     assert averaged == [set(model.parameters())] * 3
 

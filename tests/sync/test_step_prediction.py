@@ -17,8 +17,9 @@ from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
-from imagenet_fast.sync import Engine, GradientPool, declare
+from imagenet_fast.sync import Engine, GradientPool, LazySync, declare
 from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
 from tests.conftest import tiers
@@ -42,11 +43,11 @@ class Hosts(Topology):
         self.nodes = tuple((rank,) for rank in self.ranks)
 
 
-def pooled(profile: Profile, hosts: int) -> tuple[GradientPool, Timing]:
+def pooled(profile: Profile, hosts: int) -> tuple[GradientBuffer, Timing]:
     """A profile's layers without their values."""
     shapes = [[torch.empty(shape, device="meta") for shape in layer.shapes] for layer in profile.layers]
     model = replay(profile, shapes)
-    pool = GradientPool(model)
+    pool = GradientPool(model, LazySync()).gradients
     pool.topology = Hosts(hosts)
     return pool, timing_of(profile, model, pool.slots)
 
@@ -209,7 +210,7 @@ def test_pooling_gradients_prolongs_backward() -> None:
     profile = random_profile(3).downscaled(64)
     gradients = gradients_of(profile)
     model = replay(profile, gradients)
-    pool = GradientPool(model)
+    pool = GradientPool(model, LazySync()).gradients
     course = timing_of(profile, model, pool.slots)
     moved = with_moves(course, gradients, pool)
     late = [after - before for before, after in zip(course.ready, moved.ready, strict=True)]
@@ -219,4 +220,4 @@ def test_pooling_gradients_prolongs_backward() -> None:
     assert (moved.needed, moved.forward_s) == (course.needed, course.forward_s)
     given = dict(zip(model.parameters(), chain.from_iterable(gradients), strict=True))
     for slot in pool.slots:
-        assert torch.equal(pool.buffer[slot.start : slot.flag], given[slot.param].flatten()), slot.name
+        assert torch.equal(pool.values[slot.start : slot.flag], given[slot.param].flatten()), slot.name

@@ -1,22 +1,24 @@
-"""Exceptions in forward and backward, on one rank or on all, after which training goes on; pools that are closed:
+"""Exceptions in forward and backward, on one rank or on all, after which all drop the step; pools that are closed:
 between steps, or in a step that ranks left half done, each at another place."""
 
 from __future__ import annotations
 
 from tests.sync.fuzz_models import Place
-from tests.sync.fuzz_programs import Do, Fail, Line, Look, ZeroGrad, program, unseen
+from tests.sync.fuzz_programs import Backward, Do, Fail, Look, Op, Refused, ZeroGrad, program
 from tests.sync.programs.common import ODDLY, STEP
 
+DROP = Do("drop")
 
-def failing(*places: Place | None) -> list[Line]:
+
+def failing(*places: Place | None) -> tuple[Op, ...]:
     """A step, of which nothing is left."""
-    return unseen(ZeroGrad(), Fail(places))
+    return ZeroGrad(), Fail(places), DROP
 
 
 PROGRAMS = [
     program(
-        "an exception in forward", *STEP * 2, *unseen(Fail((("forward", 2), ("forward", 2)))), *STEP * 5,
-        *unseen(Fail((("forward", 4), ("forward", 0)))), *STEP,
+        "an exception in forward", *STEP * 2, *failing(("forward", 2), ("forward", 2)), *STEP * 5,
+        *failing(("forward", 4), ("forward", 0)), *STEP,
     ),
     program(
         "an exception in every backward", *STEP * 3, *failing(("backward", 3), ("backward", 1)), *STEP * 4,
@@ -31,9 +33,16 @@ PROGRAMS = [
         *failing(("forward", 2), ("backward", 1)), *STEP * 4, *failing(("backward", 2), None), *STEP * 2,
     ),
     program(
-        "an exception on one rank, with a guard", ZeroGrad(), Fail((("backward", 2), None), guarded=True), *STEP * 3,
-        ZeroGrad(), Fail((None, ("backward", 2)), guarded=True), *STEP * 4, ZeroGrad(), Fail((("forward", 0), None),
-        guarded=True), *STEP * 2, model=ODDLY, guarded=True,
+        "an exception on one rank, which all drop", *failing(("backward", 2), None), *STEP * 3,
+        *failing(None, ("backward", 2)), *STEP * 4, *failing(("forward", 0), None), *STEP * 2, model=ODDLY,
+    ),
+    program("steps dropped before their forward", *(*STEP * 3, ZeroGrad(), DROP) * 3),
+    program(
+        "steps that are neither taken nor dropped", *(
+            *STEP * 3, ZeroGrad(), Backward(),
+            Refused(ZeroGrad(), r"on their way .*; end it by pool\.step\(optimizer\) .* pool\.drop\(\)"),
+            Refused(Backward(), "a second backward reached"), DROP, *STEP,
+        ) * 2,
     ),
     program(
         "looks after exceptions", *STEP * 6, *failing(("backward", 3), ("backward", 1)), Look("state_dict"), *STEP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sync.fuzz_programs import AutogradGrad, Backward, Cancel, Finished, Locally, Op, Peek, Program, program
+from tests.sync.fuzz_programs import AutogradGrad, Backward, Finished, Locally, Op, Peek, Program, program
 from tests.sync.programs.common import ADAMW, STEP, skipping, step
 
 NOBODYS = skipping((1, 3), (1, 3))
@@ -19,8 +19,6 @@ def partly(name: str, *ops: Op, by_pool: bool = True) -> Program:
 
 PROGRAMS = [
     partly("layers that not all ranks use"),
-    partly("gradients cancelled before finish()", Cancel(0)),
-    partly("gradients zeroed before finish()", Cancel(0, to="zero")),
     partly("gradients cancelled after finish()", Finished("none", 1)),
     partly("gradients clipped by norm", Finished("clip norm")),
     partly("gradients clipped by norm, and the optimizer's own step", Finished("clip norm"), by_pool=False),
@@ -37,8 +35,7 @@ PROGRAMS = [
         ) * 6,
     ),
     program(
-        "backwards of disjoint layers, one cancelled between them", *step(FIRST_TWO, Cancel(0), LAST_THREE) * 6,
-        optimizers=(ADAMW,),
+        "backwards of disjoint layers", *step(FIRST_TWO, LAST_THREE) * 6, optimizers=(ADAMW,),
     ),
     program("gradients of torch.autograd.grad", *step(AutogradGrad()) * 7),
     program("a penalty on the gradient of the input", *step(Backward(penalty=True)) * 7),

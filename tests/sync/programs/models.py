@@ -47,7 +47,6 @@ PROGRAMS = [
     idle("a layer that is idle, under SGD", SGD),
     idle("a layer that is idle, under AdamW", ADAMW),
     idle("a layer that is idle, under SGD of ours", OUR_SGD),
-    idle("a layer that is idle, under an optimizer that counts", Optimizer("counting", (("lr", 0.01),), groups=2)),
     idle("a layer that is idle, under an optimizer with a hook", replace(SGD, kind="hooked")),
     idle("a layer that is idle, under LARS", replace(SGD, kind="our lars")),
 ]  # fmt: skip

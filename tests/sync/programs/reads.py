@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from tests.sync.fuzz_models import LAYERS, model
-from tests.sync.fuzz_programs import SETTLE, Backward, Do, Finished, Look, Program, Refused, Step, ZeroGrad, program
+from tests.sync.fuzz_programs import SETTLE, Backward, Do, Finished, Look, Program, Step, ZeroGrad, program
 from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping, step
 
 ENCODER = model("linear", "linear", offset=True)
 FEATURES = step(Backward(how="features"))
-ODD_ENTRY = r"^block0 is called outside the module that called it .* offset may .*; call pool\.settle\(\) before$"
 
 
 def looking(name: str, *looks: str, **more: object) -> Program:
@@ -17,13 +16,11 @@ def looking(name: str, *looks: str, **more: object) -> Program:
     return program(name, *STEP, *each, *STEP * 4, *each, *map(Look, looks), **{"model": WITH_ALL, **more})
 
 
-def entered_otherwise(how: str) -> list[Program]:
+def entered_otherwise(how: str) -> Program:
     """A model that the first steps call, and others enter in another way."""
-    odd, name = Backward(how=how), f"a model that is entered by {how} at last"
-    return [
-        program(name, *STEP * 7, *step(Refused(odd, ODD_ENTRY, True)), model=ENCODER),
-        program(f"{name}, settled before", *STEP * 7, *(SETTLE, *step(odd)) * 2, model=ENCODER),
-    ]
+    return program(
+        f"a model that is entered by {how} at last", *STEP * 7, *step(Backward(how=how)) * 2, *STEP, model=ENCODER
+    )
 
 
 PROGRAMS = [
@@ -39,7 +36,7 @@ PROGRAMS = [
     looking(
         "copies of the optimizer", "optimizer state", "optimizer deepcopy", "optimizer pickle", optimizers=(ADAMW,),
     ),
-    program("a model in another dtype for a while", *(*STEP, ZeroGrad(by_pool=False), Look("to")) * 8, model=WITH_ALL),
+    program("a model in another dtype for a while", *(*STEP, ZeroGrad(), Look("to")) * 8, model=WITH_ALL),
     program("a model in another dtype for a while, with gradients", *(*STEP, Look("to")) * 8),
     looking("threads that evaluate at once", "threads", model=model(*["linear"] * 12)),
     looking("copies that train by themselves", "twin", model=LAYERS),
@@ -64,14 +61,13 @@ PROGRAMS = [
     program("a term of all weights after the forward", *step(Backward(decay="after")) * 8),
     program("a term of all weights before the forward", *step(Backward(decay="before")) * 8),
     program(
-        "a term of weights of which the model was not asked", *STEP * 7,
-        *step(Refused(Backward(decay="unasked"), "modified by an inplace operation", True)),
+        "a term of weights of which the model was not asked", *STEP * 7, *step(Backward(decay="unasked")) * 2, *STEP,
     ),
     program("a model entered by a method", *FEATURES * 8, model=ENCODER),
     program("a model entered by a method, and evaluated at first", Look("eval forward"), *FEATURES * 8, model=ENCODER),
     program("a model entered by forward", *step(Backward(how="forward")) * 8, model=ENCODER),
     program("a model entered by a block and by a call", *step(Backward(how="block first")) * 8, model=ENCODER),
-    *entered_otherwise("features"),
-    *entered_otherwise("forward"),
-    program("torch.func.jvp", *step(Backward(how="jvp")) * 8),
+    entered_otherwise("features"),
+    entered_otherwise("forward"),
+    program("torch.func.jvp", *(SETTLE, *step(Backward(how="jvp"))) * 8),
 ]  # fmt: skip
