@@ -18,7 +18,7 @@ from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, step_model
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.comm_stream import PendingOp
-from imagenet_fast.sync.compressor import Compressed, Memory, phases_by_round
+from imagenet_fast.sync.compressor import Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_pool import GradientPool
 from imagenet_fast.sync.layer_timer import LayerTimer
@@ -98,25 +98,17 @@ class Scheduler(SyncEngine):
             self._timetable.gradient_ready()
         self._release(slot.index)
 
-    def finish(self, drop: bool = False) -> SyncStats:
+    def finish(self) -> SyncStats:
         """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
 
         While steps are timed nothing is deferred.
-
-        Args:
-            drop: Wait for all messages, and restore the residual of before the step.
         """
         if self._timetable is not None:
             self._timetable.finish()
         self._release(len(self._pool.slots))
         # A forward that is being timed must not wait.
-        if drop or self._engine.awaits != "read" or self._timetable is not None:
+        if self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._travelling))
-        if drop:
-            if self._residual is not None:
-                self._residual.drop()
-            for compressed in self._compressed:
-                compressed.drop()
         if self._timetable is not None and self._timetable.complete:
             self._timing, self._timetable = self._timetable.timing(), None
             self.plan(self._timing)
@@ -226,7 +218,6 @@ class Scheduler(SyncEngine):
             left = self._left if self._residual is None else self._residual.moved(pool.slots)
             residual = ErrorFeedback(pool.slots, pool.buffer.device, left)
         self._phases: list[Sequence[CommOp]] = []
-        self._compressed: list[Compressed] = []
         rest: Sequence[CommOp] = ()
         for message in self._messages:
             if message.half == 1:
@@ -258,7 +249,6 @@ class Scheduler(SyncEngine):
             return [], []
         else:
             compressed = engine.compressor.rounds(message.bucket, pool.buffer, topology, self._memory)
-            self._compressed.append(compressed)
             first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
             turn = len(first) if engine.split_reduce_scatter else len(phases)

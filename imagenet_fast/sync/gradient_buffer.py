@@ -102,16 +102,11 @@ class GradientBuffer:
         self.values = torch.zeros(length, dtype=self._dtype, device=self._device)
         self.slot_of = {slot.param: slot for slot in self.slots}
         self._strides = [slot.param.stride() for slot in self.slots]
-        self._known_views: dict[int, tuple[list[Tensor], list[PendingGrad]]] = {}
+        self._views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.slots]
+        self._pending = [view.as_subclass(PendingGrad) for view in self._views]
         self._make_views()
         move(old, before, self.values, self.slots)
         self._flags = torch.tensor([slot.flag for slot in self.slots], device=self._device)
-
-    def exchange(self, values: Tensor) -> Tensor:
-        """Replace the buffer by another of the same layout, and return the old one."""
-        before, self.values = self.values, values
-        self._make_views()
-        return before
 
     def adopt(self, slot: ParamSlot, gradient: Tensor) -> None:
         """Take ``gradient`` as the view of ``slot`` until ``release``, which costs no copy into the buffer."""
@@ -162,12 +157,7 @@ class GradientBuffer:
         self.values.index_fill_(0, flags, USED)
 
     def _make_views(self) -> None:
-        known = self._known_views.get(self.values.data_ptr())
-        if known is None:
-            views = [self.values.as_strided(s.param.size(), _dense_strides(s.param), s.start) for s in self.slots]
-            known = views, [view.as_subclass(PendingGrad) for view in views]
-            self._known_views[self.values.data_ptr()] = known
-        self.views, self.pending = list(known[0]), list(known[1])
+        self.views, self.pending = list(self._views), list(self._pending)
         """The gradients in the order of ``slots``, with their parameters' strides; and placeholders in flight."""
         self._adopted = False
 

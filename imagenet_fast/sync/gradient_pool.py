@@ -153,8 +153,8 @@ class GradientPool:
         """Start a step: forget the gradients of the last one, without writing to memory.
 
         An unfinished step is dropped, as after an exception, if a forward or a backward has run in it, or with ``drop``
-        in any case. All ranks drop it together. What has been sent is waited for; the rest is sent as NaN, so that no
-        other rank can apply the step.
+        in any case. All ranks drop it together: what has been sent is waited for, the rest is sent as zero, and all of
+        it is thrown away. No residual is restored.
         """
         self.reducer.zero_grad(drop)
 
@@ -361,10 +361,6 @@ class GradientPool:
             self.order(state["order"])
             self.reducer.engine.rebuild_buckets()
         self.reducer.engine.load_state_dict(state["engine"])
-
-    def exchange_buffer(self, buffer: Tensor) -> Tensor:
-        """Replace the buffer by another of the same layout, and return the old one. Engines call it before a step."""
-        return self.reducer.buffer.exchange(buffer)
 
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.

@@ -174,7 +174,8 @@ class Reducer:
             self._watch.check(self.slots, self.buffer.slot_of)
             self._begin()
             engine = self.engine
-            self._reached = any(self._ready)  # then every p.grad was a placeholder, and None was set by the user
+            # Then every p.grad was a placeholder, and None was set by the user.
+            self._reached = any(self._ready) and not engine.sends_part
             for slot in self.slots:
                 self._take_last(engine, slot)
             self._ready = [True] * len(self.slots)
@@ -277,7 +278,6 @@ class Reducer:
             for slot in self.slots:
                 self.engine.wait(slot)
         self.engine.begin()  # `auto` may hand the pool to another engine, which replaces self.engine
-        self.engine.start_step()
         self._flag_behind = {slot for slot in self.slots if self.deferral is not None and self.deferral.waits(slot)}
         # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
         self.buffer.mark_used(but=self._flag_behind)
@@ -287,10 +287,7 @@ class Reducer:
         """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
         gradient, view = slot.param.grad, self.buffer.views[slot.index]
         assert gradient is not None
-        if gradient is self.buffer.pending[slot.index]:
-            if engine is not None:
-                engine.accumulated(view)
-        elif gradient is not view:
+        if gradient is not self.buffer.pending[slot.index] and gradient is not view:
             if engine is None:
                 view.copy_(gradient)
             elif engine.is_local and self.largest is None and gradient.stride() == view.stride():
@@ -339,11 +336,12 @@ class Reducer:
     def _hide_rest(self) -> None:
         """Take in the parameters that this backward did not reach, with the gradient they have or with zero.
 
-        Called at the end of backward. If another backward of this step reaches them, autograd adds to that gradient.
+        Called at the end of backward. If another backward of this step reaches them, autograd adds to that gradient. An
+        engine that leaves elements behind takes a gradient only once a step, so it takes these at the step's end.
         """
         with self.lock:
             self._end_awaited = False
-            if self.engine is None or self.stats is not None:
+            if self.engine is None or self.engine.sends_part or self.stats is not None:
                 return
             self._end_last_step()
             for slot in self.slots:
@@ -384,13 +382,14 @@ class Reducer:
         engine = self.engine
         assert engine is not None
         for slot in self.slots[self._front :]:
-            engine.poison(slot, self.buffer.views[slot.index])
+            engine.store_gradient(self.buffer.values[slot.start : slot.flag + 1], None)
         self._ready = [True] * len(self.slots)
         self._advance(engine)
         self._magnitudes.append(self.buffer.values.new_full((), math.inf))  # also if everything had been sent by then
         self._any_overflow()
         self._front = self._measured = 0
-        engine.finish(drop=True)
+        engine.finish()
         for slot in self.slots:
             engine.wait(slot)
+        engine.forget_nonfinite()
         self.order.agree(self.slots, self.topology, whole=False)

@@ -148,6 +148,11 @@ def applied(sync: GradientSync, forward: Callable[..., Tensor], *given: Gradient
     return ended(sync)[0]
 
 
+def drop(pool: GradientPool) -> None:
+    """The step, which all ranks must."""
+    pool.zero_grad(drop=True)
+
+
 def engine_of(pool: GradientPool) -> Any:
     assert pool.reducer.engine is not None
     return pool.reducer.engine
