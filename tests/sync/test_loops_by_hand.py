@@ -63,7 +63,7 @@ def test_a_lost_message_stays_lost() -> None:
     """No later read takes what its buffer holds, which no rank has averaged, for means."""
     model, pool, optimizer = started(ENGINES["hybrid"].model_copy(update={"fuse_mb": 1}))
     train(model, pool, optimizer, range(8))  # until messages are in flight after a step
-    in_flight = engine_of(pool)._travelling
+    in_flight = engine_of(pool)._in_flight
     assert in_flight
     sent = dict(in_flight)
     for number, message in sent.items():
