@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Generic
 
 from imagenet_fast.cost_model.collectives import RankLayout, WireFormat, piece_bytes
@@ -51,18 +51,17 @@ class StepModel(Generic[S]):
     def step_s(self, fuse: float, timing: Timing) -> float:
         """Return the predicted seconds of a step with buckets of ``fuse`` bytes on the wire."""
         messages = self.messages(fuse)
-        sendings = [
+        releases = releases_of(self.engine, messages, timing, self.links)
+        simulated = [
             SimMessage(
                 replace(message.task, message=self.share * message.task.message),
                 range(message.bucket[0].index, message.bucket[-1].index + 1),
-                self.links.link(message.collective), self.codec(), message.lane == HIGH_PRIORITY, bucket,
+                self.links.link(message.collective), waits, self.codec(),
                 f"{message.lane}{message.collective} {message.half}", _abreast(message, self.layout),
-                message.collective if self.engine.prioritized else "",
             )
-            for bucket, pieces in enumerate(_by_bucket(messages)) for message in pieces
+            for message, waits in zip(messages, waits_for(self.engine, messages, releases), strict=True)
         ]  # fmt: skip
-        releases = releases_of(self.engine, messages, timing, self.links)
-        return simulated_step_s(sendings, releases, self.engine.awaits, timing)
+        return simulated_step_s(simulated, releases, self.engine.awaits, timing)
 
     def messages(self, fuse: float) -> list[BucketChunk[S]]:
         """Return the messages of a step with buckets of ``fuse`` bytes on the wire."""
@@ -83,6 +82,45 @@ def releases_of(
     return plan_release_order(tasks, times, links.link(most).s_per_byte)
 
 
+def waits_for(
+    engine: Declaration[S], messages: Sequence[BucketChunk[S]], releases: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return, by message, the numbers of those that must be received before it is launched.
+
+    - The second half of an all-reduce waits for the first.
+    - With ``each``, a bucket waits for the bucket before.
+    - At the end of backward, messages wait for the last urgent one before them, which has the wire to itself: they do
+      not queue behind it, as they are in other lanes.
+    - With a plan, a message waits there until at most one of those before it is left of each other collective. So what
+      is needed last does not share the wire with what is needed first.
+
+    Args:
+        engine: The declaration.
+        messages: The messages of a step.
+        releases: The numbers of those launched at each event: every push, then the end of backward.
+    """
+    waits: list[list[int]] = [[] if m.task.after is None else [m.task.after] for m in messages]
+    if engine.awaits == "each":
+        launched = [number for numbers in releases for number in numbers]
+        buckets = [list(pieces) for _, pieces in groupby(launched, key=lambda number: messages[number].bucket[0])]
+        for before, bucket in pairwise(buckets):
+            for number in bucket:
+                waits[number] += before
+    urgent: list[int] = []
+    by_collective: dict[str, list[int]] = {}
+    for number in releases[-1]:
+        collective = messages[number].collective
+        if messages[number].lane == HIGH_PRIORITY:
+            urgent = [number]
+        else:
+            waits[number] += urgent
+        if engine.prioritized:
+            others = [before for name, before in by_collective.items() if name != collective]
+            waits[number] += [last_but_one for before in others for last_but_one in before[-2:-1]]
+            by_collective.setdefault(collective, []).append(number)
+    return waits
+
+
 def thresholds(engine: Declaration[S], layout: RankLayout) -> list[float]:
     """Return the bucket sizes to choose from, in bytes on the wire.
 
@@ -90,11 +128,6 @@ def thresholds(engine: Declaration[S], layout: RankLayout) -> list[float]:
     """
     piece = piece_bytes(layout)
     return [size for size in THRESHOLDS if size >= piece] if engine.prioritized else THRESHOLDS
-
-
-def _by_bucket(messages: Sequence[BucketChunk[S]]) -> list[list[BucketChunk[S]]]:
-    """Group messages by bucket: ``each`` waits for all pieces of a bucket before it sends the next."""
-    return [list(pieces) for _, pieces in groupby(messages, key=lambda message: message.bucket[0])]
 
 
 def _abreast(message: BucketChunk[S], layout: RankLayout) -> int:

@@ -20,7 +20,7 @@ from imagenet_fast.cost_model.priority_schedule import Task
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bucket sizes in bytes: 64 KiB to 64 MiB, and infinity for everything at once."""
 
-_CAME, _RELEASED, _BEGUN = range(3)
+_RECEIVED, _RELEASED, _BEGUN = range(3)
 """Kinds of events; at equal times, those that unblock others are handled first."""
 
 
@@ -66,49 +66,41 @@ class SimMessage:
     """A message of a step, or a half of one."""
 
     task: Task
-    """When it may be launched, its bytes, and the message of which it is the second half."""
+    """When it may be launched, and its bytes."""
     slots: range
     """Slots, by number in pool order, that are complete once it and their other messages are received."""
     link: LinkModel
+    waits: Sequence[int] = ()
+    """Numbers of the messages that must be received before it is sent."""
     codec: CodecCost = NO_CODEC
-    urgent: bool = False
-    """True if it goes first at the end of backward: others released then wait for it, unless they are urgent too."""
-    bucket: int = 0
-    """Number of its bucket; the messages of one bucket are its pieces."""
     queue: str = ""
     """Name of its queue; messages of one queue are launched in their order."""
     abreast: float = math.inf
     """Number of messages of its queue that may be in flight at a time."""
-    kind: str = ""
-    """Kind of its bucket.
-
-    At the end of backward a message waits for all earlier messages of other kinds, except the last of each kind.
-    """
 
 
 def simulated_step_s(
-    sendings: Sequence[SimMessage],
+    messages: Sequence[SimMessage],
     releases: Sequence[Sequence[int]],
     awaits: Literal["each", "backward", "read"],
     timing: Timing,
 ) -> float:
-    """Return the seconds of a step that sends ``sendings``.
+    """Return the seconds of a step that sends ``messages``.
 
     With ``read`` the next forward stops at every layer whose gradients are not received yet; otherwise it stops at its
     beginning. So all messages of a step are received before the next backward. Steps do not share the wire, and each is
     like the first.
 
     Args:
-        sendings: The messages of a step.
+        messages: The messages of a step.
         releases: Numbers of the messages that are released at each event: one per push, then the end of backward.
         awaits: Where the step waits for messages.
         timing: The course of the step.
     """
     moments = [*timing.ready, timing.backward_s]
-    came = _came(sendings, releases, awaits == "each", moments)
     late = 0.0
-    for sending, moment in zip(sendings, came, strict=True):
-        needed = min(timing.needed[slot] for slot in sending.slots) if awaits == "read" else 0.0
+    for message, moment in zip(messages, _arrivals(messages, releases, moments), strict=True):
+        needed = min(timing.needed[slot] for slot in message.slots) if awaits == "read" else 0.0
         late = max(late, moment - timing.backward_s - needed)
     return timing.compute_s + late
 
@@ -148,49 +140,45 @@ def step_lower_bound(
     return max(timing.compute_s, *bounds)
 
 
-def _came(
-    sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool, moments: Sequence[float]
+def _arrivals(
+    messages: Sequence[SimMessage], releases: Sequence[Sequence[int]], moments: Sequence[float]
 ) -> list[float]:
-    """Return when each message is received, in seconds from the beginning of backward.
-
-    With ``one_by_one``, no bucket is sent before the last one is received.
-    """
-    behind = _behind(sendings, releases, one_by_one)
-    released = [0.0] * len(sendings)
+    """Return when each message is received, in seconds from the beginning of backward."""
+    released = [0.0] * len(messages)
     queues: dict[str, deque[int]] = {}
     for moment, numbers in zip(moments, releases, strict=True):
         for number in numbers:
             released[number] = moment
-            queues.setdefault(sendings[number].queue, deque()).append(number)
+            queues.setdefault(messages[number].queue, deque()).append(number)
     under_way = dict.fromkeys(queues, 0)
-    came, begun = [math.inf] * len(sendings), [0.0] * len(sendings)
+    received, begun = [math.inf] * len(messages), [0.0] * len(messages)
     events = [(moment, _RELEASED, -1) for moment in sorted(set(released))]
     wire, processor = _Wire(), 0.0
     while events or wire.busy:
         if not events or wire.next_through <= events[0][0]:
             now, number = wire.end()
-            link, codec, size = sendings[number].link, sendings[number].codec, sendings[number].task.message
+            link, codec, size = messages[number].link, messages[number].codec, messages[number].task.message
             here = max(now, begun[number] + link.call_s) + link.latency_s + size * codec.decode_s_per_byte
-            heapq.heappush(events, (here, _CAME, number))
+            heapq.heappush(events, (here, _RECEIVED, number))
             continue
         now, event, number = heapq.heappop(events)
         if event == _BEGUN:
-            wire.begin(now, number, sendings[number].task.message * sendings[number].link.s_per_byte)
+            wire.begin(now, number, messages[number].task.message * messages[number].link.s_per_byte)
             continue
-        if event == _CAME:
-            came[number] = now
-            under_way[sendings[number].queue] -= 1
+        if event == _RECEIVED:
+            received[number] = now
+            under_way[messages[number].queue] -= 1
         for name, queue in queues.items():
-            while queue and released[queue[0]] <= now and all(came[other] <= now for other in behind[queue[0]]):
-                sending, size = sendings[queue[0]], sendings[queue[0]].task.message
-                if under_way[name] >= sending.abreast:
+            while queue and released[queue[0]] <= now and all(received[n] <= now for n in messages[queue[0]].waits):
+                message, size = messages[queue[0]], messages[queue[0]].task.message
+                if under_way[name] >= message.abreast:
                     break
                 number = queue.popleft()
                 under_way[name] += 1
-                begun[number] = max(now, processor) + size * sending.codec.encode_s_per_byte
-                processor = begun[number] + sending.link.call_s + size * sending.codec.decode_s_per_byte
+                begun[number] = max(now, processor) + size * message.codec.encode_s_per_byte
+                processor = begun[number] + message.link.call_s + size * message.codec.decode_s_per_byte
                 heapq.heappush(events, (begun[number], _BEGUN, number))
-    return came
+    return received
 
 
 class _Wire:
@@ -198,10 +186,10 @@ class _Wire:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._given = 0.0
-        """Seconds of the whole wire that a message in flight from the beginning would have been given."""
+        self._served = 0.0
+        """Seconds of the whole wire that a message in flight from the beginning would have had."""
         self._ends: list[tuple[float, int]] = []
-        """By message, the value of ``_given`` at which it is through, as a heap."""
+        """By message, the value of ``_served`` at which it is through, as a heap."""
 
     @property
     def busy(self) -> bool:
@@ -210,45 +198,17 @@ class _Wire:
     @property
     def next_through(self) -> float:
         """Time at which the next message is through, if no other begins."""
-        return self._now + (self._ends[0][0] - self._given) * len(self._ends) if self._ends else math.inf
+        return self._now + (self._ends[0][0] - self._served) * len(self._ends) if self._ends else math.inf
 
     def begin(self, now: float, number: int, seconds: float) -> None:
         """Add a message that would take ``seconds`` alone."""
         if self._ends:
-            self._given += (now - self._now) / len(self._ends)
+            self._served += (now - self._now) / len(self._ends)
         self._now = now
-        heapq.heappush(self._ends, (self._given + seconds, number))
+        heapq.heappush(self._ends, (self._served + seconds, number))
 
     def end(self) -> tuple[float, int]:
         """Remove the next message that is through; return when that is, and its number."""
         self._now = self.next_through
-        self._given, number = heapq.heappop(self._ends)
+        self._served, number = heapq.heappop(self._ends)
         return self._now, number
-
-
-def _behind(sendings: Sequence[SimMessage], releases: Sequence[Sequence[int]], one_by_one: bool) -> list[list[int]]:
-    """Return, by message, the messages that must be received before it is sent."""
-    behind: list[list[int]] = [[] for _ in sendings]
-    bucket: list[int] = []
-    before: list[int] = []  # the bucket before it
-    urgent: list[int] = []  # the last urgent message
-    for event, released in enumerate(releases):
-        last = event == len(releases) - 1
-        kinds: dict[str, list[int]] = {}
-        for number in released:
-            sending = sendings[number]
-            if sending.task.after is not None:
-                behind[number].append(sending.task.after)
-            if one_by_one:
-                if bucket and sending.bucket != sendings[bucket[0]].bucket:
-                    before, bucket = bucket, []
-                bucket.append(number)
-                behind[number] += before
-            if last:
-                behind[number] += [n for kind, ns in kinds.items() if kind != sending.kind for n in ns[-2:-1]]
-                kinds.setdefault(sending.kind, []).append(number)
-            if last and sending.urgent:
-                urgent = [number]
-            elif not sending.urgent:
-                behind[number] += urgent
-    return behind

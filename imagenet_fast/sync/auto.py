@@ -115,10 +115,10 @@ class Auto(SyncEngine):
         """True if the ``meanwhile`` engine or one that may be chosen has a residual."""
         return self._meanwhile.has_residual or any(not c.exact and c.electable for c in self._candidates)
 
-    def finish(self, drop: bool = False) -> SyncStats:
+    def finish(self) -> SyncStats:
         """Finish the step; after the last timed one, choose an engine and report all predictions in ``decision``."""
         self._timetable.finish()
-        stats = self._meanwhile.finish(drop)
+        stats = self._meanwhile.finish()
         if self._timetable.complete and self._elected is None:
             stats.decision = self._decide(self._timetable.timing())
         return stats

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.cost_model.step_prediction import releases_of, thresholds
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.cost_model.priority_schedule import as_ready
+from imagenet_fast.cost_model.step_prediction import releases_of, thresholds, waits_for
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
-from imagenet_fast.sync.bucketing import HIGH_PRIORITY, BucketChunk, step_model
+from imagenet_fast.sync.bucketing import BucketChunk, step_model
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
-from imagenet_fast.sync.comm_stream import PendingOp
-from imagenet_fast.sync.compressor import Compressed, Memory, phases_by_round
+from imagenet_fast.sync.compressor import Memory, phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.layer_timer import LayerTimer
@@ -32,6 +31,21 @@ _ON_ONE_NODE = 2.0**22
 Measuring would gain little there. Also, a backend's rounding depends on how messages are cut, so measured sizes would
 let two identical runs end with different bits.
 """
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is sent in every step, and when."""
+
+    messages: Sequence[BucketChunk]
+    ops: Sequence[Sequence[CommOp]]
+    """The phases of each message."""
+    of_slot: Mapping[ParamSlot, Sequence[int]]
+    """The numbers of the messages that carry a slot's gradient."""
+    releases: Sequence[Sequence[int]]
+    """The numbers of those launched at each event: every push, then the end of backward."""
+    waits: Sequence[Sequence[int]]
+    """The numbers of those that must be received before a message is launched."""
 
 
 class Scheduler(SyncEngine):
@@ -73,23 +87,17 @@ class Scheduler(SyncEngine):
         self._left: Tensor | None = None  # loaded quantisation errors, until there is an ErrorFeedback to hold them
         pool.align_slots(slot_alignment(self._topology.layout, format_of(self._wire)))
         self._timetable: LayerTimer | None = None
-        self._travelling: dict[int, AllReduceHandle] = {}  # in flight, by index of the message
-        self._releases: list[list[int]] = []  # messages to launch at each event: each push, then backward's end
+        self._in_flight: dict[int, AllReduceHandle] = {}  # by number of the message
         self._stats = SyncStats(Stopwatch(pool.values.device))
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
         """Rebuild all messages, and plan them or begin to time steps. Nothing may be in flight."""
         self._watch_no_longer()
-        self._plain = self._step < self._plain_steps
-        self._engine = replace(self._declared, compressor=None) if self._plain else self._declared
-        if self._engine.bucket_bytes is not None:
-            self._arrange(self._engine.bucket_bytes)
-        elif self._timing is None:
-            self._arrange(thresholds(self._engine, self._pool.topology.layout)[0])
-        if self._timing is not None:
-            self.plan(self._timing)
-        elif self._engine.learns:
+        plain = self._step < self._plain_steps
+        self._engine = replace(self._declared, compressor=None) if plain else self._declared
+        self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
+        if self._timing is None and self._engine.learns:
             self._timetable = self._pool.layer_timer(layers=self.defers)
 
     def gradient_ready(self, slot: ParamSlot) -> None:
@@ -98,61 +106,41 @@ class Scheduler(SyncEngine):
             self._timetable.gradient_ready()
         self._release(slot.index)
 
-    def finish(self, drop: bool = False) -> SyncStats:
+    def finish(self) -> SyncStats:
         """Launch the remaining messages, wait for those that are not deferred, and plan once steps have been timed.
 
         While steps are timed nothing is deferred.
-
-        Args:
-            drop: Wait for all messages, and restore the residual of before the step.
         """
         if self._timetable is not None:
             self._timetable.finish()
         self._release(len(self._pool.slots))
         # A forward that is being timed must not wait.
-        if drop or self._engine.awaits != "read" or self._timetable is not None:
-            self._await(list(self._travelling))
-        if drop:
-            if self._residual is not None:
-                self._residual.drop()
-            for compressed in self._compressed:
-                compressed.drop()
+        if self._engine.awaits != "read" or self._timetable is not None:
+            self._await(list(self._in_flight))
         if self._timetable is not None and self._timetable.complete:
-            self._timing, self._timetable = self._timetable.timing(), None
-            self.plan(self._timing)
+            self._timing = self._timetable.timing()
+            self.rebuild_buckets()
         self._step += 1
         if self._step == self._plain_steps:
-            self._await(list(self._travelling))
+            self._await(list(self._in_flight))
             self.rebuild_buckets()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
         return stats
 
     def wait(self, slot: ParamSlot) -> None:
         """Wait for the messages that carry the gradient of ``slot``."""
-        self._await([n for n in self._numbers[slot] if n in self._travelling])
+        self._await([number for number in self._plan.of_slot[slot] if number in self._in_flight])
 
     def has_arrived(self, slot: ParamSlot) -> bool:
         """Return whether all messages of ``slot`` have been waited for."""
-        return self._travelling.keys().isdisjoint(self._numbers[slot])
-
-    def plan(self, timing: Timing) -> None:
-        """Choose the best bucket size and launch order for all later steps. Nothing may be in flight.
-
-        A declared bucket size is kept.
-
-        Args:
-            timing: The timing of a step, the same on every rank.
-        """
-        if self._engine.bucket_bytes is None:
-            self._arrange(step_model(self._engine, self._pool, self._wire, self._network).best(timing)[0])
-        self._releases = releases_of(self._engine, self._messages, timing, self._network)
+        return self._in_flight.keys().isdisjoint(self._plan.of_slot[slot])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, quantisation errors and the compressor's memory; empty if there is none of these.
 
         Measurements are the same on every rank; errors and memory differ.
         """
-        self._await(list(self._travelling))
+        self._await(list(self._in_flight))
         learnt = None
         if self._timing is not None:
             learnt = {
@@ -190,54 +178,60 @@ class Scheduler(SyncEngine):
     def close(self) -> None:
         """Wait for all messages, and close the process groups."""
         self._watch_no_longer()
-        for transfer in self._travelling.values():
+        for transfer in self._in_flight.values():
             transfer.wait()
         self._topology.close()
 
     def drop(self) -> None:
         """Abandon all messages without waiting for them."""
         self._watch_no_longer()
-        self._travelling.clear()
-        self._topology.drop(self._phases, self._pool.values)
+        self._in_flight.clear()
+        self._topology.drop(self._plan, self._pool.values)
 
     def _watch_no_longer(self) -> None:
         if self._timetable is not None:
             self._timetable.close()
             self._timetable = None
 
-    def _arrange(self, fuse: float) -> None:
-        """Build the messages of all later steps, each launched as soon as its gradients are ready."""
-        engine, pool = self._engine, self._pool
-        self._messages = step_model(engine, pool, self._wire, self._network).messages(fuse)
-        self._releases = [[] for _ in range(len(pool.slots) + 1)]
-        self._numbers: dict[ParamSlot, list[int]] = {slot: [] for slot in pool.slots}
-        for number, message in enumerate(self._messages):
-            self._releases[message.task.event].append(number)
-            for slot in message.bucket:
-                self._numbers[slot].append(number)
-        self._prepare()
+    def _planned(self, wire: torch.dtype) -> _Plan:
+        """Build the messages of all later steps, sent as ``wire``.
 
-    def _prepare(self) -> None:
-        """Build the phases of all messages. Nothing may be in flight."""
-        pool = self._pool
-        wire = PLAIN if self._plain and is_coded(self._wire) else self._wire
-        residual = None
+        Until steps have been timed, buckets have the smallest size to choose from, and each message is launched as soon
+        as its gradients are ready.
+        """
+        engine, pool, timing = self._engine, self._pool, self._timing
+        model, fuse = step_model(engine, pool, self._wire, self._network), engine.bucket_bytes
+        if fuse is None:
+            fuse = thresholds(engine, pool.topology.layout)[0] if timing is None else model.best(timing)[0]
+        messages = model.messages(fuse)
+        if timing is None:
+            releases = as_ready([message.task for message in messages], len(pool.slots) + 1)
+        else:
+            releases = releases_of(engine, messages, timing, self._network)
+        of_slot: dict[ParamSlot, list[int]] = {slot: [] for slot in pool.slots}
+        for number, message in enumerate(messages):
+            for slot in message.bucket:
+                of_slot[slot].append(number)
+        return _Plan(messages, self._ops(messages, wire), of_slot, releases, waits_for(engine, messages, releases))
+
+    def _ops(self, messages: Sequence[BucketChunk], wire: torch.dtype) -> list[Sequence[CommOp]]:
+        """Build the phases of all messages, and take over what quantisation has left."""
+        pool, residual = self._pool, None
         if is_coded(wire):
             left = self._left if self._residual is None else self._residual.moved(pool.slots)
             residual = ErrorFeedback(pool.slots, pool.values.device, left)
-        self._phases: list[Sequence[CommOp]] = []
-        self._compressed: list[Compressed] = []
+        ops: list[Sequence[CommOp]] = []
         rest: Sequence[CommOp] = ()
-        for message in self._messages:
+        for message in messages:
             if message.half == 1:
-                self._phases.append(rest)
+                ops.append(rest)
                 continue
-            coded = None if residual is None else residual.blocks(message.part)
-            now, rest = self._halves(message, wire, coded)
-            self._phases.append(now)
+            now, rest = self._halves(message, wire, None if residual is None else residual.blocks(message.part))
+            ops.append(now)
         if residual is not None:
             residual.arranged()
             self._residual, self._left = residual, None
+        return ops
 
     def _halves(
         self, message: BucketChunk, wire: torch.dtype, blocks: BlockMap | None
@@ -258,7 +252,6 @@ class Scheduler(SyncEngine):
             return [], []
         else:
             compressed = engine.compressor.rounds(message.bucket, pool.values, topology, self._memory)
-            self._compressed.append(compressed)
             first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
             turn = len(first) if engine.split_reduce_scatter else len(phases)
@@ -267,42 +260,29 @@ class Scheduler(SyncEngine):
     def _release(self, event: int) -> None:
         """Launch the messages of ``event``: the index of a pushed slot, or the number of slots for backward's end.
 
-        A message queues only behind messages of its own lane and collective; all messages in flight share the wire. So
-        at the end of backward the later messages wait until an urgent one is done, which has the wire to itself. With
-        a plan, a message also waits until at most one of those launched here before it is left of each other
-        collective.
+        A message queues behind those of its own lane and collective, and waits for those that the plan names. All in
+        flight share the wire.
         """
-        if self._releases[event]:
+        plan, in_flight = self._plan, self._in_flight
+        if plan.releases[event]:
             self._pool.check_range()
-        ended = event == len(self._pool.slots)
-        gate: Sequence[PendingOp] = ()
-        before: dict[Collective, list[AllReduceHandle]] = {}
-        for number in self._releases[event]:
-            message = self._messages[number]
-            if self._engine.awaits == "each" and message.bucket is not self._messages[number - 1].bucket:
-                self._await(list(self._travelling))
-            urgent = message.lane == HIGH_PRIORITY
-            after = [] if urgent else [*gate]
-            if message.task.after is not None:
-                after += self._travelling[message.task.after].last
-            if ended and self._engine.prioritized:
-                others = [transfers for collective, transfers in before.items() if collective != message.collective]
-                after += [entry for transfers in others for transfer in transfers[-2:-1] for entry in transfer.last]
-            transfer = self._travelling[number] = carry(self._phases[number], after)
-            before.setdefault(message.collective, []).append(transfer)
-            if ended and urgent:
-                gate = transfer.last
+        for number in plan.releases[event]:
+            waits = [other for other in plan.waits[number] if other in in_flight]
+            if self._engine.awaits == "each":
+                self._await([other for other in waits if other != plan.messages[number].task.after])
+            after = [op for other in waits if other in in_flight for op in in_flight[other].last]
+            in_flight[number] = carry(plan.ops[number], after)
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and add them to the step's statistics."""
         assert self._stats.exposed is not None
         for number in numbers:
-            transfer, label = self._travelling[number], label_of(self._messages[number].bucket)
+            transfer, label = self._in_flight[number], label_of(self._plan.messages[number].bucket)
             if transfer.last:  # else nothing was sent, as on one rank
                 with self._stats.exposed(label):
                     transfer.wait()  # a message that is lost stays in flight
             self._stats.add(label, *transfer.traffic)
-            del self._travelling[number]
+            del self._in_flight[number]
 
 
 def _copied(memory: Memory, device: torch.device) -> Memory:

@@ -38,8 +38,6 @@ class Compressed:
     rounds: Sequence[Round]
     land: Callable[[], object]
     """Local work after the rounds, which leaves the same bits in the pool on every rank."""
-    drop: Callable[[], object]
-    """Restores the memory of before the last step, all of which must be done."""
 
 
 class Compressor(Protocol):

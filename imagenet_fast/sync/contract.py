@@ -155,15 +155,11 @@ def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return chosen
 
 
-def settings_of(engine: object) -> Any:
-    """Return ``engine`` if it is the settings of one, or an engine of one's own.
-
-    Raises:
-        TypeError: It is neither.
-    """
-    if isinstance(engine, DdpSync) or not isinstance(engine, EngineTable | Engine):
+def check_engine(engine: object) -> None:
+    """Raise TypeError if ``engine`` is neither the settings of one, nor a declaration, nor a function that builds one."""
+    built = callable(engine) and not isinstance(engine, type)
+    if isinstance(engine, DdpSync) or not (built or isinstance(engine, EngineTable | Engine)):
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
-    return engine
 
 
 def refuse_ddp(module: nn.Module, inputs: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -167,12 +166,8 @@ class SyncEngine(Protocol):
         """Prepare for changes to the pool: before the first gradient of a step, and before a new layout."""
         return
 
-    def start_step(self) -> None:
-        """Prepare for the first gradient of a step. Called after ``begin``."""
-        return
-
     def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Copy a gradient of backward into its place in the pool.
+        """Put a gradient of backward into its place in the pool, once a step.
 
         Args:
             place: The view of the pool to write to.
@@ -183,36 +178,18 @@ class SyncEngine(Protocol):
         else:
             place.copy_(gradient)
 
-    def accumulated(self, place: Tensor) -> None:
-        """Note that a later backward of the step has added a gradient to what ``store_gradient`` wrote to ``place``."""
-        return
-
-    def poison(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Overwrite with NaN what this step will send of ``slot``, because the step is dropped.
-
-        Args:
-            slot: The slot, not yet pushed in this step.
-            gradient: The slot's view of the pool.
-        """
-        gradient.fill_(math.nan)
-
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Accept the final local gradient of ``slot``. Called in pool order, once a step for each slot.
 
         The engine must call ``pool.check_range()`` before it changes or sends the gradient.
         """
 
-    def finish(self, drop: bool = False) -> SyncStats:
-        """End a step's backward: synchronise everything that is not deferred, and return the step's statistics.
-
-        Args:
-            drop: The step will not be applied on any rank: restore the residual of before the step, and leave nothing
-                in flight.
-        """
+    def finish(self) -> SyncStats:
+        """End a step's backward: synchronise everything that is not deferred, and return the step's statistics."""
         ...
 
     def forget_nonfinite(self) -> None:
-        """Zero what is not finite in the residual."""
+        """Set to zero what is not finite in the residual, as the step that it is of was dropped. All was waited for."""
         return
 
     def wait(self, slot: ParamSlot) -> None:

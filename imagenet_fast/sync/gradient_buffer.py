@@ -148,14 +148,6 @@ class GradientBuffer:
         """The gradients in the order of ``slots``, with their parameters' strides; and placeholders in flight."""
         self._places = list(self._addresses)
 
-    def exchange_buffer(self, values: Tensor) -> Tensor:
-        before, self.values = self.values, values
-        self._addresses = [values.data_ptr() + slot.start * values.itemsize for slot in self.slots]
-        self._own = [self._view(slot) for slot in self.slots]
-        self._own_placeholders = [view.as_subclass(PendingGrad) for view in self._own]
-        self.release()
-        return before
-
     def show_only(self, sent: Elements) -> None:
         """Put copies of the gradients into ``p.grad`` that are zero where nothing was sent: the rest is a residual."""
         for slot in self.slots:

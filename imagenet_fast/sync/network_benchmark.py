@@ -137,12 +137,12 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     packings = [Packer(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
     messages = [packing.message(topology.size) for packing in packings]
     for packing in packings:
-        packing.keep_feedback()
+        packing.keep_residual()
 
     def write(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
         packing.load(values)
-        encode(packing.coded, scales, codes, packing.feedback)
+        encode(packing.coded, scales, codes, packing.residual)
 
     def read(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)

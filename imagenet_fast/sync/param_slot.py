@@ -127,8 +127,3 @@ def label_of(slots: Sequence[ParamSlot]) -> str:
     """Return a readable name for neighbouring slots: their layer, or their first and last layer."""
     first, last = slots[0].layer, slots[-1].layer
     return first if first == last else f"{first} to {last}"
-
-
-def at_place(buffer: Tensor, place: Tensor) -> Tensor:
-    """Return the view of ``buffer`` that is where ``place`` is in a buffer of the same layout."""
-    return buffer.as_strided(place.size(), place.stride(), place.storage_offset())

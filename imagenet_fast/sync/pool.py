@@ -89,9 +89,9 @@ class GradientPool:
             contract.refuse_missing_group()
         model, called, named = contract.named_parameters(parameters, model)
         ranks = topology.group if topology else group
-        own = callable(engine) and not isinstance(engine, type)
-        if not own:  # before checks that may fail on one rank
-            compare_engines(contract.settings_of(engine), steps_per_epoch, ranks, contract.device_of(named))
+        contract.check_engine(engine)
+        if not callable(engine):  # before checks that may fail on one rank
+            compare_engines(engine, steps_per_epoch, ranks, contract.device_of(named))
         compare_models(named, model, ranks)
         trainable = contract.trainable(named)
         self._lockstep = lockstep
@@ -106,9 +106,11 @@ class GradientPool:
         """True if a backward pushes its gradients, as outside of ``no_sync``."""
         self.pending: PendingUpdate | None = None
         """The last update that was deferred."""
-        self.engine: SyncEngine = (
-            engine(self.gradients) if own else build_engine(engine, self.gradients, steps_per_epoch)
-        )
+        self.engine: SyncEngine
+        if callable(engine):
+            self.engine = engine(self.gradients)
+        else:
+            self.engine = build_engine(engine, self.gradients, steps_per_epoch)
         self.current = Step(self)
         self.gradients.check_range = _weak(self._check_range)
         contract.register(self, trainable.values())

@@ -35,7 +35,7 @@ class PowerSGD:
     A parameter of several dimensions is the matrix that it is in memory: its outermost dimension by all others, which
     is how the paper flattens convolutions. If a value of a message's matrices is not finite on a rank, all gradients of
     these matrices become NaN on every rank, and errors and Q stay unchanged. The error of a parameter that no rank has
-    used stays unchanged too. After a dropped step both are what they were before it.
+    used stays unchanged too.
 
     Factors and errors are at least fp32. All ranks make P orthonormal from the same bits by the same operations. As
     with torch's hook, the ranks' weights stay equal to the bit only if their processors are of one kind.
@@ -62,7 +62,7 @@ class PowerSGD:
         rounds = [Round(message.project, message.left)]
         if compressed:
             rounds.append(Round(message.reflect, message.right))
-        return Compressed(rounds, message.restore, message.drop)
+        return Compressed(rounds, message.restore)
 
     def _saves(self, slot: ParamSlot) -> bool:
         rows, columns = matrix_shape(slot.param)
@@ -78,9 +78,8 @@ class PowerSGD:
             generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
             start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
             memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
-        own = memory[slot.name]
         whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
-        return _Matrix(place, pool[slot.flag], whole, own, {name: torch.zeros_like(kept) for name, kept in own.items()})
+        return _Matrix(place, pool[slot.flag], whole, **memory[slot.name])
 
 
 @dataclass(frozen=True)
@@ -93,18 +92,14 @@ class _Matrix:
     """Element of the pool: 0 if no rank has used the parameter."""
     whole: Tensor
     """M; the same tensor as ``place`` if the pool is at least fp32."""
-    kept: dict[str, Tensor]
-    """``error``, and ``q``: Qᵀ, [rank, m], so that its products go along the rows of M.
+    error: Tensor
+    """The error of earlier steps, [n, m]."""
+    q: Tensor
+    """Qᵀ, [rank, m], so that its products go along the rows of M.
 
     Its rows are orthonormal. The paper's are not, but span the same space, and products with orthonormal rows fit in 16
     bits.
     """
-    spare: dict[str, Tensor]
-    """The values that a step writes, and after it those of before: the step may be dropped."""
-
-    def swap(self) -> None:
-        for name, before in self.kept.items():
-            self.kept[name], self.spare[name] = self.spare[name], before
 
 
 class _Message:
@@ -122,22 +117,21 @@ class _Message:
             return values, [part.view(shape) for part, shape in zip(parts, tensors, strict=True)]
 
         count = len(matrices)
-        lefts = [(len(matrix.place), len(matrix.kept["q"])) for matrix in matrices]
+        lefts = [(len(matrix.place), len(matrix.q)) for matrix in matrices]
         self.left, parts = flat([*lefts, *(tuple(part.shape) for part in rest)])
         """Every P, then the uncompressed values."""
         self._p, self._rest_sent = parts[:count], parts[count:]
-        self.right, self._q = flat([tuple(matrix.kept["q"].shape) for matrix in matrices])
+        self.right, self._q = flat([tuple(matrix.q.shape) for matrix in matrices])
         """Every Q."""
         self._lefts = self.left[: sum(p.numel() for p in self._p)]
         self._finite = torch.ones((), dtype=torch.bool, device=self.left.device)
-        self._stepped = False
 
     def project(self) -> None:
         """Compute P = M Q, and copy the uncompressed values."""
         with _exact_products(self.left.device):
             for matrix, p in zip(self._matrices, self._p, strict=True):
-                torch.add(matrix.place, matrix.kept["error"], out=matrix.whole)
-                torch.mm(matrix.whole, matrix.kept["q"].T, out=p)
+                torch.add(matrix.place, matrix.error, out=matrix.whole)
+                torch.mm(matrix.whole, matrix.q.T, out=p)
         torch._foreach_copy_(self._rest_sent, self._rest)
 
     def reflect(self) -> None:
@@ -158,31 +152,21 @@ class _Message:
         with _exact_products(self.left.device):
             self._apply(finite)
         nexts = [
-            (q / torch.linalg.vector_norm(q).clamp_min(torch.finfo(q.dtype).tiny) + _OLD * matrix.kept["q"]).T
+            (q / torch.linalg.vector_norm(q).clamp_min(torch.finfo(q.dtype).tiny) + _OLD * matrix.q).T
             for matrix, q in zip(self._matrices, self._q, strict=True)
         ]
         for matrix, basis in zip(self._matrices, _each_orthonormal(nexts), strict=True):
-            torch.where(finite, basis.T, matrix.kept["q"], out=matrix.spare["q"])
-            matrix.swap()
-        self._stepped = True
+            torch.where(finite, basis.T, matrix.q, out=matrix.q)
 
     def _apply(self, finite: Tensor) -> None:
         """Write P Qᵀ to the pool, and compute the errors."""
         for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
             told = finite & (matrix.flag != 0)
-            error = matrix.spare["error"]
-            torch.where(told, matrix.whole, matrix.kept["error"], out=error)
-            error.addmm_(p.masked_fill(~told, 0.0), q, alpha=-1)
+            torch.where(told, matrix.whole, matrix.error, out=matrix.error)
+            matrix.error.addmm_(p.masked_fill(~told, 0.0), q, alpha=-1)
             torch.mm(p.masked_fill(~finite, math.nan), q, out=matrix.whole)
             if matrix.whole is not matrix.place:
                 matrix.place.copy_(matrix.whole)
-
-    def drop(self) -> None:
-        """Undo the last step's changes of errors and Q."""
-        if self._stepped:
-            for matrix in self._matrices:
-                matrix.swap()
-            self._stepped = False
 
 
 def _rest(slot: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:

@@ -29,16 +29,16 @@ def is_coded(wire: torch.dtype) -> bool:
     return wire in _LARGEST
 
 
-def encode(values: Tensor, scales: Tensor, codes: Tensor, feedback: Feedback | None = None) -> None:
+def encode(values: Tensor, scales: Tensor, codes: Tensor, residual: Tensor | None = None) -> None:
     """Write the codes of ``values``, a scale per block, and the error of the codes.
 
-    A block that is not finite is encoded as one that is not finite, and its residual stays what it was before.
+    A block that is not finite is encoded as one that is not finite, and its residual stays what it is.
 
     Args:
         values: fp32, (..., blocks, BLOCK).
         scales: Output, bf16, (..., blocks).
         codes: Output, int8 or float8_e4m3fn, (..., blocks, BLOCK).
-        feedback: Where the error is written; None: it is lost.
+        residual: Output, in the shape of ``values``: the error; None: it is lost.
     """
     scales.copy_(values.abs().amax(-1) / _LARGEST[codes.dtype])  # on a CPU vector_norm takes 20 times as long
     exact = scales.float().unsqueeze(-1)
@@ -48,64 +48,18 @@ def encode(values: Tensor, scales: Tensor, codes: Tensor, feedback: Feedback | N
     else:
         codes.copy_(whole)
         whole = codes.float()
-    if feedback is not None:
+    if residual is not None:
         finite = exact.isfinite()
         if values.is_cpu and finite.all():
-            torch.addcmul(values, whole, exact, value=-1, out=feedback.missed)
+            torch.addcmul(values, whole, exact, value=-1, out=residual)
         else:
             missed = torch.addcmul(values, whole, exact, value=-1)
-            feedback.missed.copy_(torch.where(finite, missed, feedback.added))
+            residual.copy_(torch.where(finite, missed, residual))
 
 
 def decode(scales: Tensor, codes: Tensor) -> Tensor:
     """Return the fp32 values, (..., blocks, BLOCK), of ``codes`` with ``scales``."""
     return codes.float().mul_(scales.float().unsqueeze(-1))
-
-
-@dataclass(frozen=True)
-class Feedback:
-    """The error feedback of some rows in one step."""
-
-    added: Tensor
-    """The residual of earlier steps, which is added to the values."""
-    missed: Tensor
-    """The residual after this step. It is a separate tensor, because the step may be dropped."""
-
-    def __getitem__(self, rows: int | slice) -> Feedback:
-        """Return the feedback of some rows."""
-        return Feedback(self.added[rows], self.missed[rows])
-
-    def unflatten(self, dim: int, sizes: tuple[int, ...]) -> Feedback:
-        """Return the feedback with both tensors unflattened, as views."""
-        return Feedback(self.added.unflatten(dim, sizes), self.missed.unflatten(dim, sizes))
-
-    def select(self, dim: int, index: int) -> Feedback:
-        """Return the feedback with one index of a dimension selected in both tensors, as views."""
-        return Feedback(self.added.select(dim, index), self.missed.select(dim, index))
-
-
-class FeedbackRows:
-    """The residual of some rows, kept twice: a step that is dropped must leave no trace."""
-
-    def __init__(self, rows: Tensor) -> None:
-        """Start with the residual ``rows``."""
-        self.rows = rows
-        """The residual after the last step that was not dropped."""
-        self._spare = torch.zeros_like(rows)
-        self._stepped = False
-
-    def step(self) -> Feedback:
-        """Begin a step, and return its feedback."""
-        added, missed = self.rows, self._spare
-        self.rows, self._spare = missed, added
-        self._stepped = True
-        return Feedback(added, missed)
-
-    def drop(self) -> None:
-        """Undo the last step."""
-        if self._stepped:
-            self.rows, self._spare = self._spare, self.rows
-            self._stepped = False
 
 
 class ErrorFeedback:
@@ -133,7 +87,7 @@ class ErrorFeedback:
         self._device = device
         self._left = left
         self._shared: dict[int, Tensor] = {}
-        self._pieces: list[tuple[Tensor, FeedbackRows, Tensor, int]] = []
+        self._pieces: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
     def blocks(self, part: slice) -> BlockMap:
         """Return the block map of a part of the pool."""
@@ -147,7 +101,7 @@ class ErrorFeedback:
             add_up(left)
             self._shared[ranks] = (left / ranks).float()
 
-    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> FeedbackRows:
+    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
         """Hand over the residual of ``blocks`` to the caller, as rows.
 
         Args:
@@ -159,9 +113,8 @@ class ErrorFeedback:
         if self._left is not None:
             left = self._left if sharing == 1 else self._shared[sharing]
             rows.copy_(left.view(-1, BLOCK).index_select(0, blocks))
-        feedback = FeedbackRows(rows)
-        self._pieces.append((blocks, feedback, real, sharing))
-        return feedback
+        self._pieces.append((blocks, rows, real, sharing))
+        return rows
 
     def arranged(self) -> None:
         """Forget the initial residual, because all messages have taken theirs."""
@@ -173,14 +126,9 @@ class ErrorFeedback:
         powers_of_2 = all(sharing & (sharing - 1) == 0 for *_, sharing in self._pieces)
         exact = torch.float32 if powers_of_2 else torch.float64  # in which the products below are not rounded
         left = torch.zeros(self._kinds.shape[1], BLOCK, dtype=exact, device=self._device)
-        for blocks, feedback, real, sharing in self._pieces:
-            left.index_copy_(0, blocks[real], feedback.rows[real].to(exact) * sharing)
+        for blocks, rows, real, sharing in self._pieces:
+            left.index_copy_(0, blocks[real], rows[real].to(exact) * sharing)
         return left.view(-1)
-
-    def drop(self) -> None:
-        """Undo the last step. Nothing may be in flight."""
-        for _, feedback, _, _ in self._pieces:
-            feedback.drop()
 
     def moved(self, slots: Sequence[ParamSlot]) -> Tensor:
         """Return the residual laid out as other ``slots`` of the same parameters."""
@@ -254,17 +202,15 @@ class Packer:
         self._rows = torch.zeros(len(self._chosen) + 1, BLOCK, dtype=torch.float32, device=device)
         self.coded = self._rows[: coded.numel()].view(owners, -1, BLOCK)
         self.plain = self._rows[coded.numel() : -1].view(owners, -1, BLOCK)
-        self.feedback: Feedback | None = None
-        """Feedback of the step in progress, in the shape of ``coded``; None without a residual."""
-        self._left: FeedbackRows | None = None
+        self.residual: Tensor | None = None
+        """The residual of the rows with codes, in the shape of ``coded``; None if the error is lost."""
         if blocks.residual is not None:
             own = (coded.flatten() + blocks.first).to(device)
-            self._left = blocks.residual.take(own, coded_rows.to(device), sharing)
+            self.residual = blocks.residual.take(own, coded_rows.to(device), sharing).view(self.coded.shape)
 
-    def keep_feedback(self) -> None:
+    def keep_residual(self) -> None:
         """Keep the error of the codes, for values that lie in no pool."""
-        rows = torch.zeros(self.coded.numel() // BLOCK, BLOCK, dtype=torch.float32, device=self._device)
-        self._left = FeedbackRows(rows)
+        self.residual = torch.zeros_like(self.coded)
 
     def load(self, values: Tensor) -> None:
         """Copy ``values`` into the rows, and add the residual to the rows with codes."""
@@ -273,10 +219,8 @@ class Packer:
             torch.index_select(blocks, 0, self._chosen, out=self._rows[:-1])
         else:
             self._rows[:-1] = blocks[self._chosen]
-        if self._left is not None:
-            feedback, shape = self._left.step(), self.coded.shape
-            self.feedback = Feedback(feedback.added.view(shape), feedback.missed.view(shape))
-            self.coded += self.feedback.added
+        if self.residual is not None:
+            self.coded += self.residual
 
     def land(self, values: Tensor) -> None:
         """Copy the rows into ``values``."""

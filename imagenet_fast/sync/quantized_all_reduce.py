@@ -13,7 +13,7 @@ from torch.distributed import Work
 from imagenet_fast.sync.butterfly import core_of
 from imagenet_fast.sync.comm_ops import OpSequence
 from imagenet_fast.sync.comm_stream import CommStream
-from imagenet_fast.sync.quantization import Feedback, Packer, decode, encode
+from imagenet_fast.sync.quantization import Packer, decode, encode
 
 
 def coded_pairwise(
@@ -52,8 +52,8 @@ def coded_pairwise(
         turn = len(owners) if mine is None else mine
         for others in (slice(0, turn), slice(turn + 1, None)):  # a rank adds its own part uncoded
             if len(scales[others]):
-                feedback = None if packing.feedback is None else packing.feedback[others]
-                encode(packing.coded[others], scales[others], codes[others], feedback)
+                residual = None if packing.residual is None else packing.residual[others]
+                encode(packing.coded[others], scales[others], codes[others], residual)
         if everybody:
             return push.all_to_all(arrived, leaving)
         return push.all_to_all(arrived.view(-1), leaving.view(-1), whole, parts)
@@ -63,7 +63,7 @@ def coded_pairwise(
             scales, codes, plain = packing.parts(arrived)
             own_scales, own_codes, own_plain = packing.parts(means[mine])
             total = decode(scales, codes).sum(0).add_(packing.coded[mine])
-            encode(total, own_scales, own_codes, None if packing.feedback is None else packing.feedback[mine])
+            encode(total, own_scales, own_codes, None if packing.residual is None else packing.residual[mine])
             torch.div(plain.sum(0, dtype=torch.float32), ranks, out=own_plain)
         if everybody:
             return pull.all_gather(means.view(-1), direct)
@@ -92,7 +92,7 @@ def coded_butterfly(values: Tensor, packing: Packer, stream: CommStream) -> None
     means = packing.message(len(core))
     if folded and stream.place % 2 == 0:
         message = packing.message(len(core))
-        _write(packing, message, packing.coded, packing.plain, packing.feedback)
+        _write(packing, message, packing.coded, packing.plain, packing.residual)
         stream.exchange([(stream.place + 1, message)], [])
         stream.exchange([], [(stream.place + 1, means)])
     else:
@@ -114,32 +114,32 @@ def _halve_and_double(packing: Packer, means: Tensor, stream: CommStream, member
     place, bits = members.index(stream.place), len(members).bit_length() - 1
     cube = (2,) * bits
     coded, plain = packing.coded.unflatten(0, cube), packing.plain.unflatten(0, cube)
-    feedback = None if packing.feedback is None else packing.feedback.unflatten(0, cube)
+    residual = None if packing.residual is None else packing.residual.unflatten(0, cube)
     known = means.unflatten(0, cube)
     halves: list[tuple[int, Tensor, Tensor]] = []  # per step: partner, half of the means to send, half to receive
     for bit in range(bits):
         partner, last = members[place ^ 1 << bit], bits - bit - 1
         ours, theirs = place >> bit & 1, ~place >> bit & 1
         leaving = packing.message(*cube[:last])
-        given = None if feedback is None else feedback.select(last, theirs)
+        given = None if residual is None else residual.select(last, theirs)
         _write(packing, leaving, coded.select(last, theirs), plain.select(last, theirs), given)
         arriving = torch.empty_like(leaving)
         stream.exchange([(partner, leaving)], [(partner, arriving)])
         coded, plain = coded.select(last, ours), plain.select(last, ours)
-        feedback = None if feedback is None else feedback.select(last, ours)
+        residual = None if residual is None else residual.select(last, ours)
         halves.append((partner, known.select(last, ours), known.select(last, theirs)))
         known = known.select(last, ours)
         _add(packing, arriving, coded, plain)
-    _write(packing, known, coded, plain, feedback)
+    _write(packing, known, coded, plain, residual)
     for partner, ours_known, theirs_known in reversed(halves):
         arriving = torch.empty_like(theirs_known)
         stream.exchange([(partner, ours_known.contiguous())], [(partner, arriving)])
         theirs_known.copy_(arriving)
 
 
-def _write(packing: Packer, message: Tensor, coded: Tensor, plain: Tensor, feedback: Feedback | None) -> None:
+def _write(packing: Packer, message: Tensor, coded: Tensor, plain: Tensor, residual: Tensor | None) -> None:
     scales, codes, plains = packing.parts(message)
-    encode(coded, scales, codes, feedback)
+    encode(coded, scales, codes, residual)
     plains.copy_(plain)
 
 

@@ -1,12 +1,9 @@
 """Coarse-grained sparse communication: each step sends only the chunks of the pool that matter most.
 
 After GradientFlow (arXiv 1902.06855): the pool is cut into chunks of a fixed size, all ranks agree on the chunks' L1
-norms, and the largest are sent. A chunk that is not sent stays in the pool and adds up until it is. Its weights and
-their momentum do not change meanwhile. A step's chunks are chosen from the norms of the step before, so they can be
-sent during backward. Ranks agree on the norms during the next forward, while chunks may still be in flight.
-
-A step alternates between two buffers. One holds the residual of earlier steps. The other holds its sum with this step's
-gradients, and the pool sends from it. So a dropped step leaves no trace.
+norms, and the largest are sent. Gradients are added to the pool, so a chunk that is not sent adds up until it is. Its
+weights and their momentum do not change meanwhile. A step's chunks are chosen from the norms of the step before, so
+they can be sent during backward. Ranks agree on the norms during the next forward, while chunks may still be in flight.
 
 With momentum correction (Deep Gradient Compression, Lin et al., arXiv 1712.01887), each rank's velocity, u <- mu u + g,
 is added up in the pool. Where a chunk is sent, u is cleared too, unless all chunks are sent. Then the means equal, to
@@ -32,7 +29,7 @@ from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.param_slot import USED, ParamSlot, at_place, bring, elements_in, move, places_of
+from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, elements_in, move, places_of
 
 
 @dataclass(frozen=True)
@@ -100,17 +97,13 @@ class Sparse(SyncEngine):
         self._chunks = self._pool.values.view(-1, chunk)
         count = len(self._chunks)
         self._filled = {n for slot in self._pool.slots for n in range(slot.start // chunk, -(-slot.flag // chunk))}
-        self._left = torch.zeros_like(self._pool.values)  # during a step: the residual of earlier steps
         if self._momentum is not None:
             before, slots = self._velocity, self._slots
             self._velocity, self._slots = torch.zeros_like(self._pool.values), list(self._pool.slots)
             move(before, slots, self._velocity, self._slots)
-            self._velocity_before = torch.zeros_like(self._velocity)
-        # The last score is whether a rank drops the step. Norms are of the means of the sent chunks, in their order.
         fp32 = torch.float32
-        self._scores = torch.zeros(topology.padded(count + 1), dtype=fp32, device=device)
-        self._scores_before, self._norms = self._scores.clone(), self._scores[:count].clone()
-        self._drops = False
+        self._scores = torch.zeros(topology.padded(count), dtype=fp32, device=device)
+        self._norms = self._scores[:count].clone()  # of the means of the sent chunks, in their order
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._measurement = [CommOp(topology.stream((), "packing"), self._measure, False)]
         self._agreement = [
@@ -153,43 +146,23 @@ class Sparse(SyncEngine):
         self._clear(self._pool.values, self._velocity)
         self._sent = self._ids[:0]
 
-    def start_step(self) -> None:
-        """Switch the pool, and the velocity, to the other buffer."""
-        self._left = self._pool.exchange_buffer(self._left)
-        self._chunks = self._pool.values.view_as(self._chunks)
-        if self._momentum is not None:
-            self._velocity, self._velocity_before = self._velocity_before, self._velocity
-
     def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Write the sum of the residual and a gradient to its place in the pool.
+        """Add a gradient to the residual at its place in the pool.
 
         With momentum correction, the velocity is added instead of the gradient. Where backward did not reach the
         parameter, the gradient is None and counts as zero.
         """
-        left, new = at_place(self._left, place), gradient
         if self._momentum is not None:
-            before, velocity = at_place(self._velocity_before, place), at_place(self._velocity, place)
-            torch.mul(before, self._momentum, out=velocity)
-            new = velocity if gradient is None else velocity.add_(gradient)
-        if new is None:
-            place.copy_(left)
-        else:
-            torch.add(left, new, out=place)
-        if self._momentum is not None:
+            velocity = self._velocity.as_strided(place.size(), place.stride(), place.storage_offset())
+            velocity *= self._momentum
+            if gradient is not None:
+                velocity += gradient
+            place += velocity
             velocity.nan_to_num_(0.0, 0.0, 0.0)  # the pool holds what is not finite; it must not persist
+        elif gradient is not None:
+            place += gradient
         if gradient is None:  # the flag has no residual; while chunks are unsent, no rank knows the others' use
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
-
-    def accumulated(self, place: Tensor) -> None:
-        """Add the gradient that was added to ``place`` to the velocity as well."""
-        if self._momentum is not None:
-            velocity = at_place(self._velocity, place)
-            torch.sub(place, at_place(self._left, place), out=velocity).nan_to_num_(0.0, 0.0, 0.0)
-
-    def poison(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Fill with NaN what this step sends of ``slot``."""
-        for part in self.sent:
-            self._pool.values[max(part.start, slot.start) : min(part.stop, slot.flag)] = math.nan
 
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Launch the chosen chunks that are complete, but for the last with values, once they reach the threshold."""
@@ -199,17 +172,11 @@ class Sparse(SyncEngine):
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
 
-    def finish(self, drop: bool = False) -> SyncStats:
-        """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics.
-
-        If ``drop``, wait for everything, and restore the residual of before the step.
-        """
+    def finish(self) -> SyncStats:
+        """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics."""
         self._packed = len(self._selected)
-        last = self._selected[self._held] * self._settings.chunk
-        for slot in self._pool.slots if drop else ():  # not between slots, where nothing is ever cleared
-            self._pool.values[max(last, slot.start) : min(last + self._settings.chunk, slot.flag)] = math.nan
         self._launch()
-        if drop or not self.defers:
+        if not self.defers:
             self._await(list(self._messages))
         self._next = self._packed = 0
         self._sent = self._ids
@@ -219,20 +186,19 @@ class Sparse(SyncEngine):
             self._agreed = None
         if self._density(self._step) < 1:
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
-            self._drops = drop
             measured = carry(self._measurement)
             landed = [entry for message in self._messages for entry in message.transfer.last]
             self._agreed = carry(self._agreement, [*measured.last, *landed])
         else:
             self._age()
-        if drop:
-            if self._agreed is not None:
-                self._agreed.wait()  # it reads the pool
-            self._drops = False
-            self.start_step()  # back to the buffer of before
-            self._sent = self._ids[:0]
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
         return stats
+
+    def forget_nonfinite(self) -> None:
+        """Set to zero what is not finite in the pool."""
+        if self._agreed is not None:
+            self._agreed.wait()  # it reads the pool
+        self._pool.values.nan_to_num_(0.0, 0.0, 0.0)
 
     def wait(self, slot: ParamSlot) -> None:
         """Wait for the messages that may hold a part of ``slot``."""
@@ -270,7 +236,6 @@ class Sparse(SyncEngine):
         if measured:  # else the chunks hold other values than they did
             self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
             self._ages.copy_(state["ages"])
-        self._scores_before.copy_(self._scores)
         self._choose()
 
     def close(self) -> None:
@@ -282,7 +247,7 @@ class Sparse(SyncEngine):
 
     def drop(self) -> None:
         """Release the engine in the middle of a step, without waiting for any message."""
-        used = (self._pool.values, self._left, self._scores, self._norms, self._ids, list(self._messages))
+        used = (self._pool.values, self._scores, self._norms, self._ids, list(self._messages))
         self._messages.clear()
         self._topology.drop(used, self._measurement, self._agreement)
 
@@ -347,9 +312,8 @@ class Sparse(SyncEngine):
         self._scores[: len(self._chunks)] = _norms(self._chunks)
 
     def _put_means(self) -> None:
-        """Replace the scores of sent chunks by the norms of their means, and add whether this rank drops the step."""
+        """Replace the scores of sent chunks by the norms of their means."""
         self._scores[self._ids] = self._norms[: len(self._ids)]
-        self._scores[len(self._chunks)] = float(self._drops)
 
     def _age(self) -> None:
         """Increment the ages of all chunks, but reset those of the chunks that this step sent."""
@@ -357,13 +321,8 @@ class Sparse(SyncEngine):
         self._ages[self._ids] = 0
 
     def _choose_next(self) -> None:
-        """Choose the next step's chunks; if a rank has dropped this step, choose the same chunks again."""
-        ages = self._ages.clone()
+        """Choose the next step's chunks, now that ranks have agreed on the scores."""
         self._age()
-        kept = self._scores[len(self._chunks)] == 0
-        torch.where(kept, self._ages, ages, out=self._ages)
-        torch.where(kept, self._scores, self._scores_before, out=self._scores)
-        self._scores_before.copy_(self._scores)
         self._choose()
 
     def _choose(self) -> None:

@@ -159,7 +159,6 @@ class Step:
             self._late = set() if pool.pending is None else pool.pending.slots
             pool.settle()
             pool.engine.begin()
-            pool.engine.start_step()
             pool.gradients.mark_used()
         return self._late
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -283,9 +284,9 @@ def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params
     norms = torch.stack(list(torch._foreach_norm([*weights, *grads]))).view(2, -1)
     if owners == list(range(len(params))):
         return norms
-    counts = torch.bincount(torch.tensor(owners), minlength=len(params))
-    if norms.is_cuda:
-        counts = counts.pin_memory().to(norms.device, non_blocking=True)  # from pageable memory the host would wait
+    pieces = Counter(owners)
+    counts = torch.tensor([pieces[owner] for owner in range(len(params))], pin_memory=norms.is_cuda)
+    counts = counts.to(norms.device, non_blocking=True)  # from pageable memory the host would wait
     return torch.segment_reduce(norms.square().T, "sum", lengths=counts, unsafe=True).T.sqrt()
 
 

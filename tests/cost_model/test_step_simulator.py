@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import Timing, random_profile
+from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Declaration
 from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
+from imagenet_fast.cost_model.step_prediction import waits_for
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel, SimMessage, simulated_step_s, step_lower_bound
+from imagenet_fast.recipe.engine_table import Awaits, Collective
 
 TIMING = Timing((0.8, 0.7, 0.4, 0.2, 0.0), 1.0, (0.1, 0.3, 0.8, 1.4, 2.0), 2.0)
 MESSAGES = (20e6, 80e6, 2e6, 1e6, 1e6)
@@ -26,12 +30,12 @@ WIRE, LATE = LinkModel(0.0, 1e-6), LinkModel(0.25, 1e-6)
 
 
 def step_s(
-    sendings: Sequence[SimMessage], awaits: Literal["each", "backward", "read"], timing: Timing = TIMING,
+    messages: Sequence[SimMessage], awaits: Literal["each", "backward", "read"], timing: Timing = TIMING,
     planned: bool = False,
 ) -> float:  # fmt: skip
-    tasks, times = [sending.task for sending in sendings], [*timing.ready, timing.backward_s]
-    order = plan_release_order(tasks, times, sendings[0].link.s_per_byte) if planned else as_ready(tasks, len(times))
-    return simulated_step_s(sendings, order, awaits, timing)
+    tasks, times = [message.task for message in messages], [*timing.ready, timing.backward_s]
+    order = plan_release_order(tasks, times, messages[0].link.s_per_byte) if planned else as_ready(tasks, len(times))
+    return simulated_step_s(messages, order, awaits, timing)
 
 
 def sent(seconds: float, slots: range, link: LinkModel, event: int = 2, rank: int = 0, **more: Any) -> SimMessage:
@@ -39,11 +43,10 @@ def sent(seconds: float, slots: range, link: LinkModel, event: int = 2, rank: in
     return SimMessage(Task(event, 1e6 * seconds, (rank,)), slots, link, **more)
 
 
-def one_by_one(link: LinkModel, pieces: int = 1, event: int | None = None) -> list[SimMessage]:
-    """A message a layer, in pieces, ready with it or with ``event``."""
+def one_by_one(link: LinkModel, pieces: int = 1) -> list[SimMessage]:
+    """A message a layer, in pieces, ready with it."""
     return [
-        SimMessage(Task(slot if event is None else event, message / pieces, (0, -slot)), range(slot, slot + 1), link,
-                bucket=slot)
+        SimMessage(Task(slot, message / pieces, (0, -slot)), range(slot, slot + 1), link)
         for slot, message in enumerate(MESSAGES) for _ in range(pieces)
     ]  # fmt: skip
 
@@ -64,7 +67,11 @@ def test_a_fused_step_hides_what_backward_covers_and_no_more():
 
 def test_pieces_of_a_message_share_its_latency():
     for pieces in (1, 4):
-        each = one_by_one(LinkModel(0.5, 1e-7), pieces, END)
+        each = [
+            SimMessage(Task(END, message / pieces, (0,)), range(slot, slot + 1), LinkModel(0.5, 1e-7),
+                       range((slot - 1) * pieces, slot * pieces) if slot else ())
+            for slot, message in enumerate(MESSAGES) for _ in range(pieces)
+        ]  # fmt: skip
         assert step_s(each, "each") == pytest.approx(3.0 + 5 * 0.5 + 10.4)
 
 
@@ -84,16 +91,15 @@ def test_the_next_forward_stands_still_only_where_a_layer_is_missing():
 
 
 def test_a_second_half_costs_a_latency_of_its_own_behind_the_firsts():
-    second = SimMessage(Task(2, 0.1e6, (1,), after=0), BOTH, LATE)
+    second = SimMessage(Task(2, 0.1e6, (1,), after=0), BOTH, LATE, [0])
     assert step_s([sent(0.1, BOTH, LATE), second], "read", SECOND) == pytest.approx(2.0 + 2 * (0.1 + 0.25))
 
 
-def test_what_is_urgent_at_the_end_of_backward_has_the_wire_to_itself():
-    last, other = sent(0.1, FIRST, LATE, urgent=True), sent(0.1, LAST, LATE, rank=1)
+def test_what_others_wait_for_has_the_wire_to_itself():
+    last, other = sent(0.1, FIRST, LATE), sent(0.1, LAST, LATE, rank=1, waits=[0])
     assert step_s([last, other], "read", SECOND) == pytest.approx(2.0 + 0.35)
-    assert step_s([last, last, other], "backward", SECOND) == pytest.approx(2.0 + 0.2 + 0.25 + 0.1 + 0.25)
-    early = [sent(0.1, FIRST, LATE, event=0, urgent=True), sent(0.6, LAST, LATE, event=0, rank=1)]
-    assert step_s(early, "backward", SECOND) == pytest.approx(2.45)
+    both = sent(0.1, LAST, LATE, rank=1, waits=[0, 1])
+    assert step_s([last, last, both], "backward", SECOND) == pytest.approx(2.0 + 0.2 + 0.25 + 0.1 + 0.25)
 
 
 def test_of_a_queue_so_many_are_under_way_at_a_time_and_share_the_wire():
@@ -101,19 +107,55 @@ def test_of_a_queue_so_many_are_under_way_at_a_time_and_share_the_wire():
         queued = [sent(0.1, BOTH, LATE, abreast=abreast)] * 4
         assert step_s(queued, "backward", SECOND) == pytest.approx(2.0 + after)
     for abreast, late in ((1, max(0.2, 0.8 - 0.5)), (2, max(0.4, 0.8 - 0.5)), (4, 0.8)):
-        sendings = [sent(0.2, slots, WIRE, abreast=abreast) for slots in (FIRST, LAST, LAST, LAST)]
-        assert step_s(sendings, "read", SECOND) - 2.0 == pytest.approx(late)
+        messages = [sent(0.2, slots, WIRE, abreast=abreast) for slots in (FIRST, LAST, LAST, LAST)]
+        assert step_s(messages, "read", SECOND) - 2.0 == pytest.approx(late)
 
 
-def test_at_the_end_of_backward_kinds_take_turns():
+@dataclass(frozen=True)
+class Layer:
+    """A slot, whose messages wait for others of their engine."""
+
+    index: int
+    layer: str = "layer"
+    shape: tuple[int, ...] = ()
+    connected: bool = False
+    start: int = 0
+    stop: int = 1
+
+
+LAYERS = [Layer(number) for number in range(4)]
+
+
+def chunk(layer: int, collective: Collective = "pairwise", lane: str = "", after: int | None = None) -> Any:
+    return BucketChunk([LAYERS[layer]], slice(0, 1), collective, None, lane, Task(0, 1.0, (0,), after))
+
+
+def waits(awaits: Awaits, messages: list[Any], releases: list[list[int]], prioritized: bool = False) -> list[list[int]]:
+    return waits_for(Declaration("fp32", awaits, prioritized=prioritized), messages, releases)
+
+
+def test_a_second_half_waits_for_its_first_alone():
+    halves = [chunk(0), chunk(0, after=0), chunk(1), chunk(1, after=2)]
+    assert waits("backward", halves, [[0], [2, 1, 3]]) == [[], [0], [], [2]]
+
+
+def test_one_by_one_a_bucket_waits_for_all_pieces_of_the_one_before():
+    pieces = [chunk(layer) for layer in (0, 0, 1, 2, 2)]
+    assert waits("each", pieces, [[], [0, 1, 2, 3, 4]]) == [[], [], [0, 1], [2], [2]]
+
+
+def test_at_the_end_of_backward_all_that_is_not_urgent_waits_for_the_last_that_is():
+    messages = [chunk(0), chunk(1, lane=HIGH_PRIORITY), chunk(2, lane=HIGH_PRIORITY), chunk(3)]
+    assert waits("read", messages, [[0], [1, 2, 3]]) == [[], [], [], [2]]
+    assert waits("read", messages, [[0], [1, 2], [3]]) == [[]] * 4, "before its end, what is urgent is only first"
+
+
+def test_at_the_end_of_backward_collectives_of_a_plan_take_turns():
     """So what is needed last does not share the wire with what is needed first."""
-    first = [sent(0.1, FIRST, WIRE, queue="one", abreast=1)] * 3
-    for other, late in (
-        ("", 0.6),  # both share the wire to the end
-        ("other", 0.4),  # the third of the first shares it with the first of the last
-    ):
-        last = [sent(0.1, LAST, WIRE, rank=1, queue="two", abreast=1, kind=other)] * 3
-        assert step_s([*first, *last], "read", SECOND) - 2.0 == pytest.approx(late)
+    messages = [chunk(n % 4, kind) for n, kind in enumerate(["ring"] * 3 + ["butterfly"] * 2 + ["ring"])]
+    assert waits("read", messages, [[], [0, 1, 2, 3, 4, 5]], True) == [[], [], [], [1], [1], [3]]
+    assert waits("read", messages, [[], [0, 1, 2, 3, 4, 5]]) == [[]] * 6
+    assert waits("read", messages, [[0, 1, 2, 3], [4, 5]], True) == [[]] * 6
 
 
 def test_codec_time_overlaps_with_the_wire():
@@ -131,16 +173,19 @@ def test_nothing_is_predicted_below_the_limit(awaits: Literal["each", "backward"
         chance, profile = Random(seed), random_profile(seed)
         timing, raw = profile.timing, chance.uniform(0.05, 3) * profile.compute_s
         link = LinkModel(chance.choice([0.0, 1e-3]), raw / profile.elements, chance.choice([0.0, 1e-4]))
-        sendings: list[SimMessage] = []
+        messages: list[SimMessage] = []
         for slot, layer in enumerate(reversed(profile.layers)):
             event = len(profile.layers) if awaits == "each" else slot
+            before = range(len(messages)) if awaits == "each" else ()
             for _ in range(pieces := chance.randint(1, 5)):
-                part, slots = layer.elements / pieces, range(slot, slot + 1)
-                first = Task(event, part / 2, (0, -slot))
-                second = Task(event, part / 2, (1, -slot), after=len(sendings))
-                urgent = slot == len(profile.layers) - 1
-                sendings += [SimMessage(task, slots, link, urgent=urgent, bucket=slot) for task in (first, second)]
-        step = step_s(sendings, awaits, timing, planned=awaits == "read" and chance.random() < 0.8)
+                part, slots, number = layer.elements / pieces, range(slot, slot + 1), len(messages)
+                first, second = (
+                    Task(event, part / 2, (0, -slot)), Task(event, part / 2, (1, -slot), after=number)
+                )  # fmt: skip
+                messages += [
+                    SimMessage(first, slots, link, before), SimMessage(second, slots, link, [*before, number])
+                ]  # fmt: skip
+        step = step_s(messages, awaits, timing, planned=awaits == "read" and chance.random() < 0.8)
         least = step_lower_bound(timing, profile.all_reduce_seconds(raw), awaits)
         assert step >= least * (1 - 1e-9)
         if awaits == "backward" and link.latency_s == 0.0 == link.call_s:

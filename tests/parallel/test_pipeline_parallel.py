@@ -113,7 +113,7 @@ class Noting(SyncEngine):
     def gradient_ready(self, slot: ParamSlot) -> None:
         self.left.append(len(self.passes))
 
-    def finish(self, drop: bool = False) -> SyncStats:
+    def finish(self) -> SyncStats:
         return SyncStats(None)
 
 

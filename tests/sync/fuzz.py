@@ -124,8 +124,9 @@ def _traces(program: Program, engine: str, last: Record) -> list[Failure]:
     """What has left a trace that ought not, where the loop by hand does not tell."""
     twins = [("those of sparse", program, "sparse")] if engine == "sparse hybrid" else []
     # On more ranks the order of sums is a plan's, which measures.
-    if program.core is not None and engine in INEXACT | SPARSE | ({"hybrid": None} if program.ranks > 2 else {}):
-        twins.append(("those without", program.core, engine))
+    core = program.core(ENGINES[engine].keeps)
+    if core is not None and engine in INEXACT | SPARSE | ({"hybrid": None} if program.ranks > 2 else {}):
+        twins.append(("those without", core, engine))
     for what, other, under in twins:
         theirs = Loop(other, under).run().records[-1].tensors
         if not _alike(last.tensors, theirs):

@@ -196,10 +196,12 @@ class Program(Written):
     def without(self, left_out: Callable[[Line], bool]) -> Program:
         return replace(self, lines=tuple(line for line in self.lines if not left_out(line)))
 
-    @property
-    def core(self) -> Program | None:
-        """Without all that leaves no trace, where there is such, and the rest knows nothing of it."""
-        core = self.without(lambda line: line.traceless)
+    def core(self, residual: bool) -> Program | None:
+        """Without all that leaves no trace, where there is such, and the rest knows nothing of it.
+
+        Dropped steps leave one in a ``residual``, to which looks leave none.
+        """
+        core = self.without(lambda line: line.traceless and (isinstance(line.op, Look | Peek) or not residual))
         return None if self.model.remembers or core == self else core
 
     def leaving_gradients(self, corrected: bool) -> Program:

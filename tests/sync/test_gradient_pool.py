@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -9,11 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.sync import EngineSettings, GradientPool, LazySync, ParamSlot, PowerSgdSync, SyncEngine, SyncStats
+from imagenet_fast.sync import (
+    EngineSettings,
+    GradientPool,
+    LazySync,
+    ParamSlot,
+    PowerSgdSync,
+    SparseSync,
+    SyncEngine,
+    SyncStats,
+)
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.training.clock import Clock
-from tests.ranks import with_ranks
+from tests.ranks import run, with_ranks
 from tests.sync.given import pooled
+from tests.sync.loops import ours
 
 
 class Listener(SyncEngine):
@@ -108,6 +119,40 @@ def test_one_rank_leaves_gradients_where_autograd_put_them_and_rounds_nothing(se
             if param.grad is not None:
                 assert (begin <= param.grad.data_ptr() < end) == (step == 5 or settings.kind == "powersgd")
             assert torch.equal(param, reference)
+
+
+SPARSE = SparseSync(wire="fp32", sparsity=0.5, chunk=4096, ramp_epochs=0)
+COPIES: list[tuple[EngineSettings, float]] = [
+    (LazySync(wire="fp32"), 1.0), (LazySync(wire="int8"), 3.8), (PowerSgdSync(wire="fp32"), 2.0), (SPARSE, 1.0),
+    (SPARSE.model_copy(update={"momentum_correction": True}), 2.0),
+]  # fmt: skip
+"""Of the model's size: the pool; with 8 bits the residual, rows and codes of both ways; errors; velocity."""
+
+
+@pytest.mark.parametrize(("settings", "copies"), COPIES)
+def test_a_rank_holds_no_copy_of_a_model_that_it_does_not_need(settings: EngineSettings, copies: float):
+    assert max(run(2, _copies, settings)) == pytest.approx(copies, abs=0.1)
+
+
+def _copies(settings: EngineSettings) -> float:
+    model = nn.Linear(1024, 256)
+    before = bytes_of_tensors()
+    pool, optimizer = pooled(model, settings), ours(model, corrected=settings.velocity_momentum is not None)
+    for _ in range(3):
+        pool.zero_grad()
+        model(torch.ones(2, 1024)).sum().backward()
+        pool.step(optimizer)
+    optimizer.state.clear()
+    pool.zero_grad()
+    return (bytes_of_tensors() - before) / (4 * 1024 * 256)
+
+
+def bytes_of_tensors() -> int:
+    """Of all that live in this process."""
+    gc.collect()
+    with torch._C.DisableTorchFunctionSubclass():  # some are placeholders, which refuse
+        storages = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():

@@ -6,12 +6,13 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync import GradientPool
@@ -20,14 +21,40 @@ from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import engine_of, pooled
-from tests.sync.loops import Layers, begin, loss_of, sgd, started, train, unmeasured
+from tests.sync.given import engine_of, pooled, same_on_ranks, weights_of
+from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
-SPARSE = ENGINES["sparse"]
 DEFERRED = pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear"]))
 
 
 # Failures
+
+
+DROPPING = ["lazy int8", "powersgd", "sparse", "sparse corrected"], ["lazy", "hybrid", "dear fp8", "sparse hybrid"]
+
+
+@pytest.mark.parametrize("engine", tiers(*DROPPING))
+@with_ranks(2)
+@unmeasured()
+def test_a_dropped_step_is_thrown_away(engine: str) -> None:
+    """No weight changes. Of gradients that are not finite, nothing is left, and what one rank had not sent is zero."""
+    corrected = ENGINES[engine].velocity_momentum is not None
+    model, pool, optimizer = started(ENGINES[engine], lambda model: loops.ours(model, lr=0.01, corrected=corrected))
+    train(model, pool, optimizer)
+    for step in (3, 5):
+        pool.settle()
+        before = state(model)
+        pool.zero_grad()
+        model.fails = 2 if dist.get_rank() == 1 else None
+        with suppress(MemoryError):
+            (torch.inf * loss_of(model, step)).backward()
+        model.fails = None
+        pool.drop()
+        pool.settle()
+        assert alike(state(model), before)
+        train(model, pool, optimizer, range(step + 1, step + 4))
+        assert not alike(state(model), before)
+        same_on_ranks(weights_of(model))
 
 
 @with_ranks(2)
@@ -36,7 +63,7 @@ def test_a_lost_message_stays_lost() -> None:
     """No later read takes what its buffer holds, which no rank has averaged, for means."""
     model, pool, optimizer = started(ENGINES["hybrid"].model_copy(update={"fuse_mb": 1}))
     train(model, pool, optimizer, range(8))  # until messages are in flight after a step
-    in_flight = engine_of(pool)._travelling
+    in_flight = engine_of(pool)._in_flight
     assert in_flight
     sent = dict(in_flight)
     for number, message in sent.items():

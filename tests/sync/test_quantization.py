@@ -16,7 +16,7 @@ from imagenet_fast.recipe.engine_table import Codes, Collective
 from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SyncEngine
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import slots_of
-from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Feedback, Packer, decode, encode
+from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Packer, decode, encode
 from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
 from tests.sync.given import Given, applied, engine_of, pooled, same_on_ranks
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 def code(values: Tensor, left: Tensor | None, wire: torch.dtype) -> Tensor:
     """What arrives of ``values``."""
     scales, codes = torch.empty(len(values), dtype=PLAIN), torch.empty(values.shape, dtype=wire)
-    encode(values, scales, codes, None if left is None else Feedback(left.clone(), left))
+    encode(values, scales, codes, left)
     return decode(scales, codes)
 
 
@@ -227,10 +227,10 @@ def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks:
     whole = slice(0, slots[-1].stop)
     before, after = ErrorFeedback(slots, CPU), None
     Packer(before.blocks(whole), 2, torch.int8, CPU, ranks)
-    rows = before._pieces[0][1].rows
+    rows = before._pieces[0][1]
     rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
     after = ErrorFeedback(slots, CPU, before.gathered())
     after.share(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
     Packer(after.blocks(whole), 2, torch.int8, CPU, ranks)
     real = before._pieces[0][2]
-    assert torch.equal(after._pieces[0][1].rows[real], rows[real])
+    assert torch.equal(after._pieces[0][1][real], rows[real])

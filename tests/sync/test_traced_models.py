@@ -73,11 +73,11 @@ def test_a_layer_is_exported_alone_up_to_date():
 def test_a_cuda_graph_is_refused_until_settled():
     """A captured update cannot be kept out of the program."""
     model, pool, _ = after_steps(HYBRID)
-    with patch.multiple("torch.cuda", is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
-        with pytest.raises(RuntimeError, match=SENTENCE):
-            model(images(0))
+    capturing = patch.multiple("torch.cuda", is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
+    with capturing, pytest.raises(RuntimeError, match=SENTENCE):
+        model(images(0))
     pool.settle()
-    with patch.multiple("torch.cuda", is_initialized=lambda: True, is_current_stream_capturing=lambda: True):
+    with capturing:
         model(images(0))
 
 
