@@ -156,7 +156,7 @@ def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 
 
 def check_engine(engine: object) -> None:
-    """Raise TypeError if ``engine`` is neither the settings of one, nor a declaration, nor a function that builds one."""
+    """Raise TypeError if ``engine`` is not the settings of one, a declaration, or a function that builds one."""
     built = callable(engine) and not isinstance(engine, type)
     if isinstance(engine, DdpSync) or not (built or isinstance(engine, EngineTable | Engine)):
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")

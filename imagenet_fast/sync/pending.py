@@ -1,7 +1,7 @@
 """Updates that wait for the next forward: each parameter is updated just before it is used.
 
 With an engine that defers, gradients are still in flight when the optimizer would step. So the update is kept, with the
-learning rate it was made for. Until a parameter is updated, its class is ``PendingParameter``: the first torch function
+learning rate it was made for. Until a parameter is updated, its class is one of ``Pending``: the first torch function
 that is called with it, in a forward or anywhere else, carries out its update. After hybrid all-reduce (Kim et al., KIPS
 Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is bit for bit that of updating at once.
 """
@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ _METADATA = frozenset({
 """The functions that do not depend on a parameter's values, and do not change them."""
 
 
-class PendingParameter(nn.Parameter):
+class Pending(Tensor):
     """A parameter whose update is pending. Whatever is done with its values, the update is carried out first."""
 
     @classmethod
@@ -55,31 +56,41 @@ class PendingParameter(nn.Parameter):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        for param in _pending_among((*args, *(kwargs or {}).values())):
-            settle_one(param)
+        settle_all(_tensors_in((*args, *(kwargs or {}).values())))
         return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy after the update."""
-        settle_one(self)
+        settle_all([self])
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what unpickles as the parameter after the update."""
-        settle_one(self)
+        settle_all([self])
         return self.__reduce_ex__(protocol)
 
 
-def settle_one(param: Tensor) -> None:
-    """Carry out the pending update of ``param``, if there is one."""
-    pending: PendingUpdate | None = getattr(param, "_pending_update", None)
-    if pending is not None:
-        (_outside_compiled_code if torch.compiler.is_compiling() else PendingUpdate.settle)(pending, [param])
+def settle_all(params: Iterable[Tensor]) -> None:
+    """Carry out the pending updates of ``params``."""
+    if torch.compiler.is_compiling():
+        _settle_outside(list(params))
+        return
+    for param in params:
+        pending: PendingUpdate | None = getattr(param, "_pending_update", None)
+        if pending is not None:
+            pending.settle([param])
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _outside_compiled_code(pending: PendingUpdate, params: Sequence[Tensor]) -> None:
-    pending.settle(params)
+def _settle_outside(params: Sequence[Tensor]) -> None:
+    """Carry out the pending updates of ``params`` outside of the code that is being compiled."""
+    settle_all(params)
+
+
+@cache
+def _pending_class(kind: type[Tensor]) -> type[Tensor]:
+    """Return the class of parameters of this class while their update is pending."""
+    return type(f"Pending{kind.__name__}", (Pending, kind), {})
 
 
 class PendingUpdate:
@@ -112,7 +123,7 @@ class PendingUpdate:
         for slot in slots:
             slot.param.grad = None  # still in flight
             slot.param._pending_update = self  # type: ignore[attr-defined]
-            slot.param.__class__ = PendingParameter
+            slot.param.__class__ = _pending_class(type(slot.param))  # type: ignore[assignment]
 
     @property
     def slots(self) -> set[ParamSlot]:
@@ -204,22 +215,15 @@ def read_unseen(slots: Iterable[ParamSlot]) -> list[nn.Parameter]:
     return [slot.param for slot in slots if isinstance(slot.module, ScriptModule) or at[slot.param.data_ptr()] > 1]
 
 
-def settle_all(params: Iterable[Tensor]) -> None:
-    """Carry out the pending updates of ``params``."""
-    for param in params:
-        if isinstance(param, PendingParameter):
-            settle_one(param)
-
-
-def _pending_among(values: Iterable[Any]) -> Iterator[PendingParameter]:
-    """Yield the parameters whose update is pending in nested lists, tuples and dicts."""
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts."""
     for value in values:
-        if isinstance(value, PendingParameter):
+        if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _pending_among(value)
+            yield from _tensors_in(value)
         elif isinstance(value, dict):
-            yield from _pending_among(value.values())
+            yield from _tensors_in(value.values())
 
 
 def _refuse_recording() -> None:

@@ -44,7 +44,7 @@ class GradientPool:
       A parameter whose gradient is None is not updated. Of ``sparse``: the mean of what was sent, and zeros.
     - After a step: what ``finish`` would have left; None if the engine defers updates or sends a part.
 
-    While an update is deferred, a parameter is a ``PendingParameter``, which is updated when it is first used.
+    While an update is deferred, a parameter is of a class ``Pending``, and updated when it is first used.
 
     Pool order is the same on every rank: in the first step the reverse of the order of registration, from the second
     step on the order in which the first rank's backward produced the gradients.

@@ -49,7 +49,7 @@ def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
             for half in (0, 1) if engine.split_reduce_scatter else (None,):
                 parts = [message.part for message in messages if message.half == half]
                 assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
-                assert parts[-1].stop == len(pool.buffer)
+                assert parts[-1].stop == len(pool.values)
                 assert all((part.stop - part.start) * engine.wire.itemsize <= piece for part in parts)
             runs = list(dict.fromkeys(tuple(message.bucket) for message in messages))
             assert [slot for run in runs for slot in run] == pool.slots

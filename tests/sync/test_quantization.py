@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from imagenet_fast.recipe.engine_table import Codes, Collective
 from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SyncEngine
-from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Packer, decode, encode
 from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
@@ -223,7 +221,9 @@ def _state_of_two() -> dict[str, Any]:
 def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks: int):
     """It is saved in the units of one rank, and held in those of the node's mean: thirds, fifths, sevenths."""
     model = nn.Linear(BLOCK, 64)
-    slots = GradientBuffer(slots_of(dict(model.named_parameters()), model), BLOCK).slots
+    gradients = GradientPool(model, LazySync()).gradients
+    gradients.align_slots(BLOCK)
+    slots = gradients.slots
     whole = slice(0, slots[-1].stop)
     before, after = ErrorFeedback(slots, CPU), None
     Packer(before.blocks(whole), 2, torch.int8, CPU, ranks)

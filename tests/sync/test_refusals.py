@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync, attach
-from imagenet_fast.sync.pending import PendingParameter
+from imagenet_fast.sync.pending import Pending
 from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
@@ -526,7 +526,7 @@ def test_a_disabled_scaler_is_none(engine: str) -> None:
         scaler.scale(loss_of(one, step) + loss_of(other, step)).backward()
         first.step(optimizer, scaler=scaler)
         second.step(others, scaler=scaler)
-    assert isinstance(one.layer0.weight, PendingParameter) is (engine == "hybrid")
+    assert isinstance(one.layer0.weight, Pending) is (engine == "hybrid")
 
 
 def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
