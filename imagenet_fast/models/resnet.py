@@ -120,7 +120,15 @@ class ResNet(nn.Module):
         Args:
             **options: Options of ``torch.compile``.
         """
-        self._compiled_stem = torch.compile(self._stem, **options)
+        compiled = torch.compile(self._stem, **options)
+
+        def stem(images: Tensor) -> Tensor:
+            for param in (self.conv1.weight, self.bn1.weight, self.bn1.bias):
+                param.detach()  # whose update may be pending, which would break the compiled code into pieces
+            out: Tensor = compiled(images)
+            return out
+
+        self._compiled_stem = stem
 
     def _stem(self, images: Tensor) -> Tensor:
         out: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))

@@ -71,7 +71,8 @@ class GradientBuffer:
         """The strides of the parameters, by slot."""
         self._addresses = [self.values.data_ptr() + slot.start * self.values.itemsize for slot in self.slots]
         self._own = [self._view(slot) for slot in self.slots]
-        self._own_placeholders = [view.as_subclass(PendingGrad) for view in self._own]
+        self.placeholders = [view.as_subclass(PendingGrad) for view in self._own]
+        """What ``p.grad`` holds while gradients are in flight, by slot."""
         self.release()
         move(old, before, self.values, self.slots)
         self._flags = torch.tensor([slot.flag for slot in self.slots], device=self.values.device)
@@ -139,13 +140,12 @@ class GradientBuffer:
             self.view(slot).copy_(gradient)
             return
         self.views[slot.index] = gradient
-        self.placeholders[slot.index] = gradient.as_subclass(PendingGrad)
         self._places[slot.index] = gradient.data_ptr()
 
     def release(self) -> None:
         """Take the buffer's own views again."""
-        self.views, self.placeholders = list(self._own), list(self._own_placeholders)
-        """The gradients in the order of ``slots``, with their parameters' strides; and placeholders in flight."""
+        self.views = list(self._own)
+        """The gradients by slot, with their parameters' strides."""
         self._places = list(self._addresses)
 
     def show_only(self, sent: Elements) -> None:

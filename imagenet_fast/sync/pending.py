@@ -70,21 +70,13 @@ class Pending(Tensor):
         return self.__reduce_ex__(protocol)
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]  # the public one loads the compiler
 def settle_all(params: Iterable[Tensor]) -> None:
-    """Carry out the pending updates of ``params``."""
-    if torch.compiler.is_compiling():
-        _settle_outside(list(params))
-        return
+    """Carry out the pending updates of ``params``, outside of code that is being compiled."""
     for param in params:
         pending: PendingUpdate | None = getattr(param, "_pending_update", None)
         if pending is not None:
             pending.settle([param])
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _settle_outside(params: Sequence[Tensor]) -> None:
-    """Carry out the pending updates of ``params`` outside of the code that is being compiled."""
-    settle_all(params)
 
 
 @cache

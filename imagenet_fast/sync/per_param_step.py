@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -165,6 +165,7 @@ def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     optimizer.step()
 
 
+@cache
 def _requires_closure(kind: type[Optimizer]) -> bool:
     _, *arguments = inspect.signature(kind.step).parameters.values()
     return any(a.default is a.empty and a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments)
