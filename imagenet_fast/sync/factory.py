@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -157,7 +157,8 @@ def _build(engine: EngineSettings | Engine, pool: GradientPool, steps_per_epoch:
             return Scheduler(declare(engine), pool, dense_steps=dense_steps)
         case AutoSync():
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
-            return Auto(pool, declare(meanwhile), _candidates(engine, steps_per_epoch, pool.topology.device))
+            candidates = _candidates(engine, steps_per_epoch, pool.topology.device)
+            return cast(SyncEngine, Auto(pool, declare(meanwhile), candidates))
         case _:
             return Scheduler(declare(engine), pool)
 

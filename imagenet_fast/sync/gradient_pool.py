@@ -132,7 +132,12 @@ class GradientPool:
         self.reducer.engine = engine
         if self.reducer.deferral is not None:
             self.reducer.deferral.engine = engine
-        elif engine.defers and self.model is not None:
+        self._defer()
+
+    def _defer(self) -> None:
+        """Make what defers updates, once the engine needs it: ``auto`` may choose one that does."""
+        engine = self.reducer.engine
+        if engine is not None and engine.defers and self.model is not None and self.reducer.deferral is None:
             self.reducer.deferral = DeferredUpdate(self.model, engine, self.slots, self.reducer.used, self._lockstep)
 
     def guard(self, largest: float) -> None:
@@ -157,6 +162,7 @@ class GradientPool:
         it is thrown away. No residual is restored.
         """
         self.reducer.zero_grad(drop)
+        self._defer()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -223,6 +229,7 @@ class GradientPool:
         """
         self.reducer.end_backward()
         assert self.reducer.engine is not None
+        self._defer()
         again, self.reducer.updated = self.reducer.updated, True
         elements = self.reducer.engine.sent_slices()
         limited: Update = apply if elements is None else lambda params: apply(params, elements)
@@ -338,12 +345,9 @@ class GradientPool:
         with self.reducer.lock:
             if self.reducer.order.better is not None:
                 self.reducer.learn_order(self.reducer.order.better)
-            self.reducer.engine.begin()  # `auto` may have to hand the pool to the engine it chose
+            self.reducer.engine.begin()  # `auto` may have to become the engine it chose
             order = [slot.name for slot in self.slots] if self.reducer.order.is_known else None
-            return {
-                "order": order, "elected": self.reducer.engine.selected, "engine": self.reducer.engine.state_dict(),
-                "ranks": self.topology.size,
-            }  # fmt: skip
+            return {"order": order, "engine": self.reducer.engine.state_dict(), "ranks": self.topology.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; from one of another number of ranks if it has no residual.
@@ -353,14 +357,13 @@ class GradientPool:
         """
         assert self.reducer.engine is not None, "attach an engine before its state is loaded"
         loop_checks.refuse_state(state, self.topology.size)
-        if state["elected"] not in ("", self.reducer.engine.selected):
-            loop_checks.refuse_choice(self.reducer.engine, state["elected"])
-            self.reducer.engine.select(state["elected"])
-        loop_checks.refuse_engine_state(self.reducer.engine, state["engine"])
+        of_engine = state["engine"]
+        if state.get("elected"):  # of an earlier version
+            of_engine = of_engine | {"elected": state["elected"]}
         if state["order"] is not None:
             self.order(state["order"])
             self.reducer.engine.rebuild_buckets()
-        self.reducer.engine.load_state_dict(state["engine"])
+        self.reducer.engine.load_state_dict(of_engine)
 
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.

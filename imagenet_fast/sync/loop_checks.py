@@ -163,7 +163,7 @@ def refuse_early_save(engine: SyncEngine, finished: bool) -> None:
 
 def refuse_state(state: object, ranks: int) -> None:
     """Raise ValueError if ``state`` is no value of a pool's ``state_dict``, or has a residual of other ``ranks``."""
-    if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
+    if not isinstance(state, dict) or not {"order", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
     theirs = state.get("ranks") or ranks
     kept = [state["engine"].get(kind) for kind in ("left", "residual", "memory")]
@@ -171,34 +171,6 @@ def refuse_state(state: object, ranks: int) -> None:
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
             "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"
-        )
-
-
-def refuse_choice(engine: SyncEngine, selected: str) -> None:
-    """Raise ValueError if ``engine`` cannot hand the pool to the candidate ``selected``."""
-    if selected in engine.candidates:
-        return
-    if engine.candidates:
-        raise ValueError(
-            f"this state is of the time after auto had chosen {selected}, which is not among what it may choose here; "
-            "give auto the settings that it had"
-        )
-    if engine.selected:
-        raise ValueError(
-            f"this state is of the time after auto had chosen {selected}, and here it has chosen {engine.selected}; "
-            "load the state before the pool's first step"
-        )
-    raise ValueError(
-        f"this state is of the time after auto had chosen {selected}, and here another engine is attached; attach auto"
-    )
-
-
-def refuse_engine_state(engine: SyncEngine, state: dict[str, Any]) -> None:
-    """Raise ValueError if ``engine`` cannot resume from ``state``, because it is another engine's."""
-    if not engine.state_keys <= state.keys() and (state or engine.needs_state):
-        raise ValueError(
-            f"this state is of another engine than {type(engine).__name__.lower()}; attach that engine, with the same "
-            "settings, or begin without its state"
         )
 
 

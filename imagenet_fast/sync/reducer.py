@@ -250,7 +250,7 @@ class Reducer:
         assert self.engine is not None
         self.order.better = None
         self.settle()
-        self.engine.begin()  # it may still have to clear what it has sent, which it knows by its place in the pool
+        self.engine.start()  # it may still have to clear what it has sent, which it knows by its place in the pool
         self.lay_out(order)
         self.engine.rebuild_buckets()
 
@@ -264,7 +264,7 @@ class Reducer:
         if self.order.better is not None:
             self.learn_order(self.order.better)
         if self.engine is not None:
-            self.engine.hand_over()
+            self.engine.begin()
             if self.buffer.has_moved():
                 self.learn_order(self.slots)
 
@@ -277,7 +277,8 @@ class Reducer:
             self.settle()
             for slot in self.slots:
                 self.engine.wait(slot)
-        self.engine.begin()  # `auto` may hand the pool to another engine, which replaces self.engine
+        self.engine.begin()  # for loops that start a step without pool.zero_grad
+        self.engine.start()
         self._flag_behind = {slot for slot in self.slots if self.deferral is not None and self.deferral.waits(slot)}
         # The flags of deferred slots are left out: their update still has to read them, or they are still in flight.
         self.buffer.mark_used(but=self._flag_behind)
