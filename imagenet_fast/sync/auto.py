@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,11 @@ class Candidate:
     """Function that builds the engine; None if a ``Scheduler`` is enough."""
 
 
-class Auto(SyncEngine):
-    """An engine that works as ``meanwhile`` for a few steps, then hands the pool to the fastest candidate.
+class Auto:
+    """An engine that works as another: as ``meanwhile`` for a few steps, then as the fastest candidate.
 
-    The cost model predicts which one is fastest. That engine is built just before the next step's first gradient is
-    taken into the pool. It may give the pool another layout, which would lose the gradients of a step that is not
-    applied yet.
+    The cost model predicts which one is fastest. That engine is built when the next step begins. It may give the pool
+    another layout, which would lose the gradients of a step that is not applied yet.
     """
 
     def __init__(self, pool: GradientBuffer, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
@@ -54,86 +53,118 @@ class Auto(SyncEngine):
         self._topology = pool.topology.anew()
         self._network = NetworkProbe(self._topology, wire_for(pool.values.dtype, meanwhile.wire, pool.topology))
         self._candidates = candidates
-        self.candidates = [candidate.name for candidate in candidates if candidate.electable]
-        self._meanwhile = Scheduler(meanwhile, pool)
-        self._timetable = pool.layer_timer(layers=any(c.engine.awaits == "read" and c.electable for c in candidates))
-        self._elected: tuple[Candidate, Timing] | None = None
-        self.sends_part = any(c.sends_part and c.electable for c in candidates)
+        self._electable = {candidate.name: candidate for candidate in candidates if candidate.electable}
+        self._elected: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
+        self.chosen = ""
+        """The name of the candidate that it works as; empty before the choice."""
+        self.now: SyncEngine = Scheduler(meanwhile, pool)
+        """The engine that it works as."""
+        self._timetable = pool.layer_timer(layers=any(c.engine.awaits == "read" for c in self._electable.values()))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is not defined here of the engine that it works as."""
+        return getattr(self.now, name)
+
+    @property
+    def sends_part(self) -> bool:
+        """True if its engine, or one that may still be chosen, sends only some elements."""
+        return self.now.sends_part or any(candidate.sends_part for candidate in self._to_come())
+
+    @property
+    def has_residual(self) -> bool:
+        """True if its engine, or one that may still be chosen, has a residual."""
+        return self.now.has_residual or any(not candidate.exact for candidate in self._to_come())
 
     def rebuild_buckets(self) -> None:
-        """Adapt the ``meanwhile`` engine to the pool's new layout, and restart the timing of steps."""
-        self._timetable.close()
-        self._meanwhile.rebuild_buckets()
-        self._timetable = self._pool.layer_timer(self._timetable.layers)
+        """Adapt the engine to the pool's new layout, and restart the timing of steps."""
+        self.now.rebuild_buckets()
+        self._time_again()
 
-    def hand_over(self) -> None:
-        """Hand the pool to the chosen engine, if there is one.
+    def begin(self) -> None:
+        """Become the chosen engine, if there is one.
 
         That makes process groups, which every rank must do at once: when a step starts, and not in backward, where
         another rank may already wait in a collective of the loop.
         """
-        if self._elected is None:
-            return
-        candidate, timing = self._elected
-        left = self._meanwhile.state_dict()
-        engine = self._give(candidate, timing)
-        if left and candidate.build is None:
-            engine.load_state_dict(left | {"learnt": None})
-        engine.begin()
-
-    begin = hand_over  # for loops that start a step without pool.zero_grad
-
-    def select(self, name: str) -> None:
-        """Hand the pool to the candidate ``name``, which has been chosen before."""
-        self._give(next(candidate for candidate in self._candidates if candidate.name == name))
-
-    def _give(self, candidate: Candidate, timing: Timing | None = None) -> SyncEngine:
-        if candidate.build is not None:
-            engine = candidate.build(self._pool)
-        else:
-            engine = Scheduler(candidate.engine, self._pool, self._network, timing)
-        engine.selected = candidate.name
-        self._pool.attach(engine)
-        return engine
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the ``meanwhile`` engine."""
-        return self._meanwhile.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of ``state_dict``, and restart the timing of steps."""
-        self._meanwhile.load_state_dict(state)
-        self.rebuild_buckets()
+        if self._elected is not None:
+            (candidate, timing), self._elected = self._elected, None
+            left = self.now.state_dict()
+            self._become(candidate, timing)
+            if left and candidate.build is None:
+                self.now.load_state_dict(left | {"learnt": None})
+        self.now.begin()
 
     def gradient_ready(self, slot: ParamSlot) -> None:
-        """Note the time, and push the slot to the ``meanwhile`` engine."""
-        self._timetable.gradient_ready()
-        self._meanwhile.gradient_ready(slot)
-
-    @property
-    def has_residual(self) -> bool:
-        """True if the ``meanwhile`` engine or one that may be chosen has a residual."""
-        return self._meanwhile.has_residual or any(not c.exact and c.electable for c in self._candidates)
+        """Note the time, until it is known, and push the slot to the engine."""
+        if not self.chosen:
+            self._timetable.gradient_ready()
+        self.now.gradient_ready(slot)
 
     def finish(self) -> SyncStats:
         """Finish the step; after the last timed one, choose an engine and report all predictions in ``decision``."""
-        self._timetable.finish()
-        stats = self._meanwhile.finish()
-        if self._timetable.complete and self._elected is None:
+        if not self.chosen:
+            self._timetable.finish()
+        stats = self.now.finish()
+        if not self.chosen and self._elected is None and self._timetable.complete:
             stats.decision = self._decide(self._timetable.timing())
         return stats
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the engine, with its name as ``elected`` if it was chosen."""
+        return self.now.state_dict() | ({"elected": self.chosen} if self.chosen else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a value of ``state_dict`` as the engine that had been chosen, or restart the timing of steps.
+
+        Raises:
+            ValueError: That engine cannot be chosen here, or another has been.
+        """
+        rest = dict(state)
+        elected = rest.pop("elected", "")
+        if elected and elected != self.chosen:
+            told = f"this state is of the time after auto had chosen {elected}"
+            if self.chosen:
+                raise ValueError(f"{told}, and here it has chosen {self.chosen}; load it before the pool's first step")
+            if elected not in self._electable:
+                raise ValueError(
+                    f"{told}, which is not among what it may choose here; give auto the settings that it had"
+                )
+            self._become(self._electable[elected])
+        self.now.load_state_dict(rest)
+        self._time_again()
+
     def close(self) -> None:
-        """Stop the timing, and release the ``meanwhile`` engine between steps."""
+        """Stop the timing, and release the engine between steps."""
         self._timetable.close()
-        self._meanwhile.close()
+        self.now.close()
         self._topology.close()
 
     def drop(self) -> None:
-        """Stop the timing, and release the ``meanwhile`` engine in the middle of a step."""
+        """Stop the timing, and release the engine in the middle of a step."""
         self._timetable.close()
-        self._meanwhile.drop()
+        self.now.drop()
         self._topology.drop()
+
+    def _time_again(self) -> None:
+        """Restart the timing of steps, unless a choice was made."""
+        if not self.chosen:
+            self._timetable.close()
+            self._timetable = self._pool.layer_timer(self._timetable.layers)
+
+    def _to_come(self) -> Iterable[Candidate]:
+        """Return the candidates that may still be chosen."""
+        return () if self.chosen else self._electable.values()
+
+    def _become(self, candidate: Candidate, timing: Timing | None = None) -> None:
+        """Work as the candidate from now on."""
+        self._timetable.close()
+        self._elected, self.chosen, before = None, candidate.name, self.now
+        if candidate.build is not None:
+            self.now = candidate.build(self._pool)
+        else:
+            self.now = Scheduler(candidate.engine, self._pool, self._network, timing)
+        before.close()
+        self._topology.close()  # on which the network was measured
 
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
         pool = self._pool

@@ -18,7 +18,7 @@ from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
 from imagenet_fast.sync.bucketing import BucketChunk, step_model
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.compressor import Memory, phases_by_round
-from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -54,8 +54,6 @@ class Scheduler(SyncEngine):
     Messages are built once, so a step only launches them. An engine that learns begins with default bucket sizes. It
     plans once the first steps have been timed, and measures the network for it.
     """
-
-    state_keys = frozenset({"step", "left", "memory", "places", "learnt"})
 
     def __init__(
         self, engine: Engine, pool: GradientBuffer, network: NetworkProbe | None = None, timing: Timing | None = None,
@@ -155,9 +153,14 @@ class Scheduler(SyncEngine):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of ``state_dict``, and adopt its layout. Do nothing if it is empty."""
+        """Continue from a value of ``state_dict``, and adopt its layout. Do nothing if it is empty.
+
+        Raises:
+            ValueError: The state is another engine's.
+        """
         if not state:
             return
+        refuse_state_of_another(self, state, {"step", "left", "memory", "places", "learnt"})
         self._pool.set_order(state["places"])
         self._step, self._memory = state["step"], _copied(state["memory"], self._pool.values.device)
         self._residual, self._left = None, None

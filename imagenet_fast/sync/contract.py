@@ -274,9 +274,9 @@ def check_save(phase: Phase, engine: SyncEngine) -> None:
         )
 
 
-def check_state(state: object, ranks: int, engine: SyncEngine) -> None:
-    """Raise ValueError if the engine of as many ``ranks`` cannot go on from ``state``, a value of ``state_dict``."""
-    if not isinstance(state, dict) or not {"order", "elected", "engine"} <= state.keys():
+def check_state(state: object, ranks: int) -> None:
+    """Raise ValueError if ``state`` is no value of a pool's ``state_dict``, or has a residual of other ``ranks``."""
+    if not isinstance(state, dict) or not {"order", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
     theirs = state.get("ranks") or ranks
     kept = [state["engine"].get(kind) for kind in ("left", "residual", "memory")]
@@ -284,22 +284,6 @@ def check_state(state: object, ranks: int, engine: SyncEngine) -> None:
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
             "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"
-        )
-    selected = state["elected"]
-    if selected not in ("", engine.selected) and selected not in engine.candidates:
-        if engine.candidates:
-            raise ValueError(
-                f"this state is of the time after auto had chosen {selected}, which is not among what it may choose "
-                "here; give auto the settings that it had"
-            )
-        raise ValueError(
-            f"this state is of the time after auto had chosen {selected}, and here is another engine; take auto"
-        )
-    lacking = not engine.state_keys <= state["engine"].keys() and (state["engine"] or engine.needs_state)
-    if lacking and selected in ("", engine.selected):
-        raise ValueError(
-            f"this state is of another engine than {type(engine).__name__.lower()}; take that engine, with the same "
-            "settings, or begin without its state"
         )
 
 

@@ -140,7 +140,7 @@ class DdpPeer:
         kept = None
         if self._powersgd is not None:
             kept = {name: getattr(self._powersgd, name) for name in _POWERSGD_KEEPS}
-        return {"order": self._order, "elected": "", "engine": {}, "hook": kept}
+        return {"order": self._order, "engine": {}, "hook": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
@@ -142,27 +142,15 @@ class SyncEngine(Protocol):
     is_local: bool = False
     """True if the engine neither sends nor changes gradients, as on one rank: they stay where autograd has put them."""
 
-    selected: str = ""
-    """The name under which ``auto`` chose this engine; empty if it did not."""
-
-    candidates: Collection[str] = ()
-    """The names that ``select`` accepts, for an engine that chooses another."""
-
-    state_keys: frozenset[str] = frozenset()
-    """The keys that a state must have, unless the state is empty."""
-
-    needs_state: bool = False
-    """True if the engine refuses to resume from an empty state."""
-
     def rebuild_buckets(self) -> None:
         """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""
         return
 
-    def hand_over(self) -> None:
-        """Attach another engine to the pool, if this one has chosen it. Called at the start of a step."""
+    def begin(self) -> None:
+        """Prepare for a step, which every rank begins. ``defers`` may change."""
         return
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Prepare for changes to the pool: before the first gradient of a step, and before a new layout."""
         return
 
@@ -212,14 +200,10 @@ class SyncEngine(Protocol):
         """Continue from a value of ``state_dict``: bit for bit, if that was saved with the same number of ranks.
 
         Raises:
-            ValueError: The state is not empty, and this engine keeps none.
+            ValueError: The state is another engine's.
         """
         if state:
-            raise ValueError(f"this engine keeps no state, got {', '.join(sorted(state))}; attach the one that kept it")
-
-    def select(self, name: str) -> None:
-        """Hand the pool to the candidate ``name``, which an earlier run chose. Only for engines with candidates."""
-        raise AssertionError(f"this engine has no candidates, such as {name}")
+            refuse_state_of_another(self, state, {"an engine that keeps one"})
 
     def close(self) -> None:
         """Release the engine's resources between steps."""
@@ -228,3 +212,16 @@ class SyncEngine(Protocol):
     def drop(self) -> None:
         """Release the engine in the middle of a step. Wait for no message: other ranks may never send theirs."""
         return
+
+
+def refuse_state_of_another(engine: SyncEngine, state: dict[str, Any], keys: Set[str]) -> None:
+    """Raise ValueError if a state that is to be loaded lacks one of ``keys``, because it is another engine's."""
+    if chosen := state.get("elected"):
+        raise ValueError(
+            f"this state is of the time after auto had chosen {chosen}, and here is another engine; take auto"
+        )
+    if not keys <= state.keys():
+        raise ValueError(
+            f"this state is of another engine than {type(engine).__name__.lower()}; take that engine, with the same "
+            "settings, or begin without its state"
+        )

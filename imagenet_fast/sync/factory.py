@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 
@@ -52,7 +52,8 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
             return Scheduler(declare(engine), pool, dense_steps=dense_steps)
         case AutoSync():
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
-            return Auto(pool, declare(meanwhile), _candidates(engine, steps_per_epoch, pool.topology.device))
+            candidates = _candidates(engine, steps_per_epoch, pool.topology.device)
+            return cast(SyncEngine, Auto(pool, declare(meanwhile), candidates))
         case _:
             return Scheduler(declare(engine), pool)
 

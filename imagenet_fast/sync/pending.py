@@ -70,7 +70,7 @@ class Pending(Tensor):
         return self.__reduce_ex__(protocol)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]  # the public one loads the compiler
+@torch._disable_dynamo  # type: ignore[attr-defined]  # the public one loads the compiler
 def settle_all(params: Iterable[Tensor]) -> None:
     """Carry out the pending updates of ``params``, outside of code that is being compiled."""
     for param in params:

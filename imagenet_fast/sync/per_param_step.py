@@ -52,7 +52,7 @@ def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
         ValueError: The optimizer's ``step`` requires a closure.
     """
     kind = type(optimizer)
-    if kind not in _ONE_BY_ONE and _requires_closure(kind):
+    if kind not in _ONE_BY_ONE and _requires_closure(kind):  # type: ignore[arg-type]  # classes can be hashed
         raise ValueError(
             f"{kind.__name__}.step() requires a closure that repeats forward and backward, but the gradients of a pool "
             "are those of one: take an optimizer whose step() needs no argument, such as torch.optim.AdamW"

@@ -165,10 +165,10 @@ class GradientPool:
         self.gradients.release()
         if (order := self.order.take_learned()) is not None:
             self.settle()
-            self.engine.begin()  # it may still have to clear what it has sent, which it knows by its place in the pool
+            self.engine.start()  # it may still have to clear what it has sent, which it knows by its place in the pool
             self.gradients.lay_out(order)
             self.engine.rebuild_buckets()
-        self.engine.hand_over()
+        self.engine.begin()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -298,10 +298,7 @@ class GradientPool:
             if self.current.phase is Phase.OPEN:
                 self.current = Step(self)
             order = [slot.name for slot in self.slots] if self.order.is_known else None
-            return {
-                "order": order, "elected": self.engine.selected, "engine": self.engine.state_dict(),
-                "ranks": self.topology.size,
-            }  # fmt: skip
+            return {"order": order, "engine": self.engine.state_dict(), "ranks": self.topology.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; from one of another number of ranks if it has no residual.
@@ -309,13 +306,14 @@ class GradientPool:
         Raises:
             ValueError: The engine cannot resume from this state.
         """
-        contract.check_state(state, self.topology.size, self.engine)
-        if state["elected"] not in ("", self.engine.selected):
-            self.engine.select(state["elected"])
+        contract.check_state(state, self.topology.size)
+        of_engine = state["engine"]
+        if state.get("elected"):  # of an earlier version
+            of_engine = of_engine | {"elected": state["elected"]}
         if state["order"] is not None and self.gradients.set_order(state["order"]):
             self.order.fix()
             self.engine.rebuild_buckets()
-        self.engine.load_state_dict(state["engine"])
+        self.engine.load_state_dict(of_engine)
         self.current = Step(self)
 
     def close(self) -> None:

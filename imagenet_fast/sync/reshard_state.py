@@ -61,8 +61,9 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
         for pool in state[sharded:] if isinstance(state, list) else [state]:
             if not pool:
                 continue
-            elected.add(pool["elected"])
-            if engine := pool["engine"]:
+            engine = pool["engine"]
+            elected.add(pool.get("elected") or engine.get("elected", ""))  # beside the engine's in earlier versions
+            if "step" in engine:
                 steps.append(engine["step"])
                 _add_kept(engine, kept)
                 for name, own in engine.get("memory", {}).items():  # errors differ between ranks, the rest does not
@@ -72,7 +73,9 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     if steps:
         merged = {"step": max(steps), "learnt": None, **_concatenated(kept)}
         merged["memory"] = {name: memory[name] | {"error": error} for name, error in errors.all().items()}
-    return {"order": None, "elected": elected.pop() if len(elected) == 1 else "", "engine": merged}
+    if len(elected) == 1 and (chosen := elected.pop()):
+        merged["elected"] = chosen
+    return {"order": None, "engine": merged}
 
 
 def _add_kept(engine: dict[str, Any], kept: dict[str, RunningMeans]) -> None:

@@ -27,7 +27,7 @@ from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
-from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, elements_in, move, places_of
 
@@ -53,8 +53,6 @@ class Sparse(SyncEngine):
     """
 
     sends_part = True
-    needs_state = True
-    state_keys = frozenset({"step", "residual", "velocity", "places"})
 
     def __init__(self, settings: SparseSync, pool: GradientBuffer, wire: torch.dtype, steps_per_epoch: int) -> None:
         """Take over the pool, with an empty residual.
@@ -130,7 +128,7 @@ class Sparse(SyncEngine):
             parts.append(slice(first, end))
         return parts
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Clear the chunks that were sent, and read which chunks this step sends."""
         self._await(list(self._messages))  # those whose layers no forward has read
         if self._agreed is not None:
@@ -224,7 +222,12 @@ class Sparse(SyncEngine):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same."""
+        """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same.
+
+        Raises:
+            ValueError: The state is another engine's.
+        """
+        refuse_state_of_another(self, state, {"step", "residual", "velocity", "places"})
         self._pool.set_order(state["places"])
         self.rebuild_buckets()
         self._step = state["step"]

@@ -158,7 +158,7 @@ class Step:
             contract.refuse_late_group(pool.topology)
             self._late = set() if pool.pending is None else pool.pending.slots
             pool.settle()
-            pool.engine.begin()
+            pool.engine.start()
             pool.gradients.mark_used()
         return self._late
 

@@ -55,8 +55,8 @@ MAY_WAIT = frozenset({
     "aten::_to_copy in agree", f"{PAGEABLE} in agree",  # on the order of the first step
     f"{PAGEABLE} in lay_out", f"{PAGEABLE} in __init__",  # of the pool in that order, and of its messages
     "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first streams
-    "aten::_to_copy in begin",  # in sparse's first step, there are no ids of one before
-    "Event.synchronize in begin",  # of those of the step before, which came during its forward
+    "aten::_to_copy in start",  # in sparse's first step, there are no ids of one before
+    "Event.synchronize in start",  # of those of the step before, which came during its forward
     "Event.synchronize in seconds_between", f"{PAGEABLE} in timing", "aten::_to_copy in timing",  # of watched steps
 })  # fmt: skip
 """Where the host may wait inside a step."""

@@ -25,7 +25,7 @@ from imagenet_fast.plan.stragglers import expected_max, straggling
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
-from imagenet_fast.sync import GradientPool, LazySync, declare
+from imagenet_fast.sync import GradientPool, declare
 from imagenet_fast.sync.bucketing import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL

@@ -454,14 +454,15 @@ def test_a_residual_of_other_ranks_is_refused(engine: str):
 @refused(r"auto had chosen .* take auto")
 def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
-    assert state["elected"]
+    assert state["engine"]["elected"]
     yield pooled(Layers(), settings).load_state_dict, state
 
 
 @refused(r"auto had chosen butterflies.*which is not among")
 def a_choice_that_auto_no_longer_has(_: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
-    yield pooled(Layers(), ENGINES["auto"]).load_state_dict, state | {"elected": "butterflies"}
+    for other in (state | {"elected": "butterflies"}, state | {"engine": {"elected": "butterflies"}}):
+        yield pooled(Layers(), ENGINES["auto"]).load_state_dict, other
 
 
 def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:

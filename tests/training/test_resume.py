@@ -277,7 +277,7 @@ def test_what_ranks_have_left_is_added_up_one_rank_after_another():
             most = max(most, sum(ref() is not None for ref in living))
             engine = {"step": 3, "places": places, "residual": residual, "left": None, "memory": {}}
             yield {
-                "sync": {"engine": engine, "elected": ""}, "sent_bytes": 5, "average": None,
+                "sync": {"engine": engine}, "sent_bytes": 5, "average": None,
                 "averaged": None, "buffers": {"mean": torch.full((2,), rank / 2), "count": torch.tensor(rank)},
             }  # fmt: skip
             del residual, engine
