@@ -203,7 +203,8 @@ def read_unseen(slots: Iterable[ParamSlot]) -> list[nn.Parameter]:
     They are those of scripted modules, and those that share their memory with another one.
     """
     slots = list(slots)
-    at = Counter(slot.param.data_ptr() for slot in slots if slot.param.numel())
+    at = Counter(slot.param.data_ptr() for slot in slots)
+    del at[0]  # empty ones, and those on the meta device, lie nowhere
     return [slot.param for slot in slots if isinstance(slot.module, ScriptModule) or at[slot.param.data_ptr()] > 1]
 
 
