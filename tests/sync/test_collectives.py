@@ -139,14 +139,15 @@ def _bytes_sent() -> dict[str, list[int]]:
     return sent
 
 
-@with_ranks(4)
-def test_wherever_an_element_lies_it_is_added_alike() -> None:
+@pytest.mark.parametrize("world", [4])
+@with_ranks()
+def test_wherever_an_element_lies_it_is_added_alike(world: int) -> None:
     """So fusing tensors changes no bit."""
     topology = lending(2)
     exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
     for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
-        fused = values(topology.rank, 90_000, 4, False).clone()
+        fused = values(topology.rank, 90_000, world, False).clone()
         apart = [t.clone() for t in fused.split([8, 40_000, 4, 49_988])]
         reduced(fused, wire, collective, topology)
         for tensor in apart:
@@ -154,9 +155,10 @@ def test_wherever_an_element_lies_it_is_added_alike() -> None:
         assert torch.equal(fused, torch.cat(apart)), (collective, wire)
 
 
-@with_ranks(4)
-def test_large_fp16_values_do_not_overflow_on_their_way() -> None:
-    for topology, collectives in topologies(dist.get_world_size()):
+@pytest.mark.parametrize("world", [4])
+@with_ranks()
+def test_large_fp16_values_do_not_overflow_on_their_way(world: int) -> None:
+    for topology, collectives in topologies(world):
         for collective in collectives:
             tensor = torch.full((100,), 60_000.0)
             reduced(tensor, torch.float16, collective, topology)
