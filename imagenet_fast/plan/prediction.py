@@ -20,12 +20,12 @@ from imagenet_fast.cost_model.collectives import (
 from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import Profile, Timing
 from imagenet_fast.cost_model.messages import PlannedSlot, Slot, laid_out
-from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Compute, Device
+from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.plan.stragglers import straggling
 from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines

@@ -16,9 +16,9 @@ from imagenet_fast.cost_model.collectives import RankLayout, nic_share, piece_by
 from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.cost_model.messages import divide
-from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.devices import find_device
+from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.plan.prediction import Planned, Scaling, Situation, Step, planned_engines, predict_step, rivals
 from imagenet_fast.plan.rows import PUBLISHED, published_row
 from imagenet_fast.plan.stragglers import expected_max, straggling
