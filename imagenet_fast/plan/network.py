@@ -1,11 +1,13 @@
-"""The link of a collective on a network that is described and not measured."""
+"""The links of collectives on a network that is described and not measured."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import assert_never
 
-from imagenet_fast.cost_model.collectives import RankLayout, cost_of, nic_share
+from imagenet_fast.cost_model.collectives import RankLayout, butterfly_bytes, cost_of
+from imagenet_fast.cost_model.messages import Links
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Collective
 
@@ -22,7 +24,7 @@ _NVLS_S, _NVLS_GAIN = 25e-6, 1.8  # switches add up: NVLink carries each value a
 
 
 @dataclass(frozen=True)
-class StatedNetwork:
+class StatedNetwork(Links):
     """A network of equal nodes, and what its collectives cost. Rates are in bytes a second."""
 
     layout: RankLayout
@@ -47,11 +49,6 @@ class StatedNetwork:
     """Payload of the NICs for which NCCL's algorithm is chosen, so that it stays the same at a better or worse rate;
     None: ``nic_bytes_per_s``."""
 
-    def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
-        """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
-        bytes_of_ring = message * cost_of(collective, self.layout, servers)
-        return replace(self, servers=servers).link(collective).seconds(bytes_of_ring)
-
     def link(self, collective: Collective) -> LinkModel:
         """Return latency and seconds per byte, for bytes counted as in a ring: the slower of NIC and node counts."""
         if self.layout.size == 1:
@@ -61,15 +58,16 @@ class StatedNetwork:
         share = nic_share(collective, self.layout, self.servers)
         between = share / self.nic_bytes_per_s
         inside = self._inside(self.inside_scale if collective in ("ring", "butterfly") else 1.0)
+        cost = cost_of(collective, self.layout, self.servers)
         if len(self.layout.nodes) == 1:
-            inside *= self.relative_bytes(collective)
+            inside *= cost
         if not self.layout.on_gpu:
-            return LinkModel(self.between_s, max(between, inside) / self.relative_bytes(collective))
+            return LinkModel(self.between_s, max(between, inside) / cost)
         if collective in ("native", "ring"):
             typical = self._algorithms(share / (self.typical_bytes_per_s or self.nic_bytes_per_s), inside)
             fastest = min(typical, key=lambda name: typical[name].seconds(_LONG))
             return self._algorithms(between, inside)[fastest]
-        return replace(self.hierarchy(), s_per_byte=max(between, inside) / self.relative_bytes(collective))
+        return replace(self.hierarchy(), s_per_byte=max(between, inside) / cost)
 
     def hierarchy(self) -> LinkModel:
         """Return the cost of a hierarchical all-reduce of n bytes on each rank.
@@ -102,6 +100,57 @@ class StatedNetwork:
             )  # fmt: skip
         return found
 
-    def relative_bytes(self, collective: Collective) -> float:
-        """Return the cost of a long message, relative to a ring all-reduce."""
-        return cost_of(collective, self.layout, self.servers)
+
+def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> float:
+    """Return the bytes that the busiest node sends to other nodes, per byte of a long message.
+
+    All ranks of a node share its NICs. Nodes have equally many ranks.
+    """
+    nodes, each, ranks = len(layout.nodes), layout.nodes[0], layout.size
+    if nodes == 1:
+        return 0.0
+    match collective:
+        case "hierarchical":
+            return 2 * (nodes - 1) / nodes
+        case "ring":
+            return 2 * (layout.column - 1) / layout.column  # with one rank a node, a ring of nodes
+        case "native":
+            return 2 * (ranks - 1) / ranks  # one rank of each node sends to the next node
+        case "butterfly":
+            return 2 * (layout.column - 1) / layout.column * butterfly_bytes(layout.column)
+        case "pairwise":  # each rank scatters to all others; the gather is the backend's ring
+            return each * (ranks - each) / ranks + (ranks - 1) / ranks
+        case "torus2d":
+            return _torus_share(each, ranks, layout.square_row)
+        case "parameter_server":
+            return _server_share(each, ranks, min(servers, ranks))
+        case _:
+            assert_never(collective)
+
+
+def _torus_share(each: int, ranks: int, width: int) -> float:
+    """Return ``nic_share`` of a torus: rows of ``width`` neighbours scatter and gather, columns average a part."""
+    height = ranks // width
+
+    def across(node: int) -> float:
+        """Return what a node sends to others."""
+        here, sent = range(node * each, (node + 1) * each), 0.0
+        for rank in here:
+            row = range(rank - rank % width, rank - rank % width + width)
+            sent += sum(1 for other in row if other not in here) / width  # the scatter to ranks of the row
+            next_in_row = row[0] + (rank + 1 - row[0]) % width
+            sent += (width - 1) / width if width > 1 and next_in_row not in here else 0.0  # the gather's ring
+            column = range(rank % width, ranks, width)
+            sent += sum(1 for other in column if other not in here) / height / width
+            below = (rank + width) % ranks
+            sent += (height - 1) / height / width if height > 1 and below not in here else 0.0
+        return sent
+
+    repeated = math.lcm(each, width) // each  # nodes after which rows begin at the same place of a node again
+    return max(across(node) for node in range(min(repeated, ranks // each)))
+
+
+def _server_share(each: int, ranks: int, servers: int) -> float:
+    """Return ``nic_share`` of parameter servers, for the first node, which has a server."""
+    here = sum(1 for number in range(servers) if number * ranks // servers < each)
+    return each * (servers - here) / servers + here * (ranks - each) / servers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import socket
 from collections.abc import Iterator
@@ -85,16 +84,6 @@ class Topology:
         self._streams: dict[tuple[tuple[int, ...], str], CommStream] = {}
 
     @property
-    def even(self) -> bool:
-        """True if all nodes have equally many ranks."""
-        return len({len(node) for node in self.nodes}) == 1
-
-    @property
-    def per_node(self) -> int:
-        """Number of ranks of the largest node."""
-        return max(map(len, self.nodes))
-
-    @property
     def layout(self) -> RankLayout:
         """The number of ranks on each node, for the cost model."""
         return RankLayout(tuple(map(len, self.nodes)), on_gpu=self.device.type != "cpu")
@@ -116,8 +105,8 @@ class Topology:
         Raises:
             ValueError: Nodes have different numbers of ranks.
         """
-        if not self.even:
-            counts = ", ".join(str(len(node)) for node in self.nodes)
+        if len(set(self.layout.nodes)) > 1:
+            counts = ", ".join(map(str, self.layout.nodes))
             raise ValueError(
                 f"nodes of {counts} ranks have no equal places; start equally many ranks on each node, or choose a "
                 "collective without levels, such as pairwise"
@@ -129,14 +118,14 @@ class Topology:
     @property
     def square(self) -> Grid:
         """The squarest grid of the ranks; for a prime number of ranks, one column."""
-        width = next(w for w in range(math.isqrt(self.size), 0, -1) if self.size % w == 0)
+        width = self.layout.square_row
         row, place = divmod(self.ranks.index(self.rank), width)
         return Grid(self.ranks[row * width : (row + 1) * width], self.ranks[place::width])
 
     @property
     def levels(self) -> Grid:
         """A row per node if there are several equal nodes of several ranks; else ``flat``."""
-        return self.by_node if self.even and 1 < self.per_node < self.size else self.flat
+        return self.by_node if self.layout.row > 1 else self.flat
 
     @property
     def alignment(self) -> int:
