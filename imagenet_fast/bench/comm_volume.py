@@ -118,7 +118,7 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel
     time. The latency is that of a tree over the nodes. On a single node only the latency remains.
     """
     layout = RankLayout((ranks_per_node,) * nodes)
-    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).hierarchy()
+    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).link("hierarchical")
 
 
 def _countable(settings: Sync) -> EngineSettings:

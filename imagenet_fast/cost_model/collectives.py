@@ -149,16 +149,25 @@ def server_bytes(ranks: int, servers: int) -> float:
     return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))
 
 
+def row_of(collective: Collective, layout: RankLayout) -> int:
+    """Return how many ranks a row of a collective's grid has: a node's, those of a square's side, or one."""
+    match collective:
+        case "torus2d":
+            return layout.square_row
+        case "hierarchical" | "ring" | "butterfly":
+            return layout.row
+        case _:
+            return 1
+
+
 def operations(collective: Collective, layout: RankLayout, wire: WireFormat) -> tuple[int, int]:
     """Return how many operations a host launches for a long message: inside the rows of a grid, and between them.
 
-    Rows are nodes, those of ``torus2d``'s square, or single ranks; a row scatters and gathers. Between rows the backend
-    adds up in one operation, but no codes; a butterfly exchanges with one rank after the other.
+    A row scatters and gathers. Between rows the backend adds up in one operation, but no codes; a butterfly exchanges
+    with one rank after the other.
     """
-    levels = {"hierarchical": layout.row, "ring": layout.row, "butterfly": layout.row, "torus2d": layout.square_row}
-    row = levels.get(collective, 1)
-    inside = 2 if row > 1 else 0
+    inside = 2 if row_of(collective, layout) > 1 else 0
     if collective == "butterfly":
-        return inside, 2 * math.ceil(math.log2(layout.size // row))
+        return inside, 2 * math.ceil(math.log2(layout.column))
     whole = collective == "hierarchical" and wire.itemsize == 4 and len(layout.nodes) > 1
     return inside, 1 if (whole or collective in ("native", "ring")) and not wire.coded else 2

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import assert_never
+from dataclasses import dataclass
 
-from imagenet_fast.cost_model.collectives import RankLayout, butterfly_bytes, cost_of
+from imagenet_fast.cost_model.collectives import RankLayout, butterfly_bytes, cost_of, row_of
 from imagenet_fast.cost_model.messages import Links
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Collective
@@ -50,40 +49,27 @@ class StatedNetwork(Links):
     None: ``nic_bytes_per_s``."""
 
     def link(self, collective: Collective) -> LinkModel:
-        """Return latency and seconds per byte, for bytes counted as in a ring: the slower of NIC and node counts."""
-        if self.layout.size == 1:
+        """Return latency and seconds per byte, for bytes counted as in a ring.
+
+        Pieces overlap, so the slower of NIC and node counts. The latency is that of a tree over the nodes.
+        """
+        layout, each = self.layout, self.layout.nodes[0]
+        if layout.size == 1:
             return LinkModel(0.0, 0.0)
-        if collective == "hierarchical" and self.layout.on_gpu:
-            return self.hierarchy()
-        share = nic_share(collective, self.layout, self.servers)
-        between = share / self.nic_bytes_per_s
-        inside = self._inside(self.inside_scale if collective in ("ring", "butterfly") else 1.0)
-        cost = cost_of(collective, self.layout, self.servers)
-        if len(self.layout.nodes) == 1:
+        share, cost = nic_share(collective, layout, self.servers), cost_of(collective, layout, self.servers)
+        between, inside = share / self.nic_bytes_per_s, 2 * (each - 1) / each / self.inside_bytes_per_s
+        if layout.row > 1 and collective in ("hierarchical", "ring", "butterfly"):
+            inside *= self.inside_scale
+        if len(layout.nodes) == 1:
             inside *= cost
-        if not self.layout.on_gpu:
+        if not layout.on_gpu:
             return LinkModel(self.between_s, max(between, inside) / cost)
         if collective in ("native", "ring"):
             typical = self._algorithms(share / (self.typical_bytes_per_s or self.nic_bytes_per_s), inside)
             fastest = min(typical, key=lambda name: typical[name].seconds(_LONG))
             return self._algorithms(between, inside)[fastest]
-        return replace(self.hierarchy(), s_per_byte=max(between, inside) / cost)
-
-    def hierarchy(self) -> LinkModel:
-        """Return the cost of a hierarchical all-reduce of n bytes on each rank.
-
-        The ranks of a node share its NICs, which carry 2 (H-1)/H n bytes for H nodes. Pieces overlap, so the slower of
-        NIC and node counts. The latency is that of a tree over the nodes.
-        """
-        nodes, each = len(self.layout.nodes), self.layout.nodes[0]
-        hops_s = (each - 1) * self.inside_s + math.ceil(math.log2(nodes)) * self.between_s
-        between = 2 * (nodes - 1) / nodes / self.nic_bytes_per_s
-        return LinkModel(self.call_s + 2 * hops_s, max(between, self._inside(self.inside_scale)), self.call_s)
-
-    def _inside(self, scale: float) -> float:
-        """Return the seconds inside a node per byte; with two levels, ``scale`` bytes go inside for one between."""
-        each = self.layout.nodes[0]
-        return (scale if self.layout.row > 1 else 1.0) * 2 * (each - 1) / each / self.inside_bytes_per_s
+        hops_s = (each - 1) * self.inside_s + math.ceil(math.log2(len(layout.nodes))) * self.between_s
+        return LinkModel(self.call_s + 2 * hops_s, max(between, inside) / cost, self.call_s)
 
     def _algorithms(self, between: float, inside: float) -> dict[str, LinkModel]:
         nodes, each, call_s = len(self.layout.nodes), self.layout.nodes[0], self.call_s
@@ -106,45 +92,37 @@ def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> f
 
     All ranks of a node share its NICs. Nodes have equally many ranks.
     """
-    nodes, each, ranks = len(layout.nodes), layout.nodes[0], layout.size
-    if nodes == 1:
+    each, ranks = layout.nodes[0], layout.size
+    if ranks == each:
         return 0.0
     match collective:
-        case "hierarchical":
-            return 2 * (nodes - 1) / nodes
-        case "ring":
-            return 2 * (layout.column - 1) / layout.column  # with one rank a node, a ring of nodes
         case "native":
             return 2 * (ranks - 1) / ranks  # one rank of each node sends to the next node
         case "butterfly":
-            return 2 * (layout.column - 1) / layout.column * butterfly_bytes(layout.column)
-        case "pairwise":  # each rank scatters to all others; the gather is the backend's ring
-            return each * (ranks - each) / ranks + (ranks - 1) / ranks
-        case "torus2d":
-            return _torus_share(each, ranks, layout.square_row)
+            return _grid_share(each, ranks, layout.row) * butterfly_bytes(layout.column)
         case "parameter_server":
             return _server_share(each, ranks, min(servers, ranks))
         case _:
-            assert_never(collective)
+            return _grid_share(each, ranks, row_of(collective, layout))
 
 
-def _torus_share(each: int, ranks: int, width: int) -> float:
-    """Return ``nic_share`` of a torus: rows of ``width`` neighbours scatter and gather, columns average a part."""
-    height = ranks // width
+def _grid_share(each: int, ranks: int, width: int) -> float:
+    """Return ``nic_share`` of a grid: rows of ``width`` neighbours scatter and gather, columns average a part.
+
+    A scatter goes straight to all ranks of a row or column, a gather around a ring of them.
+    """
 
     def across(node: int) -> float:
         """Return what a node sends to others."""
-        here, sent = range(node * each, (node + 1) * each), 0.0
-        for rank in here:
-            row = range(rank - rank % width, rank - rank % width + width)
-            sent += sum(1 for other in row if other not in here) / width  # the scatter to ranks of the row
-            next_in_row = row[0] + (rank + 1 - row[0]) % width
-            sent += (width - 1) / width if width > 1 and next_in_row not in here else 0.0  # the gather's ring
-            column = range(rank % width, ranks, width)
-            sent += sum(1 for other in column if other not in here) / height / width
-            below = (rank + width) % ranks
-            sent += (height - 1) / height / width if height > 1 and below not in here else 0.0
-        return sent
+        here = range(node * each, (node + 1) * each)
+
+        def leaving(group: range, rank: int) -> float:
+            outside = len(group) - sum(other in group for other in here)
+            following = group[(group.index(rank) + 1) % len(group)]
+            return (outside + (len(group) - 1) * (following not in here)) / len(group)
+
+        rows = sum(leaving(range(rank - rank % width, rank - rank % width + width), rank) for rank in here)
+        return rows + sum(leaving(range(rank % width, ranks, width), rank) for rank in here) / width
 
     repeated = math.lcm(each, width) // each  # nodes after which rows begin at the same place of a node again
     return max(across(node) for node in range(min(repeated, ranks // each)))
