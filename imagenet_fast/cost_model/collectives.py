@@ -169,5 +169,5 @@ def operations(collective: Collective, layout: RankLayout, wire: WireFormat) -> 
     inside = 2 if row_of(collective, layout) > 1 else 0
     if collective == "butterfly":
         return inside, 2 * math.ceil(math.log2(layout.column))
-    whole = collective == "hierarchical" and wire.itemsize == 4 and len(layout.nodes) > 1
+    whole = collective == "hierarchical" and wire.itemsize == 4
     return inside, 1 if (whole or collective in ("native", "ring")) and not wire.coded else 2

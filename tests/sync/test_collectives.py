@@ -178,7 +178,7 @@ def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int
         for collective in collectives:
             tensor = own.to(wire) if as_values else own.clone()
             reduced(tensor, torch.float32 if as_values else wire, collective, topology)
-            inner = {"hierarchical": len(topology.by_node.row), "torus2d": 2}.get(collective, 1)
+            inner = {"hierarchical": topology.layout.row, "torus2d": 2}.get(collective, 1)
             mean = rounded.view(-1, inner, 480).float().mean(1).to(wire).float().mean(0).to(wire).to(tensor.dtype)
             if collective in ("native", "ring", "butterfly"):
                 near = world * torch.finfo(wire).eps
