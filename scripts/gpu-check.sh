@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# All that one GPU can tell of this checkout in 8 minutes: its tests, two NCCL ranks on it, what a step costs the GPU
-# and the host, what DALI decodes. Needs torch from 2.11, pyproject.toml's packages (not DALI) and pytest; no network.
+# All that one GPU can tell of this checkout in 8 minutes: its tests, what a step costs the GPU and the host, what DALI
+# decodes. Where there are two, NCCL's tests between them take two minutes more: NCCL wants a GPU for each rank. Needs
+# torch from 2.11, pyproject.toml's packages (not DALI) and pytest; no network.
 #
 #     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
 #     scripts/gpu-check.sh --long [REPORT]       # more rounds, more sections, no limits: half an hour or so
@@ -36,8 +37,10 @@ parts=$(mktemp -d)
 trap 'rm -rf "$parts"' EXIT
 trap 'kill $(jobs -p); exit 130' INT TERM
 count=0
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 
-# section NAME LIMIT COMMAND...: what it prints goes into the report; after LIMIT seconds it is ended.
+# section NAME LIMIT COMMAND...: what it prints goes into the report; after LIMIT seconds it is ended,
+# as by Ctrl-C, so that pytest still says what failed, and others where they were.
 section() {
     count=$((count + 1))
     local part
@@ -56,7 +59,7 @@ run_section() {
     shift 3
     trap 'kill $(jobs -p); exit 130' INT TERM # a subshell, as in a dry run, has lost it
     # In the background, since bash hears of Ctrl-C in a `wait` alone.
-    timeout --kill-after=5 "$limit" "$@" >"$part.out" 2>&1 </dev/null &
+    timeout --signal=INT --kill-after=5 "$limit" env --default-signal=INT "$@" >"$part.out" 2>&1 </dev/null &
     wait $!
     code=$?
     seconds=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
@@ -91,14 +94,15 @@ write_report() {
 }
 
 tests() { # NAME LIMIT ARGUMENTS...
-    section "$1" "$2" "$python" -m pytest -m '' -p no:cacheprovider -rs "${@:3}"
+    section "$1" "$2" "$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short "${@:3}"
 }
 
 bench() { # NAME LIMIT ARGUMENTS...
     section "$1" "$2" "$python" -m imagenet_fast bench "${@:3}"
 }
 
-gpu_only() { # HOW NAME LIMIT ARGUMENTS..., where HOW is section, tests or bench
+# gpu_only HOW NAME LIMIT ARGUMENTS...: HOW is section, tests or bench.
+gpu_only() {
     if [ -n "$dry" ]; then
         omitted "$2" "it is a GPU's"
     else
@@ -106,56 +110,50 @@ gpu_only() { # HOW NAME LIMIT ARGUMENTS..., where HOW is section, tests or bench
     fi
 }
 
-# The limits add up to 8 minutes.
-section "environment" 20 "$python" scripts/gpu_environment.py
-tests "tests on one GPU" 75 tests/gpu --ignore=tests/gpu/test_two_ranks.py --ignore=tests/gpu/test_reused_memory.py
-tests "two NCCL ranks on one GPU" 45 -vv tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 gpu_only tests "the same without the caching allocator" 15 -vv \
-    tests/gpu/test_reused_memory.py
-TORCH_DIST_USE_NCCL2=0 gpu_only tests "two NCCL ranks by torch's older backend" 45 -vv \
-    tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py
+two_gpus() { # NAME LIMIT ARGUMENTS...
+    if [ "$gpus" -gt 1 ]; then
+        gpu_only tests "$@"
+    else
+        omitted "$1" "NCCL wants a GPU for each of two ranks"
+    fi
+}
+
+step() { # MODEL BATCH LIMIT [--compile]
+    for precision in bf16 ${long:+fp16}; do
+        gpu_only bench "step of $1, $precision${4:+, compiled}" "$3" step --model "$1" --batch "$2" --image-size 224 \
+            --precision "$precision" "${@:4}" "${rounds[@]}"
+    done
+}
+
+# The limits add up to 8 minutes, but for those of two GPUs.
+section "environment" 12 "$python" scripts/gpu_environment.py
+ranks=(tests/gpu/test_two_ranks.py tests/gpu/test_reused_memory.py)
+tests "tests on one GPU" 105 tests/gpu -k 'not compiled' "${ranks[@]/#/--ignore=}"
+gpu_only tests "random numbers of compiled code" 60 tests/gpu/test_cuda.py -k compiled
+two_gpus "two NCCL ranks" 60 "${ranks[@]}"
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 two_gpus "two NCCL ranks without the caching allocator" 40 "${ranks[1]}"
+TORCH_DIST_USE_NCCL2=0 two_gpus "two NCCL ranks by torch's older backend" 60 "${ranks[@]}"
 rounds=(--rounds $((long ? 60 : 15)) --steps 2)
-for compile in '' --compile; do
-    for model in resnet50 alexnet; do
-        for precision in bf16 fp16; do
-            name="step of $model, $precision${compile:+, compiled}"
-            case $model$compile in
-            resnet50) limit=20 size=(--image-size 224 --batch 128) ;;
-            resnet50--compile) limit=65 size=(--image-size 224 --batch 128) ;;
-            alexnet) limit=20 size=(--image-size 224 --batch 512) ;;
-            alexnet--compile) limit=30 size=(--image-size 224 --batch 512) ;;
-            esac
-            if [ -z "$long" ] && [ "$precision$compile" = fp16--compile ]; then
-                omitted "$name" "only --long has time for it"
-                continue
-            fi
-            if [ -n "$dry" ]; then
-                if [ "$model $precision$compile" != "resnet50 bf16" ]; then
-                    omitted "$name" "a CPU has time for ResNet-50 in bf16 alone, and not to compile it"
-                    continue
-                fi
-                size=(--image-size 32 --batch 2) rounds=(--rounds 1 --steps 1)
-            fi
-            bench "$name" "$limit" step --model "$model" --precision "$precision" ${compile:+"$compile"} \
-                "${size[@]}" "${rounds[@]}"
-        done
-    done
+images=(--image-size 224 --batch 128)
+engines=(--model resnet50 --sync 'lazy,hybrid,dear,powersgd,sparse')
+profiled=(--model resnet50)
+loaded=(--batch 128 --seconds 5)
+if [ -n "$dry" ]; then
+    rounds=(--rounds 1 --steps 1) images=(--image-size 32 --batch 2)
+    engines=(--model resnet18 --sync 'lazy,dear') profiled=(--model resnet18 --steps 1)
+    loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
+fi
+bench "host and GPU time of each engine" 40 step "${engines[@]}" "${images[@]}" "${rounds[@]}"
+section "functions that take the host's time" 25 "$python" scripts/host_profile.py "${profiled[@]}" "${images[@]}"
+step alexnet 512 21
+step alexnet 512 54 --compile
+step resnet50 128 77 --compile # as it is, it is among the engines
+gpu_only section "a step as one CUDA graph" 35 "$python" scripts/graphed_step.py --steps 10
+bench "kernels of an optimizer's step" 18 kernels --model resnet50
+bench "loaders" 30 data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
+for workers in ${long:+1 2 4 8 16}; do
+    bench "DALI by $workers threads" 0 data --rounds 1 --loaders dali --batch 256 --seconds 10 --workers "$workers"
 done
-size=(--model resnet50 --sync 'lazy,hybrid,dear,powersgd,sparse' --image-size 224 --batch 128)
-if [ -n "$dry" ]; then
-    size=(--model resnet18 --sync 'lazy,dear' --image-size 32 --batch 2)
-fi
-bench "host and GPU time of each engine" 30 step "${size[@]}" "${rounds[@]}"
-gpu_only section "a step as one CUDA graph" 20 "$python" scripts/graphed_step.py
-bench "kernels of an optimizer's step" 20 kernels --model resnet50
-if [ -n "$dry" ]; then
-    bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --image-size 32 --batch 2 --workers 1 --seconds 0.1
-else
-    bench "loaders" 35 data --rounds 1 --loaders synthetic,dali --batch 128 --seconds 5
-    for workers in ${long:+1 2 4 8 16}; do
-        bench "DALI by $workers threads" 0 data --rounds 1 --loaders dali --batch 256 --seconds 10 --workers "$workers"
-    done
-fi
 wait
 write_report
 echo "in $report"

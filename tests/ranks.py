@@ -55,9 +55,8 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
 
-    With the backend "nccl" each rank has a GPU, on which tensors are made by default; where there are more ranks than
-    GPUs they share them, if NCCL allows it. With ``fresh``, ranks are forked for this call alone, which may do to its
-    process what it likes.
+    With the backend "nccl" each rank has a GPU, on which tensors are made by default. With ``fresh``, ranks are forked
+    for this call alone, which may do to its process what it likes.
 
     What the ranks raised is raised here as an AssertionError, the first to fail first.
     """
@@ -143,16 +142,13 @@ def _joined(rank: int, world: int, backend: str, port: int) -> Iterator[None]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     dist.init_process_group(
         backend, store=dist.TCPStore("127.0.0.1", port, wait_for_workers=False), rank=rank, world_size=world,
-        timeout=timedelta(seconds=60), device_id=_take_gpu(rank, world) if backend == "nccl" else None,
+        timeout=timedelta(seconds=60), device_id=_take_gpu(rank) if backend == "nccl" else None,
     )  # fmt: skip
     yield
 
 
-def _take_gpu(rank: int, world: int) -> torch.device:
-    gpus = torch.cuda.device_count()
-    if world > gpus:
-        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"  # from NCCL 2.30 on; before, it refuses
-    device = torch.device("cuda", rank % gpus)
+def _take_gpu(rank: int) -> torch.device:
+    device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     torch.set_default_device(device)
     return device

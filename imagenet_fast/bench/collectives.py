@@ -30,7 +30,6 @@ from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
 from imagenet_fast.bench.netns import fill_unevenly, parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
-from imagenet_fast.cost_model.units import SIZE, UNITS, geometric_range, size_text
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError, listed, warn
@@ -39,6 +38,7 @@ from imagenet_fast.sync.all_reduce import format_of
 from imagenet_fast.sync.engines import wire_dtype
 from imagenet_fast.sync.network_benchmark import all_reduces
 from imagenet_fast.sync.topology import Topology
+from imagenet_fast.units import SIZE, UNITS, geometric_range, size_text
 
 Means = Collective | Literal["mpi"]
 """The collective that averages a message."""

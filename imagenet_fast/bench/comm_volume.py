@@ -13,15 +13,15 @@ from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
 from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.stated_link import PAYLOAD, StatedNetwork
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.cost_model.units import whole_numbers
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.distributed.rank_pool import RankPool
 from imagenet_fast.errors import UserError
+from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
+from imagenet_fast.units import whole_numbers
 
 COUNTED = "lazy,dear,ring,hybrid,sparse"
 
@@ -118,7 +118,7 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel
     time. The latency is that of a tree over the nodes. On a single node only the latency remains.
     """
     layout = RankLayout((ranks_per_node,) * nodes)
-    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).hierarchy()
+    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).link("hierarchical")
 
 
 def _countable(settings: Sync) -> EngineSettings:

@@ -337,7 +337,7 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
     """Time an all-reduce of ``size`` bytes with no other work: the fastest of three."""
     wire = PLAIN if is_coded(wire) else wire  # no backend can sum codes
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
-    once = averaging("native" if topology.levels == topology.flat else "hierarchical", message, topology)
+    once = averaging("native" if topology.layout.row == 1 else "hierarchical", message, topology)
     return _Block(min(time_repetitions(once, 1, dist.barrier, warm_up=False)[0] for _ in range(3)))
 
 

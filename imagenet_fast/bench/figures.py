@@ -14,7 +14,7 @@ from imagenet_fast.bench.tables import (
     pipeline_title,
     sync_title,
 )
-from imagenet_fast.cost_model.units import size_text
+from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime

@@ -26,10 +26,10 @@ from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
-from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
+from imagenet_fast.models.linear_partition import linear_partition
 from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from imagenet_fast.cost_model.units import size_text
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime

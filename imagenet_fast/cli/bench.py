@@ -170,7 +170,7 @@ def bench_sync(
     from imagenet_fast.bench.figures import draw_batches, draw_ladder, draw_sync
     from imagenet_fast.bench.presets import bench_batches, bench_ladder
     from imagenet_fast.bench.tables import batch_table, ladder_table, sync_table
-    from imagenet_fast.cost_model.units import whole_numbers
+    from imagenet_fast.units import whole_numbers
 
     refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
     measure = partial(
@@ -276,7 +276,7 @@ def bench_pipeline(
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.tables import pipeline_table
     from imagenet_fast.bench.train_step import own_precision, step_recipe
-    from imagenet_fast.cost_model.units import whole_numbers
+    from imagenet_fast.units import whole_numbers
 
     recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")

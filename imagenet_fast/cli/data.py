@@ -16,7 +16,7 @@ data_app = typer.Typer(help="Get data sets, prepare and check them.", no_args_is
 
 def _shard_bytes(text: str) -> int:
     """Return the bytes of a size like 150MB; raise UserError if it is none."""
-    from imagenet_fast.cost_model.units import parse_size
+    from imagenet_fast.units import parse_size
 
     if (size := parse_size(text)) is None:
         raise UserError(f"--shard-size {text} is no size above 0; write for example 150MB")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import assert_never, get_args
+from typing import get_args
 
 from imagenet_fast.recipe.engine_table import Codes, Collective, Wire
 
@@ -149,76 +149,25 @@ def server_bytes(ranks: int, servers: int) -> float:
     return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))
 
 
-def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> float:
-    """Return the bytes that the busiest node sends to other nodes, per byte of a long message.
-
-    All ranks of a node share its NICs. Nodes have equally many ranks.
-    """
-    nodes, each, ranks = len(layout.nodes), layout.nodes[0], layout.size
-    if nodes == 1:
-        return 0.0
+def row_of(collective: Collective, layout: RankLayout) -> int:
+    """Return how many ranks a row of a collective's grid has: a node's, those of a square's side, or one."""
     match collective:
-        case "hierarchical":
-            return 2 * (nodes - 1) / nodes
-        case "ring":
-            return 2 * (layout.column - 1) / layout.column  # with one rank a node, a ring of nodes
-        case "native":
-            return 2 * (ranks - 1) / ranks  # one rank of each node sends to the next node
-        case "butterfly":
-            return 2 * (layout.column - 1) / layout.column * butterfly_bytes(layout.column)
-        case "pairwise":  # each rank scatters to all others; the gather is the backend's ring
-            return each * (ranks - each) / ranks + (ranks - 1) / ranks
         case "torus2d":
-            return _torus_share(each, ranks, layout.square_row)
-        case "parameter_server":
-            return _server_share(each, ranks, min(servers, ranks))
+            return layout.square_row
+        case "hierarchical" | "ring" | "butterfly":
+            return layout.row
         case _:
-            assert_never(collective)
-
-
-def _torus_share(each: int, ranks: int, width: int) -> float:
-    """Return ``nic_share`` of a torus: rows of ``width`` neighbours scatter and gather, columns average a part."""
-    height = ranks // width
-
-    def across(node: int) -> float:
-        """Return what a node sends to others."""
-        here, sent = range(node * each, (node + 1) * each), 0.0
-        for rank in here:
-            row = range(rank - rank % width, rank - rank % width + width)
-            sent += sum(1 for other in row if other not in here) / width  # the scatter to ranks of the row
-            next_in_row = row[0] + (rank + 1 - row[0]) % width
-            sent += (width - 1) / width if width > 1 and next_in_row not in here else 0.0  # the gather's ring
-            column = range(rank % width, ranks, width)
-            sent += sum(1 for other in column if other not in here) / height / width
-            below = (rank + width) % ranks
-            sent += (height - 1) / height / width if height > 1 and below not in here else 0.0
-        return sent
-
-    repeated = math.lcm(each, width) // each  # nodes after which rows begin at the same place of a node again
-    return max(across(node) for node in range(min(repeated, ranks // each)))
-
-
-def _server_share(each: int, ranks: int, servers: int) -> float:
-    """Return ``nic_share`` of parameter servers, for the first node, which has a server."""
-    here = sum(1 for number in range(servers) if number * ranks // servers < each)
-    return each * (servers - here) / servers + here * (ranks - each) / servers
-
-
-def exchanges(collective: Collective, layout: RankLayout) -> int:
-    """Return how many operations the host launches for one message."""
-    inside = 2 if layout.row > 1 else 0
-    match collective:
-        case "native":
             return 1
-        case "ring":
-            return inside + 1
-        case "butterfly":
-            return inside + 2 * math.ceil(math.log2(layout.column)) if layout.column > 1 else inside
-        case "hierarchical":
-            return inside + 2
-        case "pairwise" | "parameter_server":
-            return 2
-        case "torus2d":
-            return 4 if 1 < layout.square_row < layout.size else 2
-        case _:
-            assert_never(collective)
+
+
+def operations(collective: Collective, layout: RankLayout, wire: WireFormat) -> tuple[int, int]:
+    """Return how many operations a host launches for a long message: inside the rows of a grid, and between them.
+
+    A row scatters and gathers. Between rows the backend adds up in one operation, but no codes; a butterfly exchanges
+    with one rank after the other.
+    """
+    inside = 2 if row_of(collective, layout) > 1 else 0
+    if collective == "butterfly":
+        return inside, 2 * math.ceil(math.log2(layout.column))
+    whole = collective == "hierarchical" and wire.itemsize == 4
+    return inside, 1 if (whole or collective in ("native", "ring")) and not wire.coded else 2

@@ -154,7 +154,7 @@ def _ddp(settings: DdpSync) -> Declaration[Slot]:
     cap = settings.bucket_cap_mb or 25
     first = 1.0 if settings.bucket_cap_mb else 1 / cap
     fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
-    compressor = _Factors(settings) if settings.powersgd_rank else None
+    compressor = _Compressor(settings) if settings.powersgd_rank else None
     return Declaration(
         settings.wire, "backward", fuse, first_bucket_scale=first, collective="native", compressor=compressor
     )
@@ -164,19 +164,18 @@ def _compressed(settings: PowerSgdSync) -> Declaration[Slot]:
     """Declare PowerSGD: the engine named by ``timing``, but its low-rank factors are sent."""
     engine = declaration_of(_timing_of(settings))
     collective = chosen_collective(settings.collective) or engine.collective
-    return replace(engine, collective=collective, compressor=_Factors(settings))
+    return replace(engine, collective=collective, compressor=_Compressor(settings))
 
 
 @dataclass(frozen=True)
-class _Factors:
-    """PowerSGD's values, as far as the cost model knows it."""
+class _Compressor:
+    """PowerSGD, as far as the cost model knows it."""
 
     settings: PowerSgdSync | DdpSync
 
     def values_sent(self, slot: Slot) -> int:
-        """Return how many values PowerSGD sends for a slot: its factors and its flag, or all of it."""
-        factors = round(self.settings.values_sent(slot.shape))
-        return factors + 1 if factors < math.prod(slot.shape) else slot.stop - slot.start
+        """Return how many values are sent for a slot, and one more: whether it has been used."""
+        return round(self.settings.values_sent(slot.shape)) + 1
 
 
 def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:

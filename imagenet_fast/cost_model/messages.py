@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
@@ -62,19 +63,22 @@ S = TypeVar("S", bound=Slot)
 S_contra = TypeVar("S_contra", bound=Slot, contravariant=True)
 
 
-class Links(Protocol):
+class Links(ABC):
     """The costs of collectives on a network."""
 
+    layout: RankLayout
+    """The ranks."""
+
+    @abstractmethod
     def link(self, collective: Collective) -> LinkModel:
         """Return the cost of a message, in bytes of a ring."""
-        ...
 
     def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
         """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire.
 
         A ``parameter_server`` has so many ``servers``.
         """
-        ...
+        return self.link(collective).seconds(message * cost_of(collective, self.layout, servers))
 
 
 def alike(slot: Slot) -> None:
@@ -128,18 +132,6 @@ class Declaration(Generic[S]):
     """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
     whole_buckets: bool = False
     """True if a long bucket is one message, and not cut into pieces that overlap."""
-
-
-@dataclass(frozen=True)
-class PlannedSlot:
-    """A slot of a model that is not there."""
-
-    index: int
-    layer: str
-    shape: tuple[int, ...]
-    connected: bool
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True)
@@ -207,15 +199,16 @@ def lane_of(piece: int, on_gpu: bool) -> str:
     return "second " if piece % 2 and not on_gpu else ""
 
 
-def laid_out(slots: Iterable[PlannedSlot], alignment: int) -> list[PlannedSlot]:
-    """Give every slot its place: one element more than the parameter has, rounded up to a multiple of ``alignment``."""
-    placed: list[PlannedSlot] = []
+def places_in_pool(elements: Iterable[int], alignment: int) -> Iterator[slice]:
+    """Yield the place of each parameter's gradient in the pool, given their elements.
+
+    A place has one element more than the parameter, rounded up to a multiple of ``alignment``.
+    """
     offset = 0
-    for index, slot in enumerate(slots):
-        stop = offset + (math.prod(slot.shape) // alignment + 1) * alignment
-        placed.append(replace(slot, index=index, start=offset, stop=stop))
+    for count in elements:
+        stop = offset + (count // alignment + 1) * alignment
+        yield slice(offset, stop)
         offset = stop
-    return placed
 
 
 def _parts(
@@ -270,6 +263,8 @@ def _collective(
         case None:
             usual = usual_collective(layout, wire)
             return "pairwise" if usual == "native" and engine.split_reduce_scatter else usual
+        case "native" if wire.coded:
+            return "pairwise"  # no backend adds codes
         case str():
             return engine.collective
         case _:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Generic
 
-from imagenet_fast.cost_model.collectives import RankLayout, WireFormat, piece_bytes
+from imagenet_fast.cost_model.collectives import RankLayout, WireFormat, operations, piece_bytes
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Declaration, Links, S, divide
 from imagenet_fast.cost_model.priority_schedule import as_ready, plan_release_order
@@ -57,11 +57,22 @@ class StepModel(Generic[S]):
                 replace(message.task, message=self.share * message.task.message),
                 range(message.bucket[0].index, message.bucket[-1].index + 1),
                 self.links.link(message.collective), waits, self.codec(),
-                f"{message.lane}{message.collective} {message.half}", _abreast(message, self.layout),
+                f"{message.lane}{message.collective} {message.half}", self._abreast(message),
             )
             for message, waits in zip(messages, waits_for(self.engine, messages, releases), strict=True)
         ]  # fmt: skip
         return simulated_step_s(simulated, releases, self.engine.awaits, timing)
+
+    def _abreast(self, message: BucketChunk[S]) -> int:
+        """Return how many messages like this one can be in flight in their lane at a time.
+
+        Each phase adds to that: a stream runs one operation at a time, gloo two per process group. A butterfly keeps
+        its thread until it is done.
+        """
+        if message.collective == "butterfly":
+            return 1
+        phases = 1 if message.half is not None else operations(message.collective, self.layout, self.wire)[1]
+        return phases * (1 if self.layout.on_gpu else 2)
 
     def messages(self, fuse: float) -> list[BucketChunk[S]]:
         """Return the messages of a step with buckets of ``fuse`` bytes on the wire."""
@@ -128,15 +139,3 @@ def thresholds(engine: Declaration[S], layout: RankLayout) -> list[float]:
     """
     piece = piece_bytes(layout)
     return [size for size in THRESHOLDS if size >= piece] if engine.prioritized else THRESHOLDS
-
-
-def _abreast(message: BucketChunk[S], layout: RankLayout) -> int:
-    """Return how many messages like this one can be in flight in their lane at a time.
-
-    Each phase adds to that: a stream runs one operation at a time, gloo two per process group. A butterfly keeps its
-    thread until it is done.
-    """
-    if message.collective == "butterfly":
-        return 1
-    phases = 1 if message.half is not None or message.collective in ("native", "ring") else 2
-    return phases * (1 if layout.on_gpu else 2)

@@ -24,7 +24,6 @@ import numpy as np
 from filelock import UnixFileLock
 from PIL import Image
 
-from imagenet_fast.cost_model.units import gigabytes
 from imagenet_fast.data.decode import PIL_REFUSES, Pixels, decode
 from imagenet_fast.data.format_detection import open_training, open_validation
 from imagenet_fast.data.formats.shard_reader import Shards
@@ -46,6 +45,7 @@ from imagenet_fast.data.resize import shrunk, shrunk_size
 from imagenet_fast.data.sampler import Order, TrainSampler
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.units import gigabytes
 
 _VERSION = 1
 _ABOUT = "about.json"

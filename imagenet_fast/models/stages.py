@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.linear_partition import linear_partition
 from imagenet_fast.errors import UserError
+from imagenet_fast.models.linear_partition import linear_partition
 from imagenet_fast.models.split_points import Segment, segments_of
 
 

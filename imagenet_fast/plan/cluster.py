@@ -16,8 +16,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.cost_model.collectives import RankLayout
-from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.errors import UserError, did_you_mean
+from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.recipe.base import Table
 
 

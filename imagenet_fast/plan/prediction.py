@@ -11,21 +11,21 @@ from imagenet_fast.cost_model.collectives import (
     BLOCK,
     RankLayout,
     WireFormat,
-    exchanges,
-    nic_share,
+    cost_of,
+    operations,
     piece_bytes,
     slot_alignment,
     wire_format,
 )
 from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import Profile, Timing
-from imagenet_fast.cost_model.messages import PlannedSlot, Slot, laid_out
-from imagenet_fast.cost_model.stated_link import StatedNetwork
+from imagenet_fast.cost_model.messages import Slot, places_in_pool
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Compute, Device
+from imagenet_fast.plan.network import StatedNetwork, nic_share
 from imagenet_fast.plan.stragglers import straggling
 from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines
@@ -110,6 +110,18 @@ def planned_engines(text: str | None, wire: str, overrides: Sequence[str] = ()) 
 
 
 @dataclass(frozen=True)
+class PlannedSlot:
+    """A slot of a model that is not there."""
+
+    index: int
+    layer: str
+    shape: tuple[int, ...]
+    connected: bool
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Step:
     """A step's gradients and compute on one GPU."""
 
@@ -129,13 +141,12 @@ class Step:
 
     def slots(self, alignment: int) -> list[PlannedSlot]:
         """Return the slots of the gradients in the order in which they are ready."""
-        return laid_out(
-            (
-                PlannedSlot(0, layer.name, shape, any(len(other) == 2 for other in layer.shapes), 0, 0)
-                for layer in reversed(self.profile.layers) for shape in reversed(layer.shapes)
-            ),
-            alignment,
-        )  # fmt: skip
+        params = [(layer, shape) for layer in reversed(self.profile.layers) for shape in reversed(layer.shapes)]
+        places = places_in_pool((math.prod(shape) for _, shape in params), alignment)
+        return [
+            PlannedSlot(index, layer.name, shape, any(len(other) == 2 for other in layer.shapes), at.start, at.stop)
+            for index, ((layer, shape), at) in enumerate(zip(params, places, strict=True))
+        ]
 
     def timing(self, factor: float) -> Timing:
         """Return the course of the step on the slowest rank, whose compute lasts ``factor`` times as long.
@@ -190,11 +201,13 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
     messages = model.messages(fuse)
     sent = sum(
         message.task.message
-        / network.relative_bytes(message.collective)
+        / cost_of(message.collective, layout, engine.servers)
         * nic_share(message.collective, layout, engine.servers)
         for message in messages
     )
-    launches = sum(exchanges(message.collective, layout) / (1 if message.half is None else 2) for message in messages)
+    launches = sum(
+        sum(operations(message.collective, layout, wire)) / (1 if message.half is None else 2) for message in messages
+    )
     return Result(
         step_s, fuse, settings.share * sent * _with_scales(wire) + _norms(settings, step, layout), round(launches)
     )

@@ -9,9 +9,9 @@ from statistics import fmean
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
-from imagenet_fast.cost_model.stated_link import StatedNetwork
 from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.devices import DEVICES
+from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.plan.prediction import Step, label, predict_step
 from imagenet_fast.plan.published import PUBLISHED, SHAPED, Published, Shaped
 from imagenet_fast.recipe.sync_config import DearSync, HybridSync, LazySync, RingSync, Sync

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from imagenet_fast.cost_model.units import geometric_range
 from imagenet_fast.errors import UserError
+from imagenet_fast.units import geometric_range
 
 _MOST = 1_000_000
 

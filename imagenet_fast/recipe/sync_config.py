@@ -163,7 +163,7 @@ class PowerSgdSync(KeepingTable):
 
     def values_sent(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape``: its two factors, if fewer."""
-        return _in_factors(shape, self.rank)
+        return in_factors(*matrix_of(shape), self.rank)
 
 
 class HybridSync(CodingTable):
@@ -276,8 +276,12 @@ class DdpSync(EngineTable):
         return self.powersgd_rank > 0
 
     def values_sent(self, shape: Sequence[int]) -> float:
-        """Return how many values it sends for a parameter of ``shape``."""
-        return _in_factors(shape, self.powersgd_rank) if self.powersgd_rank else math.prod(shape)
+        """Return how many values it sends for a parameter of ``shape``.
+
+        torch's hook makes a matrix of the first dimension by all others, and approximates what becomes half as large.
+        """
+        size, rows = math.prod(shape), shape[0] if shape else 1
+        return in_factors(rows, size // max(1, rows), self.powersgd_rank, 2) if self.powersgd_rank else size
 
 
 Sync = Annotated[
@@ -286,7 +290,20 @@ Sync = Annotated[
 ]
 
 
-def _in_factors(shape: Sequence[int], rank: int) -> int:
-    """Return how many values PowerSGD sends for a parameter of ``shape``."""
-    rows, size = shape[0] if shape else 1, math.prod(shape)
-    return min(size, rank * (rows + size // max(1, rows)))
+def matrix_of(sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of the matrix that PowerSGD makes of a parameter.
+
+    They are the outermost size above 1 and the product of all others; a vector or a number has one column.
+
+    Args:
+        sizes: The parameter's sizes, the outermost in memory first.
+    """
+    size, wide = math.prod(sizes), [size for size in sizes if size > 1]
+    rows = wide[0] if len(wide) > 1 else size
+    return rows, size // max(1, rows)
+
+
+def in_factors(rows: int, columns: int, rank: int, saving: int = 1) -> int:
+    """Return how many values are sent for a matrix: its two factors, if ``saving`` times as many are still fewer."""
+    factors, size = rank * (rows + columns), rows * columns
+    return factors if saving * factors < size else size

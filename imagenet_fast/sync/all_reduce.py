@@ -8,7 +8,6 @@ does not grow with the number of ranks, as it does where partial sums are rounde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -60,21 +59,10 @@ def all_reduce(
         return []
     wire = wire_for(values.dtype, wire, topology)
     assert values.numel() % message_alignment(wire, topology) == 0, "a message must be cut evenly"
-    match collective:
-        case "native" | "pairwise" | "parameter_server":
-            grid = topology.flat
-        case "hierarchical":
-            grid = topology.by_node
-        case "torus2d":
-            grid = topology.square
-        case "ring" | "butterfly":
-            grid = topology.levels
-        case _:
-            assert_never(collective)
     chain = OpSequence()
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
-    _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), grid)
+    _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), topology.grid(collective))
     chain.land(topology.stream((), lane + "landing"))
     return chain.phases
 

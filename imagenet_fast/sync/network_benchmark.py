@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import cost_of, piece_bytes, piece_elements
-from imagenet_fast.cost_model.messages import lane_of
+from imagenet_fast.cost_model.messages import Links, lane_of
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, format_of
@@ -27,7 +27,7 @@ _REPEATS = 4
 _MANY = 8  # messages launched at once, so that their latencies overlap
 
 
-class NetworkProbe:
+class NetworkProbe(Links):
     """The link of each collective and the cost of each 8-bit codec, measured when first requested.
 
     Every rank must make the same requests in the same order, with nothing else in flight.
@@ -45,7 +45,7 @@ class NetworkProbe:
             stated: The link of every collective, instead of a measurement.
             codecs: The cost of 8-bit wire dtypes, instead of measurements.
         """
-        self._topology = topology
+        self._topology, self.layout = topology, topology.layout
         self._wire = PLAIN if is_coded(wire) else wire  # the cost of quantisation is not the network's
         self._stated = stated
         self._links: dict[Collective, LinkModel] = {}
@@ -73,10 +73,6 @@ class NetworkProbe:
         """Use a value of ``state_dict`` as this probe's measurements."""
         self._links = {collective: LinkModel(*figures) for collective, figures in state["links"].items()}
         self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
-
-    def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
-        """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire."""
-        return self.link(collective).seconds(message * cost_of(collective, self._topology.layout, servers))
 
     def codec(self, wire: torch.dtype) -> CodecCost:
         """Return the cost of quantising to ``wire``, measured at the first call; zero where nothing is to be measured.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from imagenet_fast.recipe.sync_config import in_factors, matrix_of
 from imagenet_fast.sync.compressor import Compressed, Memory, Round
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
@@ -44,9 +45,8 @@ class PowerSGD:
     rank: int
 
     def values_sent(self, slot: ParamSlot) -> int:
-        """Return how many values are sent for this slot: its factors and flag, or all of it if uncompressed."""
-        rows, columns = matrix_shape(slot.param)
-        return self.rank * (rows + columns) + 1 if self._saves(slot) else slot.stop - slot.start
+        """Return how many values are sent for this slot, its flag included."""
+        return in_factors(*matrix_shape(slot.param), self.rank) + 1
 
     def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
         """Build the compression of neighbouring slots: a round for P and uncompressed values, then one for Q.
@@ -65,8 +65,7 @@ class PowerSGD:
         return Compressed(rounds, message.restore)
 
     def _saves(self, slot: ParamSlot) -> bool:
-        rows, columns = matrix_shape(slot.param)
-        return self.rank * (rows + columns) < rows * columns
+        return self.values_sent(slot) <= slot.param.numel()
 
     def _matrix(self, slot: ParamSlot, pool: Tensor, memory: Memory) -> _Matrix:
         shape = rows, columns = matrix_shape(slot.param)
@@ -209,11 +208,6 @@ def _exact_products(device: torch.device) -> Iterator[None]:
 
 
 def matrix_shape(param: nn.Parameter) -> tuple[int, int]:
-    """Return the outermost dimension of a parameter's memory and the product of all others.
-
-    A vector or a number has the shape (elements, 1).
-    """
+    """Return ``matrix_of`` a parameter as it lies in memory."""
     strides = torch.empty_like(param, device="meta").stride()
-    wide = [(stride, size) for stride, size in zip(strides, param.shape, strict=True) if size > 1]
-    rows = max(wide)[1] if len(wide) > 1 else param.numel()
-    return rows, param.numel() // max(rows, 1)
+    return matrix_of([size for _, size in sorted(zip(strides, param.shape, strict=True), reverse=True)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import socket
 from collections.abc import Iterator
@@ -14,7 +13,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.cost_model.collectives import RankLayout
+from imagenet_fast.cost_model.collectives import RankLayout, row_of
+from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.comm_stream import CommStream
 
 
@@ -85,16 +85,6 @@ class Topology:
         self._streams: dict[tuple[tuple[int, ...], str], CommStream] = {}
 
     @property
-    def even(self) -> bool:
-        """True if all nodes have equally many ranks."""
-        return len({len(node) for node in self.nodes}) == 1
-
-    @property
-    def per_node(self) -> int:
-        """Number of ranks of the largest node."""
-        return max(map(len, self.nodes))
-
-    @property
     def layout(self) -> RankLayout:
         """The number of ranks on each node, for the cost model."""
         return RankLayout(tuple(map(len, self.nodes)), on_gpu=self.device.type != "cpu")
@@ -104,39 +94,22 @@ class Topology:
         """True if all ranks are on CPUs of one node, and so reach each other through its memory alone."""
         return self.device.type == "cpu" and len(self.nodes) == 1
 
-    @property
-    def flat(self) -> Grid:
-        """A grid with rows of a single rank and one column of all ranks."""
-        return Grid((self.rank,), self.ranks)
-
-    @property
-    def by_node(self) -> Grid:
-        """A grid with one row per node.
+    def grid(self, collective: Collective) -> Grid:
+        """Return the grid on which a collective works: a row per node, rows of a square, or rows of a single rank.
 
         Raises:
-            ValueError: Nodes have different numbers of ranks.
+            ValueError: The collective has a row per node, and nodes have different numbers of ranks.
         """
-        if not self.even:
-            counts = ", ".join(str(len(node)) for node in self.nodes)
+        nodes = self.layout.nodes
+        if collective == "hierarchical" and len(set(nodes)) > 1:
             raise ValueError(
-                f"nodes of {counts} ranks have no equal places; start equally many ranks on each node, or choose a "
-                "collective without levels, such as pairwise"
+                f"nodes of {', '.join(map(str, nodes))} ranks have no equal places; start equally many ranks on each "
+                "node, or choose a collective without levels, such as pairwise"
             )
-        row = next(node for node in self.nodes if self.rank in node)
-        place = row.index(self.rank)
-        return Grid(row, tuple(sorted(node[place] for node in self.nodes)))
-
-    @property
-    def square(self) -> Grid:
-        """The squarest grid of the ranks; for a prime number of ranks, one column."""
-        width = next(w for w in range(math.isqrt(self.size), 0, -1) if self.size % w == 0)
-        row, place = divmod(self.ranks.index(self.rank), width)
-        return Grid(self.ranks[row * width : (row + 1) * width], self.ranks[place::width])
-
-    @property
-    def levels(self) -> Grid:
-        """A row per node if there are several equal nodes of several ranks; else ``flat``."""
-        return self.by_node if self.even and 1 < self.per_node < self.size else self.flat
+        width = row_of(collective, self.layout)
+        ranks = self.ranks if collective == "torus2d" else [rank for node in self.nodes for rank in node]
+        row, place = divmod(ranks.index(self.rank), width)
+        return Grid(tuple(ranks[row * width : (row + 1) * width]), tuple(sorted(ranks[place::width])))
 
     @property
     def alignment(self) -> int:

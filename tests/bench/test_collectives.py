@@ -17,7 +17,7 @@ from imagenet_fast.bench import mpi
 from imagenet_fast.bench.collectives import bench_collectives, check, parse_collectives, parse_sizes
 from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.bench.tables import bandwidth_table
-from imagenet_fast.cost_model.units import size_text
+from imagenet_fast.units import size_text
 from tests.conftest import refusal_of
 from tests.ranks import run
 

@@ -1,4 +1,4 @@
-"""A GPU, and two ranks of NCCL where they can be had."""
+"""What tests of this folder need: a GPU, or one for each of two ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.ranks import run
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank: there are no two")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -19,21 +18,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.gpu)
             item.add_marker(missing)
-
-
-@pytest.fixture(scope="session")
-def two_ranks() -> None:
-    """Skips, in NCCL's own words, where two ranks may not share the GPU there is."""
-    try:
-        assert run(2, _sum_of_ranks, backend="nccl") == [1, 1]
-    except AssertionError as failure:
-        if torch.cuda.device_count() > 1 or "nccl" not in str(failure).lower():  # torch's exceptions for it differ
-            raise
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-        pytest.skip(f"NCCL {version} refuses two ranks on one GPU: {str(failure).strip().splitlines()[-1]}")
-
-
-def _sum_of_ranks() -> int:
-    total = torch.tensor(dist.get_rank())
-    dist.all_reduce(total)
-    return int(total)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.nn.functional import dropout
 from torchvision.models import resnet18
 
 import tests
@@ -38,12 +40,18 @@ def world() -> Iterator[DistContext]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("sync", ["lazy", "allreduce", "ring", "hybrid", "dear", "auto", "sparse", "powersgd", "ddp"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("optim", ["sgd", "lars"])
+ENGINES = ("lazy", "allreduce", "ring", "hybrid", "dear", "auto", "ddp", "sparse", "powersgd")
+TRAINED = [
+    (sync, precision, ("sgd", "lars")[(one + other) % 2])
+    for one, sync in enumerate(ENGINES)
+    for other, precision in enumerate(("fp32", "bf16", "fp16"))
+    if precision != "fp16" or sync not in ("sparse", "powersgd")  # which a recipe may not combine
+]
+"""Each engine in each precision, and both optimizers with each of them."""
+
+
+@pytest.mark.parametrize(("sync", "precision", "optim"), TRAINED)
 def test_a_step_trains_and_reports(world: DistContext, sync: str, precision: str, optim: str):
-    if sync in ("sparse", "powersgd") and precision == "fp16":
-        sync = "lazy"  # a recipe may not combine them
     recipe = parse_recipe(
         "test",
         tables(
@@ -76,10 +84,11 @@ def test_fp32_is_fp32_unless_tf32_is_asked_for(world: DistContext, precision: st
     build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, steps_per_epoch=4)
     images = torch.randn(8, 64, 32, 32, device=world.device)
     weights = torch.randn(64, 64, 3, 3, device=world.device)
-    for product, operands in ((torch.matmul, (images, images)), (torch.conv2d, (images, weights))):
+    left, right = torch.randn(2, 512, 512, device=world.device)
+    for product, operands in ((torch.matmul, (left, right)), (torch.conv2d, (images, weights))):
         reference = product(*(operand.double() for operand in operands))
-        error = (product(*operands) - reference).abs().max() / reference.abs().max()
-        assert (error < 2e-6) is exact
+        error = float((product(*operands) - reference).abs().max() / reference.abs().max())
+        assert (error < 3e-5) == exact, f"{product.__name__} errs by {error}: cuDNN's fp32 by 1e-5, TF32 by 3e-4"
 
 
 @pytest.mark.parametrize("sync", ["lazy", "hybrid", "dear"])
@@ -131,29 +140,13 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: DistContext, 
         assert (ours.cpu() - reference).abs().mean() < 0.08
 
 
-def test_a_replayed_graph_and_compiled_code_draw_what_seed_and_step_say(world: DistContext):
-    ones = torch.ones(4096, device=world.device)
-    torch.nn.functional.dropout(ones)  # before it is captured
+def replayed(ones: Tensor) -> Callable[[Tensor], Tensor]:
+    """Dropout of these as a CUDA graph."""
+    dropout(ones)  # before it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = torch.nn.functional.dropout(ones)
-    compiled = torch.compile(torch.nn.functional.dropout)
-
-    def masks(step: int) -> list[torch.Tensor]:
-        drawn = []
-        for call in (
-            lambda: torch.nn.functional.dropout(ones),
-            lambda: graph.replay() or captured,
-            lambda: compiled(ones),
-        ):
-            seed_step(1, step, world)
-            drawn.append(call().clone())
-        return drawn
-
-    first, second, again = masks(7), masks(8), masks(7)
-    for one, other, same in zip(first, second, again, strict=True):
-        assert torch.equal(one, same)
-        assert not torch.equal(one, other)
+        captured = dropout(ones)
+    return lambda _: graph.replay() or captured
 
 
 def test_lars_takes_the_same_step_of_the_same_pieces_every_time():
@@ -172,3 +165,20 @@ def test_lars_takes_the_same_step_of_the_same_pieces_every_time():
         optimizer.step()
         ends.add(torch.cat([param.detach().flatten() for param in params]).cpu().numpy().tobytes())
     assert len(ends) == 1
+
+
+HOW: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "called": lambda _: dropout, "replayed": replayed, "compiled": lambda _: torch.compile(dropout),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_random_numbers_are_what_seed_and_step_say(world: DistContext, how: str):
+    ones = torch.ones(4096, device=world.device)
+    drop, masks = HOW[how](ones), []
+    for step in (7, 8, 7):
+        seed_step(1, step, world)
+        masks.append(drop(ones).clone())
+    first, second, again = masks
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)

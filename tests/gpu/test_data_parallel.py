@@ -11,10 +11,11 @@ from imagenet_fast.models import build_model
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.precision import set_float32_math
 from tests.conftest import tables
+from tests.gpu.conftest import two_gpus
 
 GPUS = torch.cuda.device_count()
 
-pytestmark = pytest.mark.skipif(GPUS < 2, reason="there are no two GPUs on this node")
+pytestmark = two_gpus
 
 
 def test_data_parallel_is_timed_with_as_many_images_on_each_gpu():

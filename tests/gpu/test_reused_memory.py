@@ -1,4 +1,4 @@
-"""Memory that the allocator gives out again is nobody's any longer: for two ranks on one GPU, or on two.
+"""Memory that the allocator gives out again is nobody's any longer: for two ranks, on a GPU each.
 
 Without the caching allocator (``PYTORCH_NO_CUDA_MEMORY_CACHING=1``) whoever uses what he has given back fails at once.
 """
@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import DearSync, EngineSettings, HybridSync, LazySync, PowerSgdSync, RingSync, SparseSync
 from imagenet_fast.training.optimizers import build_optimizer
+from tests.gpu.conftest import two_gpus
 from tests.ranks import run
 from tests.sync.given import SMALL, Given, integers, pooled, weights_of
 from tests.sync.loops import unmeasured
 
-pytestmark = pytest.mark.usefixtures("two_ranks")
+pytestmark = two_gpus
 SPARSE = SparseSync(wire="bf16", sparsity=0.75, chunk=32, dense_epochs=0, ramp_epochs=0, threshold_mb=0)
 EXACT: tuple[EngineSettings, ...] = (
     LazySync(wire="bf16", threshold_mb=0), RingSync(wire="bf16", bucket_mb=0), HybridSync(wire="bf16", fuse_mb=0),

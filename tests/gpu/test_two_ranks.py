@@ -1,4 +1,4 @@
-"""The engines' contract and the collectives over NCCL: on two GPUs, or on one that both share where NCCL allows it."""
+"""The engines' contract and the collectives over NCCL. Run with `pytest tests/gpu` where there are two GPUs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 
 from imagenet_fast.bench.collectives import measure
 from imagenet_fast.recipe.engine_table import Collective
+from tests.gpu.conftest import two_gpus
 from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
 from tests.sync import test_powersgd as powersgd
 
-pytestmark = pytest.mark.usefixtures("two_ranks")
+pytestmark = two_gpus
 
 
 @pytest.mark.parametrize("case", [case for case in contract.COVERED if case.place == contract.Place(2, 1)], ids=str)
@@ -44,8 +45,8 @@ def test_collectives_give_every_rank_the_mean_to_the_bit(collective: Collective)
 
 
 def test_collectives_add_alike_wherever_an_element_lies_and_overflow_nowhere():
-    run(2, collectives.test_wherever_an_element_lies_it_is_added_alike, backend="nccl")
-    run(2, collectives.test_large_fp16_values_do_not_overflow_on_their_way, backend="nccl")
+    run(2, partial(collectives.test_wherever_an_element_lies_it_is_added_alike, world=2), backend="nccl")
+    run(2, partial(collectives.test_large_fp16_values_do_not_overflow_on_their_way, world=2), backend="nccl")
 
 
 def test_all_reduces_are_timed_by_message_size():

@@ -365,8 +365,6 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
     shape = (32, 3, 5, 5)
     sent = {kind: engine.values_sent(shape) for kind, engine in ALL.items()}
     assert sent == dict.fromkeys(ALL, 2400) | {"sparse": 300, "powersgd": 4 * (32 + 75)}
-    for settings in (PowerSgdSync(rank=2), DdpSync(powersgd_rank=2)):
-        assert [settings.values_sent(shape) for shape in ((), (7,), (1, 9), (3, 9), (0, 4))] == [1, 7, 9, 24, 0]
 
 
 def test_dense_epochs_are_derived_from_the_warmup():

@@ -139,14 +139,15 @@ def _bytes_sent() -> dict[str, list[int]]:
     return sent
 
 
-@with_ranks(4)
-def test_wherever_an_element_lies_it_is_added_alike() -> None:
+@pytest.mark.parametrize("world", [4])
+@with_ranks()
+def test_wherever_an_element_lies_it_is_added_alike(world: int) -> None:
     """So fusing tensors changes no bit."""
     topology = lending(2)
     exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
     for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
-        fused = values(topology.rank, 90_000, 4, False).clone()
+        fused = values(topology.rank, 90_000, world, False).clone()
         apart = [t.clone() for t in fused.split([8, 40_000, 4, 49_988])]
         reduced(fused, wire, collective, topology)
         for tensor in apart:
@@ -154,9 +155,10 @@ def test_wherever_an_element_lies_it_is_added_alike() -> None:
         assert torch.equal(fused, torch.cat(apart)), (collective, wire)
 
 
-@with_ranks(4)
-def test_large_fp16_values_do_not_overflow_on_their_way() -> None:
-    for topology, collectives in topologies(dist.get_world_size()):
+@pytest.mark.parametrize("world", [4])
+@with_ranks()
+def test_large_fp16_values_do_not_overflow_on_their_way(world: int) -> None:
+    for topology, collectives in topologies(world):
         for collective in collectives:
             tensor = torch.full((100,), 60_000.0)
             reduced(tensor, torch.float16, collective, topology)
@@ -176,13 +178,13 @@ def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int
         for collective in collectives:
             tensor = own.to(wire) if as_values else own.clone()
             reduced(tensor, torch.float32 if as_values else wire, collective, topology)
-            inner = {"hierarchical": topology.per_node, "torus2d": 2}.get(collective, 1)
+            inner = {"hierarchical": topology.layout.row, "torus2d": 2}.get(collective, 1)
             mean = rounded.view(-1, inner, 480).float().mean(1).to(wire).float().mean(0).to(wire).to(tensor.dtype)
             if collective in ("native", "ring", "butterfly"):
                 near = world * torch.finfo(wire).eps
                 torch.testing.assert_close(tensor, mean, rtol=0, atol=near, msg=collective)
             else:
-                assert torch.equal(tensor, mean), (collective, wire, topology.per_node)
+                assert torch.equal(tensor, mean), (collective, wire, topology.nodes)
 
 
 @with_ranks(4)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, attach
-from imagenet_fast.sync.powersgd import PowerSGD, _each_orthonormal, matrix_shape
+from imagenet_fast.sync import DdpSync, GradientPool, PowerSgdSync, attach
+from imagenet_fast.sync.powersgd import _each_orthonormal, matrix_shape
 from tests.conftest import tiers
 from tests.ranks import run, with_ranks
 from tests.sync import given
@@ -76,13 +76,32 @@ def test_a_parameter_is_the_matrix_that_it_is_in_memory(values: Tensor, shape: t
     assert matrix_shape(nn.Parameter(values)) == shape
 
 
-def test_only_what_becomes_smaller_is_compressed():
-    model = nn.ModuleList([nn.Linear(40, 30), nn.Linear(4, 4), nn.Conv2d(3, 12, 3)])
-    values_sent = {slot.name: PowerSGD(2).values_sent(slot) for slot in GradientPool(model, LazySync()).slots}
-    assert values_sent["0.weight"] == 2 * (40 + 30) + 1, "and whether it has been used"
-    assert values_sent["2.weight"] == 2 * (12 + 27) + 1
-    assert 16 < values_sent["1.weight"] <= 32, "two factors of 8 values are no smaller"
-    assert 30 < values_sent["0.bias"] < 64
+SIZES = [(40, 30), (1, 40, 30), (12, 3, 3, 3), (3, 9), (4, 4), (1, 50), (50,), ()]
+
+
+def sent_by(forward: nn.Module, sync: Any, shape: tuple[int, ...]) -> float:
+    """Values of fp32 that a rank of two sends once: half of all, and half of all means."""
+    sync.zero_grad()
+    forward(given.normals([shape], 0, dist.get_rank())).backward()
+    return given.ended(sync)[1].sent_bytes / 4
+
+
+@with_ranks(2)
+@unmeasured()
+def test_settings_say_how_many_values_the_engine_sends() -> None:
+    """Beside them whether they have been used; and every message is even."""
+    for shape in SIZES:
+        model, pool = started([[shape]], timing="allreduce")
+        assert 0 <= sent_by(model, pool, shape) - 1 - settings().values_sent(shape) <= 2, shape
+
+
+@with_ranks(2)
+def test_settings_say_how_many_values_torchs_hook_sends() -> None:
+    """Only matrices that become half as large are sent as factors; what is 1 long at first is no matrix."""
+    for shape in SIZES[:-1]:
+        asked = DdpSync(powersgd_rank=2)
+        forward, sync = attach(Given([shape]), asked)
+        assert [sent_by(forward, sync, shape) for _ in range(7)][-1] == asked.values_sent(shape), shape
 
 
 @pytest.mark.parametrize("timings", tiers(["lazy and dear"], ["hybrid and dear"]))

@@ -15,11 +15,11 @@ from pathlib import Path
 from rich.progress import Progress
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.cost_model.units import gigabytes
 from imagenet_fast.data.prepare.jpeg_resize import shrinking_ratio
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.errors import UserError
+from imagenet_fast.units import gigabytes
 
 _SPARE = 1.02  # a file's last block is half empty, and folders take space too
 _SAMPLE_SPARE = 1.1

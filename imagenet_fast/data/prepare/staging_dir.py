@@ -15,10 +15,10 @@ from typing import TypeVar
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.cost_model.units import exact_size
 from imagenet_fast.data.format_detection import Format
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
+from imagenet_fast.units import exact_size
 
 RECORD = "prepared.json"
 """File beside the splits that records how they were made."""
