@@ -131,27 +131,6 @@ def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) ->
     return old
 
 
-def set_aside(root: Path, step: int) -> int | None:
-    """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
-
-    Returns:
-        The step of the newest checkpoint left; None if there is none.
-
-    Raises:
-        OSError: ``root`` cannot be listed, or a checkpoint cannot be renamed.
-    """
-    found, _ = survey(root)
-    if any(manifest.step < step for manifest in found.values()):
-        for folder in [folder for folder, manifest in found.items() if manifest.step >= step]:
-            aside = folder.with_name(f"spoilt-{folder.name}")
-            if aside.exists():
-                shutil.rmtree(aside)
-            folder.rename(aside)
-            del found[folder]
-        sync_folder(root)
-    return next((manifest.step for manifest in found.values()), None)
-
-
 def sweep(root: Path) -> None:
     """Remove what killed writes and removals have left; no rank may be writing.
 

@@ -37,7 +37,7 @@ class CheckpointManager:
 
     def __init__(
         self, job: Job, world: DistContext, writer: CheckpointWriter | None, images: int, asked: Callable[[], bool],
-        store: Store | None = None,
+        store: Store | None = None, begun: int = 0,
     ) -> None:  # fmt: skip
         """Create a manager for one run; a collective call, since it makes a process group.
 
@@ -49,6 +49,7 @@ class CheckpointManager:
             asked: Returns whether this rank has been asked to stop.
             store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
                 client. None: they are not told between steps.
+            begun: Step of the checkpoint from which the run resumes; 0: none.
         """
         self._job = job
         self._world = world
@@ -59,6 +60,7 @@ class CheckpointManager:
         self._vote = AsyncAnyReduce(world, flags=2)
         self._saved_at = time.monotonic()
         self._told = False  # whether this rank has voted that a checkpoint is late
+        self._begun = begun
         self._store = None if store is None else PrefixStore("keeper", store)
         self._looked_at = 0.0
         self._told_to_stop = False
@@ -169,21 +171,17 @@ class CheckpointManager:
         state.settle()
         return self._job.recipe.nonfinite_steps == 0 or state.is_sound()
 
-    def set_aside(self, step: int) -> int | None:
-        """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
-
-        No rank may save anything afterwards.
-
-        Returns:
-            The step of the newest checkpoint left, on rank 0; None if there is none, and on other ranks.
-        """
-        here.enter("checkpoint")
-        return None if self._writer is None else self._writer.set_aside(step)
+    def last_saved(self) -> int:
+        """Wait for the checkpoint that is being written, and return ``saved_step``."""
+        if self._writer is not None:
+            here.enter("checkpoint")
+            self._await(self._writer)
+        return self.saved_step
 
     @property
     def saved_step(self) -> int:
-        """Step of the last complete checkpoint; 0 before the first."""
-        return 0 if self._writer is None else self._writer.written_step
+        """Step from which the run would resume now; 0: it would begin again."""
+        return self._begun if self._writer is None else max(self._begun, self._writer.written_step)
 
     @property
     def saves(self) -> bool:
@@ -228,7 +226,7 @@ class CheckpointManager:
 
 @contextmanager
 def open_checkpoints(
-    job: Job, world: DistContext, images: int, ask_first: Callable[[], Callable[[], bool]], is_new: bool
+    job: Job, world: DistContext, images: int, ask_first: Callable[[], Callable[[], bool]], begun: int
 ) -> Iterator[CheckpointManager]:
     """Build the run's checkpoint manager for the block.
 
@@ -238,7 +236,7 @@ def open_checkpoints(
         images: Number of training images.
         ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
             whether one has.
-        is_new: Whether the run starts without a checkpoint.
+        begun: Step of the checkpoint from which the run resumes; 0: none.
 
     Yields:
         The checkpoint manager. It saves nothing if not every node sees the run directory.
@@ -247,7 +245,7 @@ def open_checkpoints(
         UserError: If the job is elastic, and not every node sees the run directory.
     """
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
-    if world.is_main and is_new and root is not None:
+    if world.is_main and not begun and root is not None:
         with suppress(OSError):  # a full disk is reported when there is something to save
             expect_first(root)
     if root is None and job.elastic:
@@ -260,6 +258,6 @@ def open_checkpoints(
         )
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        manager = CheckpointManager(job, world, writer, images, ask_first(), store.clone())
+        manager = CheckpointManager(job, world, writer, images, ask_first(), store.clone(), begun)
         yield manager
         manager.close()

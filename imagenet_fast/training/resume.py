@@ -19,9 +19,8 @@ from imagenet_fast.data.loaders import Loaders
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, refused_together
 from imagenet_fast.distributed.store import wait_until
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
@@ -43,8 +42,6 @@ class ResumePoint:
     """True if the number of ranks, their layout or their parts of the model have changed."""
     found_at: float
     """Time when the checkpoint was found, in seconds of the wall clock."""
-    wrong_from: int | None
-    """First step with non-finite numbers, if the run ended because of them."""
 
     @property
     def step(self) -> int:
@@ -130,19 +127,18 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    found, wrong_from = "", None
+    found = ""
     with refused_together(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
             last = newest(job.folder / CHECKPOINTS)
             if last is not None:
-                found, wrong_from = last.folder.name, _wrong_from(job.folder)
+                found = last.folder.name
             else:
                 check_replaceable(job.folder)
-    told = [(found, wrong_from)]
+    told = [found]
     dist.broadcast_object_list(told, src=0, device=world.device)
-    found, wrong_from = told[0]
-    if not found:
+    if not (found := told[0]):
         return None
     root = common_folder(job.folder / CHECKPOINTS, world)
     if root is None:
@@ -156,7 +152,7 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     schedule = shared["recipe"].get("parallel", {}).get("schedule", parallel.schedule)
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
     elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
-    return ResumePoint(checkpoint, shared, elsewhere, time.time(), wrong_from)
+    return ResumePoint(checkpoint, shared, elsewhere, time.time())
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
@@ -173,16 +169,6 @@ def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
         if param.requires_grad and name not in shared["velocity"]:
             return f"trains {name}, which was frozen,"
     return ""
-
-
-def _wrong_from(folder: Path) -> int | None:
-    """Return ``wrong_from`` of the run in ``folder``; None without a readable outcome, which no checkpoint needs."""
-    try:
-        outcome = read_outcome(folder)
-    except UserError:
-        warn(f"{folder / 'outcome.json'} is damaged; the run goes on from its checkpoint without it")
-        return None
-    return None if outcome is None else outcome.wrong_from
 
 
 def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:

@@ -184,7 +184,6 @@ class Trainer:
         self.state = self.step.state
         if found is not None:
             found.load(self.state, world, recipe)
-            self.step.watched = found.wrong_from
             self.resumed_from = found.without_weights()
 
     def _loaders(self, first_step: int) -> Loaders:
@@ -336,12 +335,11 @@ class Trainer:
         """Save checkpoints in the block, in which a first signal only asks to stop."""
         begun = self.outcome.steps
         self.ending.saved_step = lambda: begun
-        images, is_new = self.data.train_order.images, self.resumed_from is None
-        ask_first = self._ask_first or (lambda: lambda: False)
-        with open_checkpoints(self.job, self.world, images, ask_first, is_new) as self.checkpoints:
+        images, ask_first = self.data.train_order.images, self._ask_first or (lambda: lambda: False)
+        with open_checkpoints(self.job, self.world, images, ask_first, begun) as self.checkpoints:
             checkpoints = self.checkpoints
             checkpoints.save_with(self.data.contents)
-            self.ending.saved_step = lambda: max(begun, checkpoints.saved_step)
+            self.ending.saved_step = lambda: checkpoints.saved_step
             yield
 
     @contextmanager
