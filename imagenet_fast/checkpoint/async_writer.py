@@ -100,11 +100,6 @@ class CheckpointWriter:
         self._thread.start()
 
     @property
-    def failure(self) -> Exception | None:
-        """Why the last checkpoint could not be written, before ``wait`` raises it; None if it did not fail."""
-        return None if self.under_way else self._failure
-
-    @property
     def under_way(self) -> bool:
         """Whether ``save`` would wait."""
         return self._thread is not None and self._thread.is_alive()

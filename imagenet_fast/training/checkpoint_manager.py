@@ -23,7 +23,6 @@ from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
 _STOP = "stop"
-_AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # first and longest delay in seconds from a failed checkpoint to the next try
 _SLOW_DISK_S = 600.0  # that writing a checkpoint may take before the limits of a step count again
 
 
@@ -32,7 +31,7 @@ class CheckpointManager:
 
     It saves when the recipe asks for it, after evaluations, and before a stop. It does not save a state with non-finite
     values, unless the recipe's ``nonfinite_steps`` is 0. A failed save does not end the training: rank 0 warns, and all
-    ranks try again.
+    ranks save again when the next checkpoint is due, and at the end.
     """
 
     def __init__(
@@ -66,9 +65,6 @@ class CheckpointManager:
         self._told_to_stop = False
         self._is_saving = False
         self._unsaved: NotSaved | None = None
-        self._heard_of: Exception | None = None
-        self._again_at = 0.0
-        self._pause_s = _AGAIN_S
 
     def asked(self) -> bool:
         """Return whether any rank has been asked to stop, for use between steps, where ranks do not vote.
@@ -100,6 +96,8 @@ class CheckpointManager:
             JobAborted: The ranks are to stop, but the state could not be saved.
         """
         policy = self._job.recipe.checkpoint
+        if self._writer is not None and self._world.is_main and not self._writer.under_way:
+            self._await(self._writer)  # warns at once if it has failed
         is_late = self._is_late()
         stop, late = self._vote(self._asked(), is_late)
         stop |= evaluated is None
@@ -137,7 +135,7 @@ class CheckpointManager:
         return "" if self._unsaved is None else str(self._unsaved)
 
     def _await(self, writer: CheckpointWriter) -> None:
-        """Wait for the checkpoint that is being written, if any, and note whether it failed."""
+        """Wait for the checkpoint that is being written, if any, and note whether it failed; rank 0 warns once."""
         if not self._is_saving:
             return
         self._is_saving = False
@@ -145,22 +143,13 @@ class CheckpointManager:
         while writer.under_way and time.monotonic() < until:
             here.enter("checkpoint")  # renewed: a slow disk is no hang
             writer.join(1.0)
+        self._unsaved = None
         try:
             writer.wait()
         except NotSaved as error:
             self._unsaved = error
-            self._hear(error)
-        else:
-            self._unsaved, self._pause_s = None, _AGAIN_S
-
-    def _hear(self, failure: Exception) -> None:
-        """Warn once about each failure, on rank 0, and delay the next try."""
-        if not self._world.is_main or failure is self._heard_of or not isinstance(failure, NotSaved):
-            return
-        self._heard_of = failure
-        warn(f"{failure.in_short}; training goes on, and it is tried again")
-        self._again_at = time.monotonic() + (0.0 if failure.freed else self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _AGAIN_LATER_S)
+            if self._world.is_main:
+                warn(f"{error.in_short}; training goes on, and it is tried again")
 
     def is_sound(self, state: TrainState) -> bool:
         """Settle ``state`` and return whether it may replace earlier checkpoints: it is finite.
@@ -201,9 +190,6 @@ class CheckpointManager:
         minutes = self._job.recipe.checkpoint.every_minutes
         if not self._world.is_main or self._writer is None or self._writer.under_way or self._told:
             return False
-        if (failure := self._writer.failure) is not None:
-            self._hear(failure)
-            return time.monotonic() >= self._again_at
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, writer: CheckpointWriter, state: TrainState, evaluated: bool) -> None:
