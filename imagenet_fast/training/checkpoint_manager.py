@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -16,6 +17,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.job import Job, digest, recipe_tables
+from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.resume import common_folder
 from imagenet_fast.training.run_lock import CHECKPOINTS
@@ -82,36 +84,50 @@ class CheckpointManager:
         self._looked_at = now
         return self._store.check([_STOP])
 
-    def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
-        """Save a checkpoint if one is due, and return whether all ranks are to stop.
-
-        If they are to stop, the state has been saved before this returns, provided there is a writer.
-
-        Args:
-            state: The training state after the step.
-            evaluated: Whether the step was evaluated. None: the evaluation was cut off, so all ranks stop.
+    def after_step(self, state: TrainState) -> None:
+        """Save a checkpoint if one is due, and stop if some rank was asked to.
 
         Raises:
-            NonFiniteLoss: The ranks are to stop, but the state is not finite and must not be saved.
-            JobAborted: The ranks are to stop, but the state could not be saved.
+            StopRequested: As ``stop``, which may raise other errors, too.
         """
-        policy = self._job.recipe.checkpoint
+        every_steps = self._job.recipe.checkpoint.every_steps
         if self._writer is not None and self._world.is_main and not self._writer.under_way:
             self._await(self._writer)  # warns at once if it has failed
         is_late = self._is_late()
         stop, late = self._vote(self._asked(), is_late)
-        stop |= evaluated is None
         self._told |= is_late and self._vote.cast
-        due = policy.every_steps > 0 and state.step % policy.every_steps == 0
-        if self._writer is not None and (stop or late or due or evaluated):
-            self._saved_at, self._told = time.monotonic(), False
-            if self.is_sound(state):
-                self._save(self._writer, state, bool(evaluated))
-            elif stop:
-                raise NonFiniteLoss
-            if stop and (unsaved := self.finish(state, bool(evaluated))):
-                raise JobAborted(unsaved)
-        return stop
+        if stop:
+            self.stop(state)
+        if late or (every_steps > 0 and state.step % every_steps == 0):
+            self.save(state, evaluated=False)
+
+    def save(self, state: TrainState, evaluated: bool) -> bool:
+        """Save a checkpoint, if there is a writer and the state is finite; return whether it is finite.
+
+        Args:
+            state: The training state.
+            evaluated: Whether its weights were evaluated.
+        """
+        if self._writer is None:
+            return True
+        self._saved_at, self._told = time.monotonic(), False
+        if is_sound := self.is_sound(state):
+            self._save(self._writer, state, evaluated)
+        return is_sound
+
+    def stop(self, state: TrainState) -> NoReturn:
+        """Save a checkpoint, if there is a writer, and stop; every rank must call it.
+
+        Raises:
+            StopRequested: The state is saved.
+            NonFiniteLoss: The state is not finite and must not be saved.
+            JobAborted: The state could not be saved.
+        """
+        if not self.save(state, evaluated=False):
+            raise NonFiniteLoss
+        if unsaved := self.finish(state, evaluated=False):
+            raise JobAborted(unsaved)
+        raise StopRequested
 
     def finish(self, state: TrainState, evaluated: bool) -> str:
         """Wait for the checkpoint that is being written, and try once more if it fails.

@@ -36,7 +36,7 @@ from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.data_consistency import compare_data
-from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
+from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
 from imagenet_fast.training.exit_status import Ending
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.job_setup import new_folder, plan_job
@@ -214,20 +214,22 @@ class Trainer:
             (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()
-        stop = cut_off = False
-        if state.unjudged and self._evaluation_is_due():
-            stop, cut_off = self._evaluate_and_save()
-        while state.step < steps and outcome.status != "reached" and not stop:
-            if state.step % self.steps_per_epoch == 0:
-                self.metrics("epoch", state.step, epoch=self.epoch)
-            self.train_step()
-            if self._evaluation_is_due():
-                stop, cut_off = self._evaluate_and_save()
-            else:
-                stop = self._save(evaluated=False)
+        try:
+            if state.unjudged and self._evaluation_is_due():
+                self._evaluate_and_save()
+            while state.step < steps and outcome.status != "reached":
+                if state.step % self.steps_per_epoch == 0:
+                    self.metrics("epoch", state.step, epoch=self.epoch)
+                self.train_step()
+                if self._evaluation_is_due():
+                    self._evaluate_and_save()
+                elif self.checkpoints is not None:
+                    self.checkpoints.after_step(state)
+            if outcome.status != "reached":
+                outcome.status = "finished"
+        except StopRequested:
+            outcome.status = "preempted"
         self.step.meter.flush(self.metrics)
-        if outcome.status != "reached":
-            outcome.status = "finished" if state.step == steps and not cut_off else "preempted"
 
     @property
     def epoch(self) -> int:
@@ -245,11 +247,11 @@ class Trainer:
             self.step.meter.report(self.metrics, state.step, epoch, self._lr)
         self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
 
-    def evaluate(self) -> Accuracy | None:
+    def evaluate(self) -> Accuracy:
         """Measure and record the accuracy on all validation images, of the averaged weights if the recipe averages.
 
-        Returns:
-            The accuracy; None, with nothing changed, if it was cut off because some rank was asked to stop.
+        Raises:
+            StopRequested: Some rank was asked to stop, which cut it off; nothing has changed.
         """
         state, meter, epoch = self.state, self.step.meter, -(-self.state.step // self.steps_per_epoch)
         if state.step > (self.resumed_from.step if self.resumed_from is not None else 0):
@@ -258,20 +260,14 @@ class Trainer:
             self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
         here.enter("evaluation")
         state.settle()
-        before = state.statistics()
-        with self.clock.pause() as evaluation:
+        with self.clock.pause() as evaluation, state.averaged_statistics():
             if self.checkpoints is not None:  # else a loop of one's own evaluates, and nothing would unfreeze again
                 freeze_gc()
-            state.level_statistics()
-            try:
-                asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
-                recipe = self.job.recipe
-                accuracy = evaluate(
-                    state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
-                )
-            except Stopped:
-                state.put_back(before)
-                return None
+            asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
+            recipe = self.job.recipe
+            accuracy = evaluate(
+                state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
+            )
         meter.restart()
         self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.averaged)
         self.metrics(
@@ -294,14 +290,16 @@ class Trainer:
         epochs, steps = divmod(self.state.step, self.steps_per_epoch)
         return epochs > 0 and steps == 0 and self.job.recipe.evaluates_after(epochs)
 
-    def _evaluate_and_save(self) -> tuple[bool, bool]:
-        """Evaluate and save; return whether to stop, and whether a stop cut the evaluation off."""
-        cut_off = self.evaluate() is None
-        return self._save(evaluated=None if cut_off else True), cut_off
-
-    def _save(self, evaluated: bool | None) -> bool:
-        """Save a checkpoint if one is due, and return whether to stop. See ``CheckpointManager``."""
-        return self.checkpoints is not None and self.checkpoints(self.state, evaluated)
+    def _evaluate_and_save(self) -> None:
+        """Evaluate and save; if a stop cuts the evaluation off, save without it and raise StopRequested."""
+        if self.checkpoints is None:
+            self.evaluate()
+            return
+        try:
+            self.evaluate()
+        except StopRequested:
+            self.checkpoints.stop(self.state)
+        self.checkpoints.save(self.state, evaluated=True)
 
     def _train_soundly(self) -> str:
         """Train to the end or a stop; return why the end could not be saved, or an empty string.

@@ -281,7 +281,7 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
             if step == 3:
                 take_step.state.settle()
                 _spoil(spoil, take_step)
-            keep(take_step.state, False)
+            keep.after_step(take_step.state)
         if writer is not None:
             writer.wait()
     except NonFiniteLoss:
