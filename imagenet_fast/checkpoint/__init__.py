@@ -23,7 +23,6 @@ from __future__ import annotations
 from imagenet_fast.checkpoint.async_writer import CheckpointWriter
 from imagenet_fast.checkpoint.manifest import NotSaved, Stamp
 from imagenet_fast.checkpoint.reader import Checkpoint, best, newest, open_checkpoint
-from imagenet_fast.checkpoint.retention import expect_first, had_none
 
 __all__ = [
     "Checkpoint",
@@ -31,8 +30,6 @@ __all__ = [
     "NotSaved",
     "Stamp",
     "best",
-    "expect_first",
-    "had_none",
     "newest",
     "open_checkpoint",
 ]

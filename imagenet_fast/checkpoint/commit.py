@@ -11,7 +11,7 @@ from typing import Any
 
 from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, FileSum, Manifest, NotSaved, Stamp, write_durably
 from imagenet_fast.checkpoint.reader import Checkpoint
-from imagenet_fast.checkpoint.retention import first_is_there, new_folder, remove, retain, survey
+from imagenet_fast.checkpoint.retention import new_folder, remove, retain, survey
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankReply, RankTimeout, StoreCoordinator
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import warn
@@ -149,8 +149,6 @@ def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[RankReply]) -> Non
     number = 1 + max((manifest.number for manifest in before.values()), default=0)
     files = {name: FileSum(**found) for part in parts for name, found in part.content.items()}
     Manifest(**dict(stamp), number=number, files=files).write(folder)
-    with suppress(OSError):  # the next checkpoint removes the note
-        first_is_there(root)
 
 
 def _write_files(folder: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> dict[str, Any]:

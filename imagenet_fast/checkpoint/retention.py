@@ -13,7 +13,6 @@ from imagenet_fast.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manif
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 """The names that ``new_folder`` gives to checkpoints."""
-_NONE_YET = ".none-yet"
 
 
 def _folders(root: Path) -> list[Path]:
@@ -69,32 +68,6 @@ def new_folder(root: Path, step: int) -> Path:
     sync_folder(root.parent)
     sync_folder(root)
     return folder
-
-
-def expect_first(root: Path) -> None:
-    """Note in ``root`` that no checkpoint of its run is complete.
-
-    Raises:
-        OSError: The note cannot be written.
-    """
-    (root / _NONE_YET).touch()
-
-
-def first_is_there(root: Path) -> None:
-    """Remove the note of ``expect_first``.
-
-    Raises:
-        OSError: The note cannot be removed.
-    """
-    (root / _NONE_YET).unlink(missing_ok=True)
-
-
-def had_none(root: Path) -> bool:
-    """Return whether ``root`` still has the note of ``expect_first``: no checkpoint was ever complete there.
-
-    Without the note and without checkpoints, some may have been lost.
-    """
-    return (root / _NONE_YET).exists()
 
 
 def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:

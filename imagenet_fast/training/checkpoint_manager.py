@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp, expect_first
+from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
@@ -247,9 +247,6 @@ def open_checkpoints(
         UserError: If the job is elastic, and not every node sees the run directory.
     """
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
-    if world.is_main and not begun and root is not None:
-        with suppress(OSError):  # a full disk is reported when there is something to save
-            expect_first(root)
     if root is None and job.elastic:
         raise UserError(
             f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"

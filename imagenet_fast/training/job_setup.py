@@ -251,7 +251,7 @@ def check_writable(folder: Path, resume: bool = False, otherwise: str = "go on w
     except UnicodeEncodeError:  # TensorBoard cannot write there
         raise UserError(f"--out {shown(str(folder.absolute()))} is not UTF-8; give another --out") from None
     try:
-        if not resume and _holds_run(folder):
+        if not resume and holds_run(folder):
             raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
         nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
         if not nearest.is_dir():
@@ -263,7 +263,7 @@ def check_writable(folder: Path, resume: bool = False, otherwise: str = "go on w
         ) from None
 
 
-def _holds_run(folder: Path) -> bool:
+def holds_run(folder: Path) -> bool:
     """Return whether ``folder`` has results of a run. Raises OSError."""
     weights = (folder / "checkpoints").glob("*")
     return any((folder / name).exists() for name in ("events.jsonl", "outcome.json")) or any(

@@ -25,7 +25,7 @@ from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, lock_run_dir
+from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
 _NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
@@ -132,10 +132,7 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
         if world.is_main:
             lock_run_dir(job.folder)
             last = newest(job.folder / CHECKPOINTS)
-            if last is not None:
-                found = last.folder.name
-            else:
-                check_replaceable(job.folder)
+            found = "" if last is None else last.folder.name
     told = [found]
     dist.broadcast_object_list(told, src=0, device=world.device)
     if not (found := told[0]):

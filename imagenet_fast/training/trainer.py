@@ -46,7 +46,7 @@ from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype, precision_note
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import claimed, move_record_aside
+from imagenet_fast.training.run_lock import claimed
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -345,8 +345,6 @@ class Trainer:
         """Record the block in the run directory: what it logs, and how it ends."""
         job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
         ending.begin_record()
-        if world.is_main and self.resumed_from is None:
-            move_record_aside(job.folder)
         resumed = None if self.resumed_from is None else self.resumed_from.step
         self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
         try:

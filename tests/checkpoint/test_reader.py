@@ -69,7 +69,7 @@ def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
 
 def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     killed = Mock(side_effect=Leaving)  # right after the manifest
-    monkeypatch.setattr("imagenet_fast.checkpoint.commit.first_is_there", killed)
+    monkeypatch.setattr("imagenet_fast.checkpoint.commit.remove_old", killed)
     for step in range(1, 7):
         writer = CheckpointWriter(tmp_path, ALONE, keep=2)
         assert len(names(tmp_path)) <= 3

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import time
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
-from imagenet_fast.training.run_lock import claimed, lock_run_dir, make_and_lock_run_dir, move_record_aside
+from imagenet_fast.training.run_lock import _claim, claimed, lock_run_dir, make_and_lock_run_dir
 from tests.checkpoint.trees import ALONE, stamp
 from tests.ranks import run
 from tests.training.jobs import job_of
@@ -47,76 +49,6 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def looked_for(folder: Path) -> str:
-    """On a rank: why a run in ``folder`` cannot go on; nothing where it begins."""
-    try:
-        assert find_resumption(job_of(folder, resume=True), tests.world()) is None
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("events", "status", "final"),
-    [
-        ((TRAINED,), "reached", False), ((TRAINED,), "finished", False), ((TRAINED,), "preempted", False),
-        ((TRAINED,), None, True), ((TRAINED, EVALUATED), "interrupted", False), ((), None, True),
-    ],
-    ids=["reached", "finished", "saved at a stop", "final", "evaluated", "only weights"],
-)  # fmt: skip
-def test_run_without_its_checkpoints_is_refused_untouched(
-    events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
-):
-    folder = begun(tmp_path / "run", *events, status=status, final=final)
-    before = contents(tmp_path)
-    (refusal,) = run(1, looked_for, folder)
-    assert str(folder) in refusal
-    assert "no checkpoint" in refusal
-    assert "give another --out" in refusal
-    assert contents(tmp_path) == before
-
-
-def test_run_without_progress_restarts_and_moves_record_aside(tmp_path: Path):
-    for number in (1, 2):
-        folder = begun(tmp_path / "run", TRAINED, status="failed") if number == 1 else tmp_path / "run"
-        if number == 2:
-            (folder / "events.jsonl").write_text(json.dumps(TRAINED) + "\n")
-        before = contents(folder)
-        assert run(1, looked_for, folder) == [""]
-        assert contents(folder) == before, "not yet"
-        move_record_aside(folder)
-        assert contents(folder) == {}
-        assert contents(tmp_path / f"run.replaced-{number}") == before
-
-
-def test_run_killed_before_first_checkpoint_restarts(tmp_path: Path):
-    folder = begun(tmp_path / "run", TRAINED, EVALUATED)
-    assert "has been evaluated" in run(1, looked_for, folder)[0]
-    (folder / "checkpoints" / ".none-yet").touch()
-    assert run(1, looked_for, folder) == [""]
-    with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
-        writer.save(stamp(4), {"step": 4})
-    (checkpoint,) = (folder / "checkpoints").glob("step-*")
-    checkpoint.rename(tmp_path / "removed")
-    assert "has been evaluated" in run(1, looked_for, folder)[0]
-
-
-def test_where_nothing_may_be_beside_a_run_its_record_is_moved_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = begun(tmp_path / "run", TRAINED)
-    before = contents(folder)
-    mkdir = Path.mkdir
-
-    def refuse(path: Path, *arguments: int) -> None:
-        if path.parent == tmp_path:
-            raise PermissionError(13, "Permission denied", str(path))
-        mkdir(path, *arguments)
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    move_record_aside(folder)
-    assert contents(folder / "replaced-1") == before
-    assert {path.name for path in folder.iterdir()} == {"checkpoints", "replaced-1"}
-
-
 def claim(folder: Path, resume: bool) -> str:
     """On a rank: why ``folder`` cannot be had."""
     try:
@@ -128,6 +60,49 @@ def claim(folder: Path, resume: bool) -> str:
         return str(error)
 
 
+@pytest.mark.parametrize(
+    ("events", "status", "final"),
+    [((TRAINED,), "failed", False), ((TRAINED, EVALUATED), None, False), ((), None, True)],
+    ids=["failed", "evaluated", "only weights"],
+)
+def test_a_run_without_checkpoints_is_moved_aside_whole(
+    events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
+):
+    for number in (1, 2):
+        folder = begun(tmp_path / "run", *events, status=status, final=final)
+        before = contents(folder)
+        assert run(2, claim, folder, True) == ["", ""]
+        assert not folder.exists(), "it was claimed for nothing"
+        assert contents(tmp_path / f"run.replaced-{number}") == before
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_with_a_checkpoint_stays(damaged: bool, tmp_path: Path):
+    folder = begun(tmp_path / "run", TRAINED)
+    with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
+        writer.save(stamp(4), {"step": 4})
+    if damaged:
+        (folder / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
+    before = contents(tmp_path)
+    assert run(1, claim, folder, True) == [""]
+    assert contents(tmp_path) == before
+
+
+def test_a_run_that_cannot_be_moved_is_refused_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Where it is mounted, say."""
+    folder = begun(tmp_path / "run", TRAINED)
+    before = contents(tmp_path)
+    busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=busy))
+    with pytest.raises(UserError) as refused:
+        _claim(job_of(folder, resume=True))
+    assert str(refused.value) == (
+        f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {folder}.replaced-1 (Device "
+        "or resource busy); move what is in it away, or give another --out"
+    )
+    assert contents(tmp_path) == before
+
+
 def test_locked_directory_is_refused_untouched(tmp_path: Path):
     folder = begun(tmp_path / "run", TRAINED)
     before = contents(tmp_path)
@@ -137,7 +112,6 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
         lock_run_dir(folder, timeout_s=0.0)
     assert contents(tmp_path) == before
     os.close(descriptor)
-    assert run(2, claim, folder, True) == ["", ""]
     assert all("already holds a run" in refusal for refusal in run(2, claim, folder, False))
     assert contents(tmp_path) == before
     assert run(2, claim, tmp_path / "new" / "run", False) == ["", ""]
