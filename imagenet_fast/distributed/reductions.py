@@ -58,16 +58,16 @@ def all_reduce_sum(*values: float, device: torch.device) -> list[float]:
 
 
 def gather_rows(own: Sequence[float], world: DistContext) -> Tensor:
-    """Return the values of all ranks as a float64 tensor on the device, one row per rank.
+    """Return the values of all ranks as a float64 tensor on the CPU, one row per rank.
 
-    With NCCL this does not block the CPU.
+    If the ranks also have gloo, as in ``init_distributed``, no device is waited for.
     """
-    cuda = world.device.type == "cuda"
-    rows = torch.zeros(world.size, len(own), dtype=torch.float64, device=world.device)
-    rows[world.rank].copy_(torch.tensor(own, dtype=torch.float64, pin_memory=cuda), non_blocking=cuda)
+    device = dist.distributed_c10d._get_object_coll_device(dist.group.WORLD)
+    rows = torch.zeros(world.size, len(own), dtype=torch.float64, device=device)
+    rows[world.rank] = torch.tensor(own, dtype=torch.float64)
     with here.waiting():
         dist.all_reduce(rows)
-    return rows
+    return rows.cpu()
 
 
 def broadcast_error(refusal: str, device: torch.device) -> str:
