@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from imagenet_fast.data.fingerprint import contents
+from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
@@ -19,7 +19,6 @@ from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
-from imagenet_fast.training.data_consistency import compare_data
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.precision import (

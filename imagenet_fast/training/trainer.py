@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
+from imagenet_fast.data.fingerprint import compare_data
 from imagenet_fast.data.loaders import Loaders, build_loaders, example_images, supply_of
 from imagenet_fast.data.stall_advice import advice
 from imagenet_fast.distributed.failure_detection import report_failure
@@ -35,7 +36,6 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.data_consistency import compare_data
 from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
 from imagenet_fast.training.exit_status import Ending
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
