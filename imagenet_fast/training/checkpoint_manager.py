@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.data.fingerprint import Contents
+from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce
@@ -19,7 +20,6 @@ from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.job import Job, digest, recipe_tables
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
-from imagenet_fast.training.resume import common_folder
 from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -158,13 +157,11 @@ class TrainState:
 
     def _whole_velocity(self) -> dict[str, Tensor]:
         """Return the momenta by parameter name; in a divided model, 0 for parameters that are not trained."""
-        velocity = self.optimizer.velocity
+        velocity, named = self.optimizer.velocity, dict(self.model.named_parameters())
         if self.division is None:
-            return {name: velocity[param] for name, param in self.model.named_parameters() if param in velocity}
-        holder = copy.deepcopy(self.model)  # a model that holds momenta is gathered like one that holds weights
-        for param, like in zip(self.model.parameters(), holder.parameters(), strict=True):
-            like.data = velocity.get(param, torch.zeros_like(param))
-        return self._whole(holder)
+            return {name: velocity[param] for name, param in named.items() if param in velocity}
+        own = {name: velocity.get(param, torch.zeros_like(param, requires_grad=False)) for name, param in named.items()}
+        return self.division.whole_params(own)
 
 
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:

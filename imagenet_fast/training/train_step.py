@@ -162,7 +162,7 @@ def build_step(
         clock: Clock of the run; None: the steps belong to no run.
         outcome: Result of the run; None: the steps belong to no run.
     """
-    precision = effective_precision(recipe.precision, world.bf16)
+    precision, _ = effective_precision(recipe.precision, world.bf16)
     set_float32_math(precision)
     parallel, cast, division = recipe.parallel, autocast(precision, world.device), None
     if parallel.ranks > 1:

@@ -18,8 +18,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from imagenet_fast.data.fingerprint import compare_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, example_images, supply_of
-from imagenet_fast.data.stall_advice import advice
+from imagenet_fast.data.loaders import Loaders, build_loaders, data_advice, example_images
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
@@ -31,7 +30,6 @@ from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.metrics.run_dir import open_run_dir
 from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
-from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
@@ -44,7 +42,7 @@ from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.nonfinite_report import explain
 from imagenet_fast.training.optimizers import SGD
-from imagenet_fast.training.precision import effective_precision, forward_dtype, precision_note
+from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
 from imagenet_fast.training.run_lock import claimed
 from imagenet_fast.training.state import TrainState
@@ -97,6 +95,8 @@ class Trainer:
             recipe = load_recipe(path, overrides=overrides)
             job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]), overrides=overrides)
         self.job = job
+        precision, note = effective_precision(job.recipe.precision, self.world.bf16)
+        self._dtype, self._note = forward_dtype(precision), note + job.note
         self.ending = ending or Ending(job, self.world, None)
         self.outcome: RunResult = self.ending.outcome
         self.metrics: MetricLogger = MetricLogger(lambda: self.clock.run_s())
@@ -191,7 +191,7 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         return build_loaders(
             recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed, first_step,
-            forward_dtype(effective_precision(recipe.precision, world.bf16)), recipe.channels_last,
+            self._dtype, recipe.channels_last,
         )  # fmt: skip
 
     @property
@@ -208,7 +208,7 @@ class Trainer:
             global_batch=job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
             epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
             target_mirrored=recipe.target_mirrored, train_images=self.data.train_order.images,
-            val_images=self.data.val_order.images, note=precision_note(recipe.precision, self.world.bf16) + job.note,
+            val_images=self.data.val_order.images, note=self._note,
         )  # fmt: skip
         if self.world.is_main and state.step < steps and outcome.status != "reached":
             (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
@@ -362,7 +362,9 @@ class Trainer:
             ending.leave()
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
-                self.metrics("end", outcome.steps, **vars(outcome), advice=final_advice(self.job, outcome, self.world))
+                starved = world.is_main and outcome.status != "failed" and outcome.is_starved
+                told = data_advice(job.recipe.data, job.data, outcome.data_wait_pct or 0.0, world) if starved else []
+                self.metrics("end", outcome.steps, **vars(outcome), advice=told)
                 self.metrics.close()
                 ending.told()
 
@@ -381,14 +383,3 @@ class Trainer:
                 )
         if failure := broadcast_error(failure, self.world.device):
             raise JobAborted(failure)
-
-
-def final_advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
-    """Return rank 0's advice for a run that waited for its images, unless the run failed."""
-    data = job.recipe.data
-    starved = world.is_main and outcome.status != "failed" and outcome.is_starved
-    if not starved or not isinstance(data, ImageData) or job.data is None:
-        return []
-    with suppress(UserError, OSError):  # the images may be gone by now
-        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
-    return []
