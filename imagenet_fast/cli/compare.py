@@ -85,8 +85,8 @@ def compare(
     from imagenet_fast.cost_model.units import whole_numbers
     from imagenet_fast.launch.rendezvous import local_ranks
     from imagenet_fast.metrics.report import draw_curves, report_table
+    from imagenet_fast.metrics.run_folder import new_folder
     from imagenet_fast.metrics.run_result import STOPPED
-    from imagenet_fast.training.job_setup import new_folder
 
     folder = out or new_folder(Path(recipe).stem, "compare")
     seeded = [] if seeds is None else whole_numbers("--seeds", seeds, "1,2,3", zero=True)

@@ -62,7 +62,7 @@ def examine(take_step: TrainingStep) -> Diagnosis:
     return Diagnosis(streak, "elsewhere", "the last micro-batch, repeated, does not show where")
 
 
-def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
+def nonfinite_message(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
     """Return the message that explains why the run ends, the same on every rank.
 
     Every rank must call it.

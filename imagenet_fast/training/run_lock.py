@@ -17,8 +17,8 @@ from imagenet_fast.checkpoint.reader import read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import refused_together
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.run_folder import check_writable, holds_run
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.training.job_setup import check_writable, holds_run
 
 CHECKPOINTS = "checkpoints"
 """Directory of the checkpoints in a run directory."""

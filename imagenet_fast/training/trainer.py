@@ -7,6 +7,7 @@ take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
+from imagenet_fast.data.bad_images import left_out
 from imagenet_fast.data.fingerprint import compare_data
+from imagenet_fast.data.format_detection import find_data
 from imagenet_fast.data.loaders import Loaders, build_loaders, data_advice, example_images
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
@@ -26,21 +29,22 @@ from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.metrics.run_dir import open_run_dir
+from imagenet_fast.metrics.run_folder import new_folder
 from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
+from imagenet_fast.recipe.batching import check_norms, explain, split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
-from imagenet_fast.training.exit_status import Ending
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
-from imagenet_fast.training.job_setup import new_folder, plan_job
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
-from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
@@ -89,11 +93,7 @@ class Trainer:
         """
         self.world = world or current_world()
         if isinstance(job, Path | str):
-            path, root = find_recipe(str(job)), None if data is None else Path(data)
-            folder = [out or new_folder(path.stem, "trainer")]
-            dist.broadcast_object_list(folder, device=self.world.device)  # its name has the time
-            recipe = load_recipe(path, overrides=overrides)
-            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]), overrides=overrides)
+            job = _job_by_name(str(job), self.world, None if data is None else Path(data), out, overrides)
         self.job = job
         precision, note = effective_precision(job.recipe.precision, self.world.bf16)
         self._dtype, self._note = forward_dtype(precision), note + job.note
@@ -316,7 +316,7 @@ class Trainer:
             if outcome.status in ("reached", "finished") and not checkpoints.is_sound(self.state):
                 raise NonFiniteLoss
         except NonFiniteLoss:
-            raise JobAborted(explain(self.step, checkpoints, self.world)) from None
+            raise JobAborted(nonfinite_message(self.step, checkpoints, self.world)) from None
         if outcome.status in ("reached", "finished"):
             return checkpoints.finish(self.state, evaluated=True)
         if outcome.status == "preempted":
@@ -383,3 +383,20 @@ class Trainer:
                 )
         if failure := broadcast_error(failure, self.world.device):
             raise JobAborted(failure)
+
+
+def _job_by_name(
+    named: str, world: DistContext, data: Path | None, out: Path | str | None, overrides: Sequence[str]
+) -> Job:
+    """Return the job of the recipe ``named``, a name or a file, for the ranks that are here."""
+    path = find_recipe(named)
+    folder = [out or new_folder(path.stem, "trainer")]
+    dist.broadcast_object_list(folder, device=world.device)  # its name has the time
+    recipe = load_recipe(path, overrides=overrides)
+    batching = split_batch(recipe, world.size)
+    check_norms(recipe, batching)
+    root, keys = find_data(recipe.data, data), tuple(override.partition("=")[0].strip() for override in overrides)
+    note = explain(recipe, recipe, batching) + left_out(root)
+    return Job(
+        path.stem, recipe, batching, root, Path(folder[0]).absolute(), note, command=tuple(sys.argv), overrides=keys
+    )

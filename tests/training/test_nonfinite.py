@@ -22,7 +22,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is_finite, trace_nonfinite
-from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.train_step import TrainingStep
 from tests.conftest import tiers
@@ -285,7 +285,7 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
         if writer is not None:
             writer.wait()
     except NonFiniteLoss:
-        told = explain(take_step, keep, loop.world)
+        told = nonfinite_message(take_step, keep, loop.world)
         take_step.state.sync.end_backward()  # of the micro-batch that was repeated
         return told
     finally:
