@@ -11,8 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from imagenet_fast.checkpoint import CheckpointWriter, best, newest, open_checkpoint
+from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
+from imagenet_fast.checkpoint.reader import best
 from imagenet_fast.checkpoint.retention import remove, sweep
 from imagenet_fast.checkpoint.store_coordination import Leaving
 from imagenet_fast.errors import UserError
