@@ -55,7 +55,7 @@ class Saving:
         recipe = recipe.model_copy(update={"checkpoint": policy})
         job = Job("bench step", recipe, split_batch(recipe, world.size), None, root)
         self._writer = _TimedWriter(root, world)
-        self._keep = CheckpointManager(job, world, self._writer, recipe.global_batch, lambda: False)
+        self._keep = CheckpointManager(job, world, self._writer, {}, lambda: False)
         state.step = every_steps - 1 - warmup % every_steps
         self._keep.save(state, evaluated=True)  # a run allocates the copy's memory only once
         self.settle()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
-from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
@@ -37,8 +36,8 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, job: Job, world: DistContext, writer: CheckpointWriter | None, images: int, asked: Callable[[], bool],
-        store: Store | None = None, begun: int = 0,
+        self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Mapping[str, Any],
+        asked: Callable[[], bool], store: Store | None = None, begun: int = 0,
     ) -> None:  # fmt: skip
         """Create a manager for one run; a collective call, since it makes a process group.
 
@@ -46,7 +45,7 @@ class CheckpointManager:
             job: The run and its recipe.
             world: This rank and its process group.
             writer: Writer of the checkpoints; None: nothing is saved.
-            images: Training images in one epoch, noted in each checkpoint.
+            data: Noted in each checkpoint: ``images``, the training images in one epoch, and ``data``, a ``Contents``.
             asked: Returns whether this rank has been asked to stop.
             store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
                 client. None: they are not told between steps.
@@ -55,8 +54,7 @@ class CheckpointManager:
         self._job = job
         self._world = world
         self._writer = writer
-        self._images = images
-        self._contents: Contents | None = None
+        self._data = data
         self._asked = asked
         self._vote = AsyncAnyReduce(world, flags=2)
         self._saved_at = time.monotonic()
@@ -193,10 +191,6 @@ class CheckpointManager:
         """True if the state is saved when all ranks stop."""
         return self._writer is not None
 
-    def save_with(self, contents: Contents) -> None:
-        """Store ``contents``, the description of the training and validation data, in every later checkpoint."""
-        self._contents = contents
-
     def close(self) -> None:
         """Finish the pending vote; no rank may take a further step."""
         self._vote.close()
@@ -221,21 +215,20 @@ class CheckpointManager:
         self._await(writer)
         self._is_saving = True
         own = state.own()
-        about = {"recipe": recipe_tables(recipe), "images": self._images, "saved_at": time.time()}
-        about |= {} if self._contents is None else {"data": self._contents}
+        about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), **self._data}
         writer.save(stamp, about | state.shared(), own)
 
 
 @contextmanager
 def open_checkpoints(
-    job: Job, world: DistContext, images: int, ask_first: Callable[[], Callable[[], bool]], begun: int
+    job: Job, world: DistContext, data: Mapping[str, Any], ask_first: Callable[[], Callable[[], bool]], begun: int
 ) -> Iterator[CheckpointManager]:
     """Build the run's checkpoint manager for the block.
 
     Args:
         job: The run and its recipe.
         world: This rank and its process group.
-        images: Number of training images.
+        data: Noted in each checkpoint.
         ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
             whether one has.
         begun: Step of the checkpoint from which the run resumes; 0: none.
@@ -257,6 +250,6 @@ def open_checkpoints(
         )
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        manager = CheckpointManager(job, world, writer, images, ask_first(), store.clone(), begun)
+        manager = CheckpointManager(job, world, writer, data, ask_first(), store.clone(), begun)
         yield manager
         manager.close()

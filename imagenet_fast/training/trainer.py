@@ -331,13 +331,11 @@ class Trainer:
     @contextmanager
     def _saving(self) -> Iterator[None]:
         """Save checkpoints in the block, in which a first signal only asks to stop."""
-        begun = self.outcome.steps
+        begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
-        images, ask_first = self.data.train_order.images, self._ask_first or (lambda: lambda: False)
-        with open_checkpoints(self.job, self.world, images, ask_first, begun) as self.checkpoints:
-            checkpoints = self.checkpoints
-            checkpoints.save_with(self.data.contents)
-            self.ending.saved_step = lambda: checkpoints.saved_step
+        data = {"images": self.data.train_order.images, "data": self.data.contents}
+        with open_checkpoints(self.job, self.world, data, ask_first, begun) as checkpoints:
+            self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""When a run is saved, and what comes of a save that fails."""
+"""What comes of a save that fails, and of a stop."""
 
 from __future__ import annotations
 
@@ -16,76 +16,58 @@ from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.evaluation import StopRequested
 from tests.training.jobs import job_of
 
-EVERY_SECOND = {"every_steps": 2, "every_minutes": 0}
-
 
 def trained(step: int) -> Any:
     """A state that is sound, after this step."""
     outcome = SimpleNamespace(epochs=1, top1=None)
-    return SimpleNamespace(
-        step=step, outcome=outcome, settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict
-    )
+    return SimpleNamespace(step=step, outcome=outcome, settle=bool, is_sound=lambda: True, shared=dict, own=dict)
+
+
+class Saving(CheckpointManager):
+    """After every second step, to a disk that takes nothing until it is ``ready``."""
+
+    def __init__(self, run: Path) -> None:
+        job = job_of(run, checkpoint={"every_steps": 2, "every_minutes": 0})
+        self.ready, self.told_to_stop = run.mkdir, False
+        self.writer = CheckpointWriter(run / "checkpoints", tests.world(0, 1))
+        super().__init__(job, tests.world(0, 1), self.writer, {}, lambda: self.told_to_stop)
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Of checkpoints: nothing can be written there until its parent is made."""
-    return tmp_path / "run" / "checkpoints"
-
-
-@pytest.fixture
-def writer(root: Path) -> Iterator[CheckpointWriter]:
-    writer = CheckpointWriter(root, tests.world(0, 1))
-    yield writer
-    writer.close()
-
-
-@pytest.fixture
-def asked() -> list[bool]:
-    return [False]
-
-
-@pytest.fixture
-def manager(root: Path, writer: CheckpointWriter, asked: list[bool]) -> CheckpointManager:
-    job = job_of(root.parent, checkpoint=EVERY_SECOND)
-    return CheckpointManager(job, tests.world(0, 1), writer, 64, lambda: asked[0])
-
-
-def warned(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    return [line.split(" failed")[0] for line in capsys.readouterr().err.splitlines()]
+def saving(tmp_path: Path) -> Iterator[Saving]:
+    saving = Saving(tmp_path / "run")
+    yield saving
+    saving.writer.close()
 
 
 def test_a_failed_save_is_warned_of_once_and_tried_again_when_the_next_is_due(
-    manager: CheckpointManager, writer: CheckpointWriter, root: Path, capsys: pytest.CaptureFixture[str]
+    saving: Saving, capsys: pytest.CaptureFixture[str]
 ):
-    for step in (1, 2):
-        manager.after_step(trained(step))
-    writer.join(10.0)
+    saving.after_step(trained(2))
+    saving.writer.join(10.0)
     for _ in range(3):
-        manager.after_step(trained(3))
-    assert warned(capsys) == ["warning: the checkpoint of step 2"]
-    root.parent.mkdir()
-    manager.after_step(trained(4))
-    assert manager.last_saved() == 4
-    assert not manager.finish(trained(5), evaluated=True)
-    assert manager.saved_step == 4, "the end is saved by whoever evaluates it"
-    assert warned(capsys) == []
+        saving.after_step(trained(3))
+    assert capsys.readouterr().err.count("warning: the checkpoint of step 2 failed: ") == 1
+    saving.ready()
+    saving.after_step(trained(4))
+    assert saving.last_saved() == 4
+    assert not saving.finish(trained(5), evaluated=True)
+    assert (saving.saved_step, capsys.readouterr().err) == (4, "")
 
 
-def test_a_failed_save_is_tried_again_at_the_end(manager: CheckpointManager, root: Path):
-    manager.save(trained(7), evaluated=True)
-    assert "the checkpoint of step 7 failed" in manager.finish(trained(7), evaluated=True)
-    root.parent.mkdir()
-    assert not manager.finish(trained(7), evaluated=True)
-    assert manager.saved_step == 7
+def test_a_failed_save_is_tried_again_at_the_end(saving: Saving):
+    saving.save(trained(7), evaluated=True)
+    assert "the checkpoint of step 7 failed" in saving.finish(trained(7), evaluated=True)
+    saving.ready()
+    assert not saving.finish(trained(7), evaluated=True)
+    assert saving.saved_step == 7
 
 
-def test_a_stop_comes_after_the_save(manager: CheckpointManager, root: Path, asked: list[bool]):
-    manager.after_step(trained(1))
-    asked[0] = True
+def test_a_stop_comes_after_the_save(saving: Saving):
+    saving.told_to_stop = True
     with pytest.raises(JobAborted, match="the checkpoint of step 3 failed: "):
-        manager.after_step(trained(3))
-    root.parent.mkdir()
+        saving.after_step(trained(3))
+    saving.ready()
     with pytest.raises(StopRequested):
-        manager.after_step(trained(5))
-    assert manager.saved_step == 5
+        saving.after_step(trained(5))
+    assert saving.saved_step == 5

@@ -266,7 +266,7 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
     if folder is not None:
         writer = CheckpointWriter(folder, loop.world, dist.distributed_c10d._get_default_store(), keep=1)
     job = Job("test", loop.recipe, loop.batching, None, folder or Path())
-    keep = CheckpointManager(job, loop.world, writer, 64, lambda: take_step.state.step >= stop)
+    keep = CheckpointManager(job, loop.world, writer, {}, lambda: take_step.state.step >= stop)
 
     def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in loop.batches(step):
