@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import time
 from hashlib import sha256
@@ -21,26 +20,16 @@ from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import _claim, claimed, lock_run_dir, make_and_lock_run_dir
 from tests.checkpoint.trees import ALONE, stamp
-from tests.ranks import run
+from tests.conftest import refusal_of
+from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
-TRAINED = {"event": "train", "step": 3, "run_s": 1.0, "loss": 2.0}
-EVALUATED = {"event": "eval", "step": 4, "run_s": 2.0, "top1": 50.0}
 
-
-def begun(folder: Path, *events: dict[str, object], status: str | None = None, final: bool = False) -> Path:
+def begun(folder: Path, left: str = "events.jsonl") -> Path:
     """What a run without checkpoints has left."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "tb").mkdir()
-    (folder / "tb" / "events.out.tfevents.1.host").write_bytes(b"a curve of an earlier version")
-    (folder / "events.out.tfevents.2.host").write_bytes(b"a curve")
     (folder / "job.json").write_text("{}")
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    if status is not None:
-        outcome = {"status": status, "recipe": "test", "sync": "lazy", "world_size": 1, "global_batch": 16, "steps": 8}
-        (folder / "outcome.json").write_text(json.dumps(outcome))
-    if final:
-        (folder / "checkpoints" / "final.safetensors").write_bytes(b"weights")
+    (folder / left).write_text("something")
     return folder
 
 
@@ -60,16 +49,10 @@ def claim(folder: Path, resume: bool) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize(
-    ("events", "status", "final"),
-    [((TRAINED,), "failed", False), ((TRAINED, EVALUATED), None, False), ((), None, True)],
-    ids=["failed", "evaluated", "only weights"],
-)
-def test_a_run_without_checkpoints_is_moved_aside_whole(
-    events: tuple[dict[str, object], ...], status: str | None, final: bool, tmp_path: Path
-):
+@pytest.mark.parametrize("left", ["events.jsonl", "outcome.json", "checkpoints/final.safetensors"])
+def test_a_run_without_checkpoints_is_moved_aside_whole(left: str, tmp_path: Path):
     for number in (1, 2):
-        folder = begun(tmp_path / "run", *events, status=status, final=final)
+        folder = begun(tmp_path / "run", left)
         before = contents(folder)
         assert run(2, claim, folder, True) == ["", ""]
         assert not folder.exists(), "it was claimed for nothing"
@@ -78,7 +61,7 @@ def test_a_run_without_checkpoints_is_moved_aside_whole(
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_run_with_a_checkpoint_stays(damaged: bool, tmp_path: Path):
-    folder = begun(tmp_path / "run", TRAINED)
+    folder = begun(tmp_path / "run")
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
         writer.save(stamp(4), {"step": 4})
     if damaged:
@@ -90,13 +73,11 @@ def test_a_run_with_a_checkpoint_stays(damaged: bool, tmp_path: Path):
 
 def test_a_run_that_cannot_be_moved_is_refused_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where it is mounted, say."""
-    folder = begun(tmp_path / "run", TRAINED)
+    folder = begun(tmp_path / "run")
     before = contents(tmp_path)
     busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     monkeypatch.setattr(Path, "rename", Mock(side_effect=busy))
-    with pytest.raises(UserError) as refused:
-        _claim(job_of(folder, resume=True))
-    assert str(refused.value) == (
+    assert refusal_of(_claim, job_of(folder, resume=True)) == (
         f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {folder}.replaced-1 (Device "
         "or resource busy); move what is in it away, or give another --out"
     )
@@ -104,7 +85,7 @@ def test_a_run_that_cannot_be_moved_is_refused_untouched(tmp_path: Path, monkeyp
 
 
 def test_locked_directory_is_refused_untouched(tmp_path: Path):
-    folder = begun(tmp_path / "run", TRAINED)
+    folder = begun(tmp_path / "run")
     before = contents(tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -147,25 +128,17 @@ def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
     assert [links > 0 for links in locked.values()] == [False, True], "the first lock was of a directory that is gone"
 
 
-def test_damaged_outcome_resumes_and_fewer_epochs_are_refused(tmp_path: Path):
-    folder = begun(tmp_path / "run", TRAINED, EVALUATED)
-    (folder / "outcome.json").write_text('{"status": "fin')
-    step, refusal = run(1, gone_on, folder)[0]
-    assert step == 6
-    assert refusal == (
-        f"epochs is 1, and {folder}/checkpoints/step-00000006 has been trained for 1.5 epochs; give epochs=2 or more, "
-        "or begin another run with --init-from"
-    )
-
-
-def gone_on(folder: Path) -> tuple[int, str]:
-    """From which step, and why not for fewer epochs."""
+@with_ranks(1)
+def test_a_run_goes_on_from_its_checkpoint_whatever_its_outcome_says_but_not_for_fewer_epochs(tmp_path: Path):
+    folder = begun(tmp_path / "run", "outcome.json")
     job = job_of(folder, resume=True)
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
         writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
     resumption = find_resumption(job, tests.world())
     assert resumption is not None
+    assert resumption.step == 6
     resumption.check_length(epochs=2, steps_per_epoch=4)
-    with pytest.raises(UserError) as refused:
-        resumption.check_length(epochs=1, steps_per_epoch=4)
-    return resumption.step, str(refused.value)
+    assert refusal_of(resumption.check_length, 1, 4) == (
+        f"epochs is 1, and {folder}/checkpoints/step-00000006 has been trained for 1.5 epochs; give epochs=2 or more, "
+        "or begin another run with --init-from"
+    )
