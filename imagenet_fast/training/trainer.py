@@ -33,7 +33,7 @@ from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.metrics.run_dir import open_run_dir
 from imagenet_fast.metrics.run_folder import new_folder
-from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
+from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
 from imagenet_fast.recipe.batching import check_norms, explain, split_batch
 from imagenet_fast.recipe.job import Job
@@ -313,20 +313,14 @@ class Trainer:
         assert checkpoints is not None
         try:
             self.train()
-            if outcome.status in ("reached", "finished") and not checkpoints.is_sound(self.state):
+            if outcome.status != "preempted" and not checkpoints.is_sound(self.state):
                 raise NonFiniteLoss
         except NonFiniteLoss:
             raise JobAborted(nonfinite_message(self.step, checkpoints, self.world)) from None
-        if outcome.status in ("reached", "finished"):
-            return checkpoints.finish(self.state, evaluated=True)
         if outcome.status == "preempted":
-            outcome.message = f"{STOPPED_WORDS} after step {outcome.steps}, and "
-            if checkpoints.saves:
-                outcome.message += f"saved; {self.job.resuming} goes on"
-            else:
-                outcome.status = "interrupted"
-                outcome.message += "not saved, as not every node sees the run; give an --out that all of them share"
-        return ""
+            self.ending.stopped(checkpoints.saves)
+            return ""
+        return checkpoints.finish(self.state, evaluated=True)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
