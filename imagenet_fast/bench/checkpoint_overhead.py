@@ -55,16 +55,16 @@ class Saving:
         recipe = recipe.model_copy(update={"checkpoint": policy})
         job = Job("bench step", recipe, split_batch(recipe, world.size), None, root)
         self._writer = _TimedWriter(root, world)
-        self._keep = CheckpointManager(job, world, self._writer, recipe.global_batch, lambda: False)
+        self._keep = CheckpointManager(job, world, self._writer, {}, lambda: False)
         state.step = every_steps - 1 - warmup % every_steps
-        self._keep(state, evaluated=True)  # a run allocates the copy's memory only once
+        self._keep.save(state, evaluated=True)  # a run allocates the copy's memory only once
         self.settle()
         self._writer.stood = CheckpointStalls()
 
     def __call__(self, state: TrainState) -> None:
         """Save ``state`` if a checkpoint is due, and record how long that blocked the caller."""
         before, begun = len(self.stood.copied_s), time.perf_counter()
-        self._keep(state, evaluated=False)
+        self._keep.after_step(state)
         if len(self.stood.copied_s) > before:
             self.stood.all_s.append(time.perf_counter() - begun)
 

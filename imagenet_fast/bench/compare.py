@@ -20,13 +20,14 @@ from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_a
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals, signals_held
 from imagenet_fast.metrics.report import PastRun, read_run
+from imagenet_fast.metrics.run_folder import check_writable
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 from imagenet_fast.recipe.validation import lint
-from imagenet_fast.training.job_setup import check_writable, plan_job
 
 _PORT = 29400  # rendezvous port; in a private network no other process listens
 _DONE = (0, 3)  # exit codes of a run that completed training

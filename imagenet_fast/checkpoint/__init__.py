@@ -22,17 +22,14 @@ from __future__ import annotations
 
 from imagenet_fast.checkpoint.async_writer import CheckpointWriter
 from imagenet_fast.checkpoint.manifest import NotSaved, Stamp
-from imagenet_fast.checkpoint.reader import Checkpoint, best, newest, open_checkpoint
-from imagenet_fast.checkpoint.retention import expect_first, had_none
+from imagenet_fast.checkpoint.reader import Checkpoint, chosen_checkpoint, newest, open_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointWriter",
     "NotSaved",
     "Stamp",
-    "best",
-    "expect_first",
-    "had_none",
+    "chosen_checkpoint",
     "newest",
     "open_checkpoint",
 ]

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from imagenet_fast.checkpoint.commit import remove_old, tidied, write_checkpoint
 from imagenet_fast.checkpoint.manifest import SHARED, Stamp, part_name
-from imagenet_fast.checkpoint.retention import set_aside, sweep
+from imagenet_fast.checkpoint.retention import sweep
 from imagenet_fast.checkpoint.serialization import Tree
 from imagenet_fast.checkpoint.staging import StagingBuffer
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankTimeout, StoreCoordinator
@@ -100,11 +100,6 @@ class CheckpointWriter:
         self._thread.start()
 
     @property
-    def failure(self) -> Exception | None:
-        """Why the last checkpoint could not be written, before ``wait`` raises it; None if it did not fail."""
-        return None if self.under_way else self._failure
-
-    @property
     def under_way(self) -> bool:
         """Whether ``save`` would wait."""
         return self._thread is not None and self._thread.is_alive()
@@ -128,21 +123,6 @@ class CheckpointWriter:
         if failure is not None:
             raise failure
         return self._written
-
-    def set_aside(self, step: int) -> int | None:
-        """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
-
-        No ``save`` may follow.
-
-        Returns:
-            Step of the newest checkpoint left, on rank 0; None if there is none, and on other ranks.
-        """
-        with suppress(UserError):  # a failed last checkpoint matters less here
-            self.wait()
-        left: list[int | None] = [None]
-        if self._place.is_main:
-            tidied(lambda: left.append(set_aside(self._root, step)))
-        return left[-1]
 
     def close(self) -> None:
         """Give up the checkpoint that is being written, and wait for its thread, up to 5 s.

@@ -11,7 +11,7 @@ from typing import Any
 
 from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, FileSum, Manifest, NotSaved, Stamp, write_durably
 from imagenet_fast.checkpoint.reader import Checkpoint
-from imagenet_fast.checkpoint.retention import first_is_there, new_folder, remove, retain, survey
+from imagenet_fast.checkpoint.retention import new_folder, remove, retain, survey
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankReply, RankTimeout, StoreCoordinator
 from imagenet_fast.distributed.rank_info import RankInfo
 from imagenet_fast.errors import warn
@@ -73,19 +73,18 @@ def write_checkpoint(
             coordinator.write("result", sealed)
         (result,) = coordinator.read(["result"], _FOR_RANK_0 * timeout_s)
     coordinator.confirm()
-    removed: list[Path] = []
     if place.is_main:
         if result.failure and result.remedy == _MAKE_ROOM:
-            removed = remove_old(root, 0, known)
+            remove_old(root, 0, known)
         coordinator.clear(min(timeout_s, _CONFIRMED_S))
     if result.failure:
         failure = f"the checkpoint of step {stamp.step} failed: {result.failure}"
-        raise NotSaved(failure, result.remedy, str(result.content), freed=bool(removed))
+        raise NotSaved(failure, result.remedy, str(result.content))
     return folder
 
 
-def remove_old(root: Path, keep: int, known: dict[Path, bool]) -> list[Path]:
-    """Remove checkpoints as ``retain`` does, and return them; a failure is only a warning.
+def remove_old(root: Path, keep: int, known: dict[Path, bool]) -> None:
+    """Remove checkpoints as ``retain`` does; a failure is only a warning.
 
     Args:
         root: Directory of the checkpoints.
@@ -103,9 +102,7 @@ def remove_old(root: Path, keep: int, known: dict[Path, bool]) -> list[Path]:
                 warn(f"checkpoint {folder} is damaged: {error}; it stays, and others count as the newest and the best")
         return known[folder]
 
-    removed: list[Path] = []
-    tidied(lambda: removed.extend(retain(root, keep, is_whole)))
-    return removed
+    tidied(lambda: retain(root, keep, is_whole))
 
 
 def tidied(attempt: Callable[[], object]) -> None:
@@ -152,8 +149,6 @@ def _seal(root: Path, folder: Path, stamp: Stamp, parts: list[RankReply]) -> Non
     number = 1 + max((manifest.number for manifest in before.values()), default=0)
     files = {name: FileSum(**found) for part in parts for name, found in part.content.items()}
     Manifest(**dict(stamp), number=number, files=files).write(folder)
-    with suppress(OSError):  # the next checkpoint removes the note
-        first_is_there(root)
 
 
 def _write_files(folder: Path, files: Mapping[str, Iterable[bytes | memoryview]]) -> dict[str, Any]:

@@ -44,20 +44,17 @@ class CorruptCheckpoint(Exception):
 class NotSaved(UserError):
     """A checkpoint could not be written; earlier ones are as they were."""
 
-    def __init__(self, failure: str, remedy: str, then: str, freed: bool = False) -> None:
+    def __init__(self, failure: str, remedy: str, then: str) -> None:
         """Combine the parts of the message.
 
         Args:
             failure: What failed.
             remedy: What the user can do about it.
             then: What to do after that, if the run ends.
-            freed: Whether rank 0 has removed old checkpoints since.
         """
         super().__init__(f"{failure}; {remedy}, then {then}")
         self.in_short = f"{failure}; {remedy}"
         """The message without what to do if the run ends."""
-        self.freed = freed
-        """Whether rank 0 has removed old checkpoints since, so that another try may have room."""
 
 
 class Stamp(Table):

@@ -136,6 +136,47 @@ def best(root: Path) -> Checkpoint | None:
     return _first_whole(root, by_merit(found), found, damaged)
 
 
+def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
+    """Return the checkpoint that ``RUN@WHICH`` names.
+
+    Args:
+        run: The directory of the run.
+        which: ``best``, ``newest``, ``latest``, ``step-N``, ``N``, or the name of the checkpoint's directory. Of
+            several checkpoints of one step, the newest is taken.
+
+    Raises:
+        UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
+    """
+    root = run / "checkpoints"
+    found, _ = read_survey(root)
+    match which:
+        case "best":
+            chosen = best(root)
+        case "newest" | "latest":
+            chosen = newest(root)
+        case _:
+            named = which.removeprefix("step-")
+            same = [
+                f for f, about in found.items() if f.name == which or (named.isdecimal() and about.step == int(named))
+            ]
+            chosen = Checkpoint(same[0], found[same[0]]) if same else None  # the survey lists the newest first
+    if chosen is None:
+        raise UserError(f"{run} has no checkpoint '{which}'{_instead(run, found, which)}")
+    return chosen
+
+
+def _instead(run: Path, found: dict[Path, Manifest], which: str) -> str:
+    """Return the end of an error message: what to give in place of ``which``."""
+    final = (run / "checkpoints" / "final.safetensors").is_file()
+    if not found:
+        return "; it holds none" + (", but final weights: leave the @ out" if final else "; give another run")
+    evaluated = any(manifest.top1 is not None for manifest in found.values())
+    why = ": none of its checkpoints was evaluated" if which == "best" else ""
+    steps = [f"step-{step}" for step in sorted({manifest.step for manifest in found.values()})]
+    names = [*["best"] * evaluated, "newest", *["final"] * final, *steps]
+    return f"{why}; there are {', '.join(names)}"
+
+
 def read_survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
     """Return what ``survey`` does. Raises UserError if ``root`` cannot be read."""
     try:

@@ -13,7 +13,6 @@ from imagenet_fast.checkpoint.manifest import MANIFEST, CorruptCheckpoint, Manif
 
 _NAME = re.compile(r"step-\d{8,}(-\d+)?")
 """The names that ``new_folder`` gives to checkpoints."""
-_NONE_YET = ".none-yet"
 
 
 def _folders(root: Path) -> list[Path]:
@@ -71,32 +70,6 @@ def new_folder(root: Path, step: int) -> Path:
     return folder
 
 
-def expect_first(root: Path) -> None:
-    """Note in ``root`` that no checkpoint of its run is complete.
-
-    Raises:
-        OSError: The note cannot be written.
-    """
-    (root / _NONE_YET).touch()
-
-
-def first_is_there(root: Path) -> None:
-    """Remove the note of ``expect_first``.
-
-    Raises:
-        OSError: The note cannot be removed.
-    """
-    (root / _NONE_YET).unlink(missing_ok=True)
-
-
-def had_none(root: Path) -> bool:
-    """Return whether ``root`` still has the note of ``expect_first``: no checkpoint was ever complete there.
-
-    Without the note and without checkpoints, some may have been lost.
-    """
-    return (root / _NONE_YET).exists()
-
-
 def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
     """Remove old checkpoints: keep the newest and the best that are whole, and of the others the ``keep`` newest.
 
@@ -129,27 +102,6 @@ def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) ->
     for folder in old:
         remove(folder)
     return old
-
-
-def set_aside(root: Path, step: int) -> int | None:
-    """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
-
-    Returns:
-        The step of the newest checkpoint left; None if there is none.
-
-    Raises:
-        OSError: ``root`` cannot be listed, or a checkpoint cannot be renamed.
-    """
-    found, _ = survey(root)
-    if any(manifest.step < step for manifest in found.values()):
-        for folder in [folder for folder, manifest in found.items() if manifest.step >= step]:
-            aside = folder.with_name(f"spoilt-{folder.name}")
-            if aside.exists():
-                shutil.rmtree(aside)
-            folder.rename(aside)
-            del found[folder]
-        sync_folder(root)
-    return next((manifest.step for manifest in found.values()), None)
 
 
 def sweep(root: Path) -> None:

@@ -84,8 +84,8 @@ def compare(
     from imagenet_fast.bench.parallel_layouts import parse_layouts
     from imagenet_fast.launch.rendezvous import local_ranks
     from imagenet_fast.metrics.report import draw_curves, report_table
+    from imagenet_fast.metrics.run_folder import new_folder
     from imagenet_fast.metrics.run_result import STOPPED
-    from imagenet_fast.training.job_setup import new_folder
     from imagenet_fast.units import whole_numbers
 
     folder = out or new_folder(Path(recipe).stem, "compare")

@@ -188,7 +188,7 @@ def _settle(
 def _command(job: ClusterJob, program: str | None, data: Path | None, out: Path | None, *more: str) -> list[str]:
     """Return the command that each node runs, for nodes that share this node's files."""
     from imagenet_fast.launch.cluster_job import check_data, parse_program
-    from imagenet_fast.training.job_setup import new_folder
+    from imagenet_fast.metrics.run_folder import new_folder
 
     check_data(job.recipe, data, "--data")
     folder = out or new_folder(job.path.stem, job.recipe.sync.kind)

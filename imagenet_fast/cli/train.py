@@ -105,8 +105,8 @@ def train(
     """
     from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.distributed.slurm import adopt_step
+    from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.recipe.validation import lint
-    from imagenet_fast.training.job_setup import plan_job, recipe_to_train, run_to_resume
 
     run = run_to_resume(resume, out) if resume is not None else None
     overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
@@ -161,7 +161,7 @@ def evaluate(
     """
     from imagenet_fast.distributed.rank_info import rank_info_from_env
     from imagenet_fast.distributed.slurm import adopt_step
-    from imagenet_fast.training.job_setup import plan_evaluation
+    from imagenet_fast.launch.job_setup import plan_evaluation
 
     overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)

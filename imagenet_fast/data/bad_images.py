@@ -148,6 +148,12 @@ def quarantined(root: Path) -> dict[str, str]:
     return dict(files)
 
 
+def left_out(root: Path | None) -> str:
+    """Return the end of a note on a run: how many files the list leaves out; empty if none. Raises UserError."""
+    bad = {} if root is None else quarantined(root)
+    return f"; {len(bad)} files are left out, by {root / QUARANTINE}" if root is not None and bad else ""
+
+
 def prefix_of(root: Path) -> str:
     """Return the prefix of image names before the paths on the list; pathlib would change unusual names."""
     return "" if root == Path() else os.path.join(root, "")  # noqa: PTH118

@@ -1,12 +1,16 @@
-"""Describe the data of a run, so that a resumed run can check that it trains on the same data."""
+"""Describe the data of a run, so that all ranks, and a resumed run, can check that they train on the same."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from imagenet_fast.data.bad_images import QUARANTINE
 from imagenet_fast.data.image_names import shown
 from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.reductions import first_difference
+from imagenet_fast.errors import UserError
 
 Contents = dict[str, Any]
 """Class names in label order and, for each split, the number of images and a digest of their names and labels.
@@ -53,3 +57,24 @@ def _class_differences(before: list[str], now: list[str]) -> list[str]:
             return [f"no class '{first}' any more{more}"]
         case _:
             return [f"the class '{added[0]}' for '{gone[0]}'{more}"]
+
+
+def compare_data(own: Contents, world: DistContext) -> None:
+    """Compare the description of this rank's images with rank 0's; a collective call: each node may keep its own copy.
+
+    Ranks that permute different sets would train some images twice, leave others out or mislabel them, and end their
+    epochs at different steps.
+
+    Raises:
+        UserError: On every rank, if some rank has other images than rank 0.
+    """
+
+    def described(ours: Contents | None, theirs: Contents | None, rank: int, first: int) -> str:
+        changed = " and ".join(differences(theirs or own, ours or own))
+        return (
+            f"rank {rank} has other images than rank {first}: {changed}; copy the same images, and the same "
+            f"{QUARANTINE} if there is one, to every node"
+        )
+
+    if said := first_difference([own], described, world.device):
+        raise UserError(said)

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, assert_never
 
@@ -17,7 +17,9 @@ from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
 from imagenet_fast.data.image_names import is_class_name
 from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.data_config import Data, SyntheticData
 
 Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
@@ -195,3 +197,26 @@ def _check(found: Found) -> None:
             pass
         case _:
             assert_never(found.format)
+
+
+def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = check_folders) -> Path | None:
+    """Return the directory of the images after a ``check``, or None for synthetic images.
+
+    Args:
+        data: The recipe's images.
+        given: Directory that the user has given; None: the default.
+        check: Raises UserError if the images cannot be used.
+
+    Raises:
+        UserError: There are no such images, or synthetic ones and ``given``.
+    """
+    if not isinstance(data, SyntheticData):
+        root = resolve_data_dir(data.dataset, given).absolute()
+        check(root)
+        return root
+    if given is not None:
+        raise UserError(
+            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own images; "
+            "leave --data out, or choose a recipe with another loader"
+        )
+    return None

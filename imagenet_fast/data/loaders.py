@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,8 +20,9 @@ from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
-from imagenet_fast.data.stall_advice import InputPipeline
+from imagenet_fast.data.stall_advice import InputPipeline, advice
 from imagenet_fast.data.thread_loader import FolderLoader
+from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
@@ -251,7 +253,16 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     yield from (images for images, _ in islice(examples, batches))
 
 
-def supply_of(data: ImageData, root: Path, cores: int, device: torch.device) -> InputPipeline:
+def data_advice(data: Data, root: Path | None, wait_pct: float, world: DistContext) -> list[str]:
+    """Return the lines to print after a run on ``world`` that waited ``wait_pct`` per cent of its training for data."""
+    if not isinstance(data, ImageData) or root is None:
+        return []
+    with suppress(UserError, OSError):  # the images may be gone by now
+        return advice(wait_pct, _supply(data, root, world.cores, world.device))
+    return []
+
+
+def _supply(data: ImageData, root: Path, cores: int, device: torch.device) -> InputPipeline:
     """Describe a rank's input pipeline, with the sizes of some training images if they are in class folders.
 
     Raises:

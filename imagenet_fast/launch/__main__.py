@@ -65,9 +65,9 @@ def _have_met() -> bool:
 
 
 def _train(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
+    from imagenet_fast.launch.job_setup import on_ranks
     from imagenet_fast.launch.worker import run_worker  # takes seconds, in which Ctrl-C may arrive
     from imagenet_fast.recipe.job import Job, read_job
-    from imagenet_fast.training.job_setup import on_ranks
 
     job = read_job(path, Job)
     if job.elastic:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from imagenet_fast.data.fingerprint import contents
+from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
@@ -19,16 +19,9 @@ from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
-from imagenet_fast.training.data_consistency import compare_data
 from imagenet_fast.training.evaluation import evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
-from imagenet_fast.training.precision import (
-    autocast,
-    effective_precision,
-    forward_dtype,
-    precision_note,
-    set_float32_math,
-)
+from imagenet_fast.training.precision import autocast, effective_precision, forward_dtype, set_float32_math
 
 
 @dataclass(frozen=True)
@@ -84,9 +77,9 @@ def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, join_timeout_s: fl
 def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     """Classify the whole validation set as training with the recipe does: with its model, precision and batches."""
     recipe = evaluation.recipe
-    precision = effective_precision(recipe.precision, world.bf16)
+    precision, note = effective_precision(recipe.precision, world.bf16)
     if world.is_main:
-        print(precision_note(recipe.precision, world.bf16), end="")
+        print(note, end="")
     images = open_validation(
         recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
         forward_dtype(precision), recipe.channels_last,

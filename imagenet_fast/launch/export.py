@@ -7,12 +7,12 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.launch.job_setup import recipe_of
 from imagenet_fast.metrics.report import run_of
 from imagenet_fast.models import build_model
 from imagenet_fast.models.export import export_program
 from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
 from imagenet_fast.training.init_weights import given_weights, warn_of_blurpool
-from imagenet_fast.training.job_setup import recipe_of
 
 
 def export_weights(given: Path, named: str | None, kind: str, out: Path) -> Path:

@@ -17,10 +17,10 @@ from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
+from imagenet_fast.metrics.exit_status import OPENED, TOLD
+from imagenet_fast.metrics.run_folder import check_writable
 from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
-from imagenet_fast.training.exit_status import OPENED, TOLD
-from imagenet_fast.training.job_setup import check_writable
 from imagenet_fast.training.run_lock import lock_run_dir
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks

@@ -14,10 +14,10 @@ from pathlib import Path
 from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.launch.signals import end_on_signals
+from imagenet_fast.metrics.exit_status import Ending
+from imagenet_fast.metrics.run_folder import check_writable
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.training.exit_status import Ending
-from imagenet_fast.training.job_setup import check_writable
 from imagenet_fast.training.trainer import Trainer
 
 

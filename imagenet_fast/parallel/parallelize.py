@@ -51,6 +51,20 @@ class ParallelModel:
         assert isinstance(trained, LocalStages)
         return join_stages(trained, self.outline, self.layout.pipeline)
 
+    def whole_params(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors like the parameters of the whole model, such as momenta, on every rank.
+
+        Args:
+            own: Tensors like the parameters of ``own``, by name.
+        """
+        whole = dict(own)
+        for name, _, layer in shards_of(self.own):
+            whole[name] = layer.group.whole(own[name], layer.dim).data
+        if self.outline is None:
+            return whole
+        assert isinstance(self.own, LocalStages)
+        return _from_owners(self.own, whole, dict(self.outline.named_parameters()), self.layout.pipeline)
+
     def parts(self, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's part of ``whole``, under the names in ``own``.
 
@@ -168,14 +182,7 @@ def join_stages(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup 
         outline: The whole network, on the meta device.
         group: Ranks of the pipeline.
     """
-    own, rank, whole = _tensors(part), dist.get_rank(group), dict[str, Tensor]()
-    for name, like in _tensors(outline).items():
-        owner = next(rank for layer, rank in part.owners.items() if name.startswith(f"{layer}."))
-        value = torch.empty(like.shape, dtype=like.dtype, device=part.device)
-        if owner == rank:
-            value.copy_(own[name])
-        dist.broadcast(value, group=group, group_src=owner)
-        whole[name] = torch.empty_like(like, device=part.device).copy_(value)
+    whole = _from_owners(part, _tensors(part), _tensors(outline), group)
     network = copy.deepcopy(outline)
     persistent = outline.state_dict().keys()
     network.load_state_dict({name: whole[name] for name in persistent}, assign=True)
@@ -183,6 +190,21 @@ def join_stages(part: LocalStages, outline: nn.Module, group: dist.ProcessGroup 
         folder, _, leaf = name.rpartition(".")
         setattr(network.get_submodule(folder), leaf, whole[name])
     return network
+
+
+def _from_owners(
+    part: LocalStages, own: Mapping[str, Tensor], outline: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Return a tensor for each of ``outline``, from the rank that holds its layer in its ``part``."""
+    rank, whole = dist.get_rank(group), dict[str, Tensor]()
+    for name, like in outline.items():
+        owner = next(rank for layer, rank in part.owners.items() if name.startswith(f"{layer}."))
+        value = torch.empty(like.shape, dtype=like.dtype, device=part.device)
+        if owner == rank:
+            value.copy_(own[name])
+        dist.broadcast(value, group=group, group_src=owner)
+        whole[name] = torch.empty_like(like, device=part.device).copy_(value)
+    return whole
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

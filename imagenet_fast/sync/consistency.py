@@ -10,36 +10,31 @@ Every bit of the weights counts: they are summed as integers on their own device
 
 from __future__ import annotations
 
-import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import zip_longest
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor, nn
 
+from imagenet_fast.distributed.reductions import first_difference
 from imagenet_fast.sync.engine import Engine
 
 _CHUNK = 2**20
 _ODD = 0x5851F42D4C957F2D
-_Fact = TypeVar("_Fact")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
-@dataclass(frozen=True)
-class _Described:
-    """The properties of a parameter that must be the same on every rank."""
+class _Param(NamedTuple):
+    """What must be the same of a parameter on every rank."""
 
+    number: int
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    trained: bool
-    strides: tuple[int, ...]
+    traits: tuple[str, ...]
+    """Shape, dtype and the like, in words that follow "is"."""
     digest: int
 
 
@@ -59,13 +54,17 @@ def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, g
     if _is_alone(group):
         return
     digests = _digests(list(named.values()))
-    described = [_described(name, param, digest) for (name, param), digest in zip(named.items(), digests, strict=True)]
+    params = [
+        _Param(number, name, _traits(param), digest)
+        for number, ((name, param), digest) in enumerate(zip(named.items(), digests, strict=True), start=1)
+    ]
     device = next(iter(named.values()), torch.empty(0)).device
-    _compare(described, _model_difference, group, device)
+    if said := first_difference(params, _model_difference, device, group):
+        raise ValueError(said)
     if model is not None:
         buffers = dict(_other_buffers(model))
         digested = list(zip(buffers, _digests(list(buffers.values())), strict=True))
-        if said := _first_difference(digested, _buffer_difference, group, device):
+        if said := first_difference(digested, _buffer_difference, device, group):
             warnings.warn(said, stacklevel=4)
     if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
         raise ValueError(
@@ -93,8 +92,9 @@ def compare_engines(
         knobs = {"kind": "Engine"} | {field.name: getattr(settings, field.name) for field in fields(settings)}
     else:
         knobs = dict(settings)
-    told = [(name, _told(value)) for name, value in knobs.items()]
-    _compare([*told, ("steps_per_epoch", str(steps_per_epoch))], _engine_difference, group, device)
+    told = [(name, _text(value)) for name, value in knobs.items()]
+    if said := first_difference([*told, ("steps_per_epoch", str(steps_per_epoch))], _engine_difference, device, group):
+        raise ValueError(said)
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -104,68 +104,21 @@ def _is_alone(group: dist.ProcessGroup | None) -> bool:
     return "fake" in str(dist.get_backend(group))
 
 
-def _compare(
-    facts: Sequence[_Fact],
-    differ: Callable[[_Fact | None, _Fact | None, int, int, int], str],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> None:
-    """Raise the same ValueError on every rank if ``facts`` differ; ``differ`` describes the first difference."""
-    if said := _first_difference(facts, differ, group, device):
-        raise ValueError(said)
-
-
-def _first_difference(
-    facts: Sequence[_Fact],
-    differ: Callable[[_Fact | None, _Fact | None, int, int, int], str],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> str:
-    """Return what ``differ`` says of the first rank that differs, on every rank; an empty string if none does."""
-    ranks = dist.get_process_group_ranks(group)
-    digests: list[str] = [""] * len(ranks)
-    own = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
-        dist.all_gather_object(digests, own, group=group)
-        if len(set(digests)) == 1:
-            return ""
-        first: list[Any] = [facts]
-        dist.broadcast_object_list(first, src=ranks[0], group=group)
-        said = ""
-        for number, (theirs, ours) in enumerate(zip_longest(first[0], facts)):
-            if theirs != ours:
-                said = differ(theirs, ours, number, dist.get_rank(), ranks[0])
-                break
-        sentences: list[str] = [""] * len(ranks)
-        dist.all_gather_object(sentences, said, group=group)
-    return next(sentence for sentence in sentences if sentence)
-
-
-def _model_difference(theirs: _Described | None, ours: _Described | None, number: int, rank: int, first: int) -> str:
-    if theirs is None or ours is None or theirs.name != ours.name:
-        names = [("nothing" if one is None else one.name) for one in (ours, theirs)]
+def _model_difference(ours: _Param | None, theirs: _Param | None, rank: int, first: int) -> str:
+    if ours is None or theirs is None or theirs.name != ours.name:
+        number = max(one.number for one in (ours, theirs) if one is not None)
+        names = ["nothing" if one is None else one.name for one in (ours, theirs)]
         return (
-            f"ranks train different models: parameter {number + 1} is {names[0]} on rank {rank} and {names[1]} on rank "
+            f"ranks train different models: parameter {number} is {names[0]} on rank {rank} and {names[1]} on rank "
             f"{first}; build the same model, with its layers in the same order, on every rank"
         )
-    for what, one, other in (
-        ("is of shape", ours.shape, theirs.shape),
-        ("is of dtype", ours.dtype, theirs.dtype),
-        ("is on", ours.device, theirs.device),
-        ("lies in memory with strides", ours.strides, theirs.strides),
-    ):
+    for one, other in zip(ours.traits, theirs.traits, strict=True):
         if one != other:
-            again = f"of {what.split()[-1]} " if " of " in what else "on " if what == "is on" else ""
+            remedy = "set requires_grad alike" if one in ("trained", "frozen") else "build the same model"
             return (
-                f"ranks train different models: {ours.name} {what} {one} on rank {rank} and {again}{other} on rank "
-                f"{first}; build the same model on every rank"
+                f"ranks train different models: {ours.name} is {one} on rank {rank} and {other} on rank {first}; "
+                f"{remedy} on every rank, before the pool is made"
             )
-    if ours.trained != theirs.trained:
-        states = [("trained" if one.trained else "frozen") for one in (ours, theirs)]
-        return (
-            f"ranks train different models: {ours.name} is {states[0]} on rank {rank} and {states[1]} on rank {first}; "
-            "set requires_grad alike on every rank, before the pool is made"
-        )
     return (
         f"ranks begin with different weights: {ours.name} has other values on rank {rank} than on rank {first}; give "
         "all ranks the same before the pool is made: by torch.manual_seed before the model is built, from one file, "
@@ -179,9 +132,7 @@ def _other_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from module.named_buffers(path, recurse=False)
 
 
-def _buffer_difference(
-    theirs: tuple[str, int] | None, ours: tuple[str, int] | None, number: int, rank: int, first: int
-) -> str:
+def _buffer_difference(ours: tuple[str, int] | None, theirs: tuple[str, int] | None, rank: int, first: int) -> str:
     name = (ours or theirs or ("", 0))[0]
     return (
         f"buffer {name} has other values on rank {rank} than on rank {first}, and will keep them, so ranks train "
@@ -189,31 +140,30 @@ def _buffer_difference(
     )
 
 
-def _engine_difference(
-    theirs: tuple[str, str] | None, ours: tuple[str, str] | None, number: int, rank: int, first: int
-) -> str:
+def _engine_difference(ours: tuple[str, str] | None, theirs: tuple[str, str] | None, rank: int, first: int) -> str:
     name = (ours or theirs or ("", ""))[0]
-    values = [("not there" if one is None else one[1]) for one in (ours, theirs)]
+    values = ["not there" if one is None else one[1] for one in (ours, theirs)]
     return (
         f"ranks attach different engines: {name} is {values[0]} on rank {rank} and {values[1]} on rank {first}; give "
         "every rank the same settings"
     )
 
 
-def _described(name: str, param: nn.Parameter, digest: int) -> _Described:
-    strides = [step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1]  # others mean nothing
-    return _Described(
-        name, tuple(param.shape), str(param.dtype), param.device.type, param.requires_grad, tuple(strides), digest
-    )
+def _traits(param: nn.Parameter) -> tuple[str, ...]:
+    strides = tuple(step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1)
+    return (
+        f"of shape {tuple(param.shape)}", f"of dtype {param.dtype}", f"on {param.device.type}",
+        f"in memory with strides {strides}", "trained" if param.requires_grad else "frozen",
+    )  # fmt: skip
 
 
-def _told(value: object) -> str:
+def _text(value: object) -> str:
     """Return a text that is the same on every rank: without memory addresses."""
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))
     if isinstance(value, str | int | float | tuple | list | torch.dtype | None):
         return str(value)
-    return f"{type(value).__qualname__}({', '.join(f'{k}={_told(v)}' for k, v in vars(value).items())})"
+    return f"{type(value).__qualname__}({', '.join(f'{k}={_text(v)}' for k, v in vars(value).items())})"
 
 
 @torch.no_grad()

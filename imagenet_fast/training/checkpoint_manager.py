@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp, expect_first
-from imagenet_fast.data.fingerprint import Contents
+from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
+from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.job import Job, digest, recipe_tables
+from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
-from imagenet_fast.training.resume import common_folder
 from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
 _STOP = "stop"
-_AGAIN_S, _AGAIN_LATER_S = 60.0, 600.0  # first and longest delay in seconds from a failed checkpoint to the next try
 _SLOW_DISK_S = 600.0  # that writing a checkpoint may take before the limits of a step count again
 
 
@@ -32,12 +32,12 @@ class CheckpointManager:
 
     It saves when the recipe asks for it, after evaluations, and before a stop. It does not save a state with non-finite
     values, unless the recipe's ``nonfinite_steps`` is 0. A failed save does not end the training: rank 0 warns, and all
-    ranks try again.
+    ranks save again when the next checkpoint is due, and at the end.
     """
 
     def __init__(
-        self, job: Job, world: DistContext, writer: CheckpointWriter | None, images: int, asked: Callable[[], bool],
-        store: Store | None = None,
+        self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Mapping[str, Any],
+        asked: Callable[[], bool], store: Store | None = None, begun: int = 0,
     ) -> None:  # fmt: skip
         """Create a manager for one run; a collective call, since it makes a process group.
 
@@ -45,28 +45,26 @@ class CheckpointManager:
             job: The run and its recipe.
             world: This rank and its process group.
             writer: Writer of the checkpoints; None: nothing is saved.
-            images: Training images in one epoch, noted in each checkpoint.
+            data: Noted in each checkpoint: ``images``, the training images in one epoch, and ``data``, a ``Contents``.
             asked: Returns whether this rank has been asked to stop.
             store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
                 client. None: they are not told between steps.
+            begun: Step of the checkpoint from which the run resumes; 0: none.
         """
         self._job = job
         self._world = world
         self._writer = writer
-        self._images = images
-        self._contents: Contents | None = None
+        self._data = data
         self._asked = asked
         self._vote = AsyncAnyReduce(world, flags=2)
         self._saved_at = time.monotonic()
         self._told = False  # whether this rank has voted that a checkpoint is late
+        self._begun = begun
         self._store = None if store is None else PrefixStore("keeper", store)
         self._looked_at = 0.0
         self._told_to_stop = False
         self._is_saving = False
         self._unsaved: NotSaved | None = None
-        self._heard_of: Exception | None = None
-        self._again_at = 0.0
-        self._pause_s = _AGAIN_S
 
     def asked(self) -> bool:
         """Return whether any rank has been asked to stop, for use between steps, where ranks do not vote.
@@ -84,34 +82,50 @@ class CheckpointManager:
         self._looked_at = now
         return self._store.check([_STOP])
 
-    def __call__(self, state: TrainState, evaluated: bool | None) -> bool:
-        """Save a checkpoint if one is due, and return whether all ranks are to stop.
-
-        If they are to stop, the state has been saved before this returns, provided there is a writer.
-
-        Args:
-            state: The training state after the step.
-            evaluated: Whether the step was evaluated. None: the evaluation was cut off, so all ranks stop.
+    def after_step(self, state: TrainState) -> None:
+        """Save a checkpoint if one is due, and stop if some rank was asked to.
 
         Raises:
-            NonFiniteLoss: The ranks are to stop, but the state is not finite and must not be saved.
-            JobAborted: The ranks are to stop, but the state could not be saved.
+            StopRequested: As ``stop``, which may raise other errors, too.
         """
-        policy = self._job.recipe.checkpoint
+        every_steps = self._job.recipe.checkpoint.every_steps
+        if self._writer is not None and self._world.is_main and not self._writer.under_way:
+            self._await(self._writer)  # warns at once if it has failed
         is_late = self._is_late()
         stop, late = self._vote(self._asked(), is_late)
-        stop |= evaluated is None
         self._told |= is_late and self._vote.cast
-        due = policy.every_steps > 0 and state.step % policy.every_steps == 0
-        if self._writer is not None and (stop or late or due or evaluated):
-            self._saved_at, self._told = time.monotonic(), False
-            if self.is_sound(state):
-                self._save(self._writer, state, bool(evaluated))
-            elif stop:
-                raise NonFiniteLoss
-            if stop and (unsaved := self.finish(state, bool(evaluated))):
-                raise JobAborted(unsaved)
-        return stop
+        if stop:
+            self.stop(state)
+        if late or (every_steps > 0 and state.step % every_steps == 0):
+            self.save(state, evaluated=False)
+
+    def save(self, state: TrainState, evaluated: bool) -> bool:
+        """Save a checkpoint, if there is a writer and the state is finite; return whether it is finite.
+
+        Args:
+            state: The training state.
+            evaluated: Whether its weights were evaluated.
+        """
+        if self._writer is None:
+            return True
+        self._saved_at, self._told = time.monotonic(), False
+        if is_sound := self.is_sound(state):
+            self._save(self._writer, state, evaluated)
+        return is_sound
+
+    def stop(self, state: TrainState) -> NoReturn:
+        """Save a checkpoint, if there is a writer, and stop; every rank must call it.
+
+        Raises:
+            StopRequested: The state is saved.
+            NonFiniteLoss: The state is not finite and must not be saved.
+            JobAborted: The state could not be saved.
+        """
+        if not self.save(state, evaluated=False):
+            raise NonFiniteLoss
+        if unsaved := self.finish(state, evaluated=False):
+            raise JobAborted(unsaved)
+        raise StopRequested
 
     def finish(self, state: TrainState, evaluated: bool) -> str:
         """Wait for the checkpoint that is being written, and try once more if it fails.
@@ -135,7 +149,7 @@ class CheckpointManager:
         return "" if self._unsaved is None else str(self._unsaved)
 
     def _await(self, writer: CheckpointWriter) -> None:
-        """Wait for the checkpoint that is being written, if any, and note whether it failed."""
+        """Wait for the checkpoint that is being written, if any, and note whether it failed; rank 0 warns once."""
         if not self._is_saving:
             return
         self._is_saving = False
@@ -143,22 +157,13 @@ class CheckpointManager:
         while writer.under_way and time.monotonic() < until:
             here.enter("checkpoint")  # renewed: a slow disk is no hang
             writer.join(1.0)
+        self._unsaved = None
         try:
             writer.wait()
         except NotSaved as error:
             self._unsaved = error
-            self._hear(error)
-        else:
-            self._unsaved, self._pause_s = None, _AGAIN_S
-
-    def _hear(self, failure: Exception) -> None:
-        """Warn once about each failure, on rank 0, and delay the next try."""
-        if not self._world.is_main or failure is self._heard_of or not isinstance(failure, NotSaved):
-            return
-        self._heard_of = failure
-        warn(f"{failure.in_short}; training goes on, and it is tried again")
-        self._again_at = time.monotonic() + (0.0 if failure.freed else self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _AGAIN_LATER_S)
+            if self._world.is_main:
+                warn(f"{error.in_short}; training goes on, and it is tried again")
 
     def is_sound(self, state: TrainState) -> bool:
         """Settle ``state`` and return whether it may replace earlier checkpoints: it is finite.
@@ -169,30 +174,22 @@ class CheckpointManager:
         state.settle()
         return self._job.recipe.nonfinite_steps == 0 or state.is_sound()
 
-    def set_aside(self, step: int) -> int | None:
-        """Rename the checkpoints of ``step`` or later, if an earlier one exists, so that no run resumes from them.
-
-        No rank may save anything afterwards.
-
-        Returns:
-            The step of the newest checkpoint left, on rank 0; None if there is none, and on other ranks.
-        """
-        here.enter("checkpoint")
-        return None if self._writer is None else self._writer.set_aside(step)
+    def last_saved(self) -> int:
+        """Wait for the checkpoint that is being written, and return ``saved_step``."""
+        if self._writer is not None:
+            here.enter("checkpoint")
+            self._await(self._writer)
+        return self.saved_step
 
     @property
     def saved_step(self) -> int:
-        """Step of the last complete checkpoint; 0 before the first."""
-        return 0 if self._writer is None else self._writer.written_step
+        """Step from which the run would resume now; 0: it would begin again."""
+        return self._begun if self._writer is None else max(self._begun, self._writer.written_step)
 
     @property
     def saves(self) -> bool:
         """True if the state is saved when all ranks stop."""
         return self._writer is not None
-
-    def save_with(self, contents: Contents) -> None:
-        """Store ``contents``, the description of the training and validation data, in every later checkpoint."""
-        self._contents = contents
 
     def close(self) -> None:
         """Finish the pending vote; no rank may take a further step."""
@@ -203,9 +200,6 @@ class CheckpointManager:
         minutes = self._job.recipe.checkpoint.every_minutes
         if not self._world.is_main or self._writer is None or self._writer.under_way or self._told:
             return False
-        if (failure := self._writer.failure) is not None:
-            self._hear(failure)
-            return time.monotonic() >= self._again_at
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _save(self, writer: CheckpointWriter, state: TrainState, evaluated: bool) -> None:
@@ -221,24 +215,23 @@ class CheckpointManager:
         self._await(writer)
         self._is_saving = True
         own = state.own()
-        about = {"recipe": recipe_tables(recipe), "images": self._images, "saved_at": time.time()}
-        about |= {} if self._contents is None else {"data": self._contents}
+        about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), **self._data}
         writer.save(stamp, about | state.shared(), own)
 
 
 @contextmanager
 def open_checkpoints(
-    job: Job, world: DistContext, images: int, ask_first: Callable[[], Callable[[], bool]], is_new: bool
+    job: Job, world: DistContext, data: Mapping[str, Any], ask_first: Callable[[], Callable[[], bool]], begun: int
 ) -> Iterator[CheckpointManager]:
     """Build the run's checkpoint manager for the block.
 
     Args:
         job: The run and its recipe.
         world: This rank and its process group.
-        images: Number of training images.
+        data: Noted in each checkpoint.
         ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
             whether one has.
-        is_new: Whether the run starts without a checkpoint.
+        begun: Step of the checkpoint from which the run resumes; 0: none.
 
     Yields:
         The checkpoint manager. It saves nothing if not every node sees the run directory.
@@ -247,9 +240,6 @@ def open_checkpoints(
         UserError: If the job is elastic, and not every node sees the run directory.
     """
     root = common_folder(job.folder / CHECKPOINTS, world, make=True)
-    if world.is_main and is_new and root is not None:
-        with suppress(OSError):  # a full disk is reported when there is something to save
-            expect_first(root)
     if root is None and job.elastic:
         raise UserError(
             f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
@@ -260,6 +250,6 @@ def open_checkpoints(
         )
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        manager = CheckpointManager(job, world, writer, images, ask_first(), store.clone())
+        manager = CheckpointManager(job, world, writer, data, ask_first(), store.clone(), begun)
         yield manager
         manager.close()

@@ -41,8 +41,8 @@ class Accuracy:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class Stopped(Exception):
-    """An evaluation was cut off by a request to stop; raised on every rank."""
+class StopRequested(Exception):
+    """Some rank was asked to stop; raised on every rank."""
 
 
 def evaluate(
@@ -70,7 +70,7 @@ def evaluate(
             needs ``mirror``.
 
     Raises:
-        Stopped: On every rank, if ``asked`` returned true on any of them.
+        StopRequested: On every rank, if ``asked`` returned true on any of them.
         AssertionError: The images seen by all ranks do not add up to the validation set.
     """
     modes = {module: module.training for module in model.modules()}
@@ -100,7 +100,7 @@ def evaluate(
         *correct.flatten().tolist(), float(seen), float(stopped), device=world.device
     )
     if cut_off:
-        raise Stopped
+        raise StopRequested
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
     top1, top5, *averaged = (100 * hit / expected for hit in hits)

@@ -11,13 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.checkpoint import Checkpoint, best, newest, open_checkpoint
-from imagenet_fast.checkpoint.manifest import Manifest
-from imagenet_fast.checkpoint.reader import read_survey
+from imagenet_fast.checkpoint import Checkpoint, chosen_checkpoint, open_checkpoint
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_model, refused_together
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
+from imagenet_fast.metrics.report import is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network, to_channels_last
@@ -25,6 +23,7 @@ from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weig
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
+from imagenet_fast.sync.reshard_state import RunningMeans
 
 
 def build_initial_model(
@@ -137,47 +136,6 @@ def given_weights(given: Path) -> Weights:
     return read_weights(weights_file(folder))
 
 
-def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
-    """Return the checkpoint that ``RUN@WHICH`` names.
-
-    Args:
-        run: The directory of the run.
-        which: ``best``, ``newest``, ``latest``, ``step-N``, ``N``, or the name of the checkpoint's directory. Of
-            several checkpoints of one step, the newest is taken.
-
-    Raises:
-        UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
-    """
-    root = run / "checkpoints"
-    found, _ = read_survey(root)
-    match which:
-        case "best":
-            chosen = best(root)
-        case "newest" | "latest":
-            chosen = newest(root)
-        case _:
-            named = which.removeprefix("step-")
-            same = [
-                f for f, about in found.items() if f.name == which or (named.isdecimal() and about.step == int(named))
-            ]
-            chosen = Checkpoint(same[0], found[same[0]]) if same else None  # the survey lists the newest first
-    if chosen is None:
-        raise UserError(f"{run} has no checkpoint '{which}'{_instead(run, found, which)}")
-    return chosen
-
-
-def _instead(run: Path, found: dict[Path, Manifest], which: str) -> str:
-    """Return the end of an error message: what to give in place of ``which``."""
-    final = (run / FINAL_WEIGHTS).is_file()
-    if not found:
-        return "; it holds none" + (", but final weights: leave the @ out" if final else "; give another run")
-    evaluated = any(manifest.top1 is not None for manifest in found.values())
-    why = ": none of its checkpoints was evaluated" if which == "best" else ""
-    steps = [f"step-{step}" for step in sorted({manifest.step for manifest in found.values()})]
-    names = [*["best"] * evaluated, "newest", *["final"] * final, *steps]
-    return f"{why}; there are {', '.join(names)}"
-
-
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
     """Return the weights that an evaluation at the checkpoint's step would have used.
 
@@ -189,13 +147,13 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
         averaged = shared["average"] is not None
         tensors = dict(shared["average" if averaged else "model"])
         kind = "average" if averaged else "buffers"
-        of_ranks: dict[str, list[Tensor]] = {}
+        means = RunningMeans()
         for _, own in checkpoint.parts():
             for name, tensor in own[kind].items():
-                of_ranks.setdefault(name, []).append(tensor)
+                means.add(name, tensor)
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} is a checkpoint of another version, or not of a training; give another") from None
-    tensors |= {name: _mean(values) for name, values in of_ranks.items() if name in tensors}
+    tensors |= {name: mean for name, mean in means.all().items() if name in tensors}
     return Weights(str(folder), tensors, _described(shared))
 
 
@@ -207,12 +165,3 @@ def _described(shared: dict[str, Any]) -> dict[str, Any]:
         return {}
     classes = shared["data"]["classes"] if "data" in shared else []
     return describe(None, recipe, classes)
-
-
-def _mean(values: list[Tensor]) -> Tensor:
-    """Return the mean, or the maximum of integers such as batch counts; equal tensors stay the same to the bit."""
-    first, *others = values
-    if all(torch.equal(first, other) for other in others):
-        return first
-    stacked = torch.stack(values)
-    return stacked.mean(0) if stacked.is_floating_point() else stacked.amax(0)

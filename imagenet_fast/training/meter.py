@@ -38,15 +38,13 @@ class _Interval:
     """Bytes sent on the link."""
     own: Tensor
     """Sum of losses, non-finite streak, and loss-scale state, in host memory once ``ended`` has passed."""
-    ranks: tuple[Tensor, Timestamp] | None = None
-    """One row per rank, in host memory once the timestamp has passed; None until gathered."""
 
 
 class Meter:
     """Averages over the steps since the last report.
 
-    On a GPU, the host does not wait for a report. One report closes an interval. The next one reads it and sends its
-    values to all ranks. The one after that records it, when both have long completed. ``flush`` records what is left.
+    One report closes an interval. On a GPU the next one records it, when its values have long been in host memory: the
+    host does not wait for the device. ``flush`` records what is left.
 
     The run ends when ``most`` losses in a row were not finite on any rank; 0: never. The time spent waiting for data is
     added to ``outcome``.
@@ -79,8 +77,8 @@ class Meter:
         self._outcome = outcome
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
-        self._intervals: list[_Interval] = []
-        """Intervals not yet recorded, oldest first."""
+        self._closed: _Interval | None = None
+        """Interval that is not yet recorded."""
         self.restart()
 
     def restart(self) -> None:
@@ -113,7 +111,7 @@ class Meter:
         self._streak.add(loss)
 
     def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
-        """Close the interval and record it; on a GPU, record an earlier one instead.
+        """Close the interval and record it; on a GPU, record the one before instead.
 
         Every rank must call it.
 
@@ -132,60 +130,47 @@ class Meter:
         own = _on_host(torch.stack([value.double() for value in (self._loss, self._streak.steps, *self._scale.state)]))
         ended = record_timestamp(self._world.device)
         linked = reached - self._link_begun
-        self._intervals.append(
-            _Interval(
-                step, epoch, lr, self._steps, self._fetches, self._at_start, self._begun, ended, linked, own
-            )
-        )  # fmt: skip
+        if self._world.device.type != "cpu":
+            self.flush(record)
+        self._closed = _Interval(
+            step, epoch, lr, self._steps, self._fetches, self._at_start, self._begun, ended, linked, own
+        )
         if self._world.device.type == "cpu":
             self.flush(record)
-        else:
-            for interval in self._intervals[:-1]:
-                self._advance(interval, record)
         self.restart()
         self._link_begun = reached  # count what a deferring engine sends between the intervals
 
     def flush(self, record: MetricLogger) -> None:
-        """Record every closed interval, waiting for the device.
+        """Record the closed interval, if there is one, waiting for the device.
 
         Every rank must call it.
 
         Raises:
             NonFiniteLoss: As ``report``.
         """
-        while self._intervals:
-            self._advance(self._intervals[0], record)
+        if self._closed is not None:
+            interval, self._closed = self._closed, None
+            self._record(interval, record)
 
-    def _advance(self, interval: _Interval, record: MetricLogger) -> None:
-        if interval.ranks is None:
-            rows = _on_host(gather_rows(self._told_to_all(interval), self._world))
-            interval.ranks = rows, record_timestamp(self._world.device)
-        else:
-            self._intervals.remove(interval)
-            self._record(interval, *interval.ranks, record)
-
-    def _told_to_all(self, interval: _Interval) -> list[float]:
-        """Return the values that other ranks need; waits for the end of the interval."""
-        wait_for(interval.ended)
-        waits = [seconds_between(begun, there) for begun, there in interval.fetches]
-        counted, passed = waits[interval.at_start :], 0.0
-        if counted:
-            passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended)
-        loss, streak = interval.own[:2].tolist()
-        sent = sum(stats.sent_bytes for stats in interval.steps)
-        return [loss, sent, interval.linked, 0 < self._most <= streak, sum(waits), sum(counted), passed]
-
-    def _record(self, interval: _Interval, rows: Tensor, there: Timestamp, record: MetricLogger) -> None:
+    def _record(self, interval: _Interval, record: MetricLogger) -> None:
         """Record the interval: losses and bytes as means over ranks, data waits as maxima over ranks.
 
         If one rank waits for data, all do. The run's total leaves out its first step, and starts with the second step's
         first batch.
         """
         here.enter("record")
-        wait_for(there)
+        wait_for(interval.ended)
+        waits = [seconds_between(begun, there) for begun, there in interval.fetches]
+        counted, passed = waits[interval.at_start :], 0.0
+        if counted:
+            passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended)
+        loss, streak, *scaling = interval.own.tolist()
+        sent = sum(stats.sent_bytes for stats in interval.steps)
+        ended = 0 < self._most <= streak
+        rows = gather_rows([loss, sent, interval.linked, ended, sum(waits), sum(counted), passed], self._world)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
-        waited, counted, passed = rows.amax(0)[4:].tolist()
-        self._outcome.wait_for_data(counted, passed)
+        waited, of_it, passed = rows.amax(0)[4:].tolist()
+        self._outcome.wait_for_data(of_it, passed)
         step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
         seconds = seconds_between(interval.begun, interval.ended)
         record("data", step, wait_pct=100 * waited / seconds)
@@ -207,7 +192,7 @@ class Meter:
                 predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
                 exact={p.engine: p.exact for p in decision},
             )  # fmt: skip
-        if scale := self._scale.told(*interval.own[2:].tolist()):
+        if scale := self._scale.told(*scaling):
             record("precision", step, **scale)
         record("train", step, epoch=interval.epoch, loss=loss / of, lr=interval.lr)
         if spoilt:

@@ -15,12 +15,11 @@ from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import is_finite, trace_nonfinite
 from imagenet_fast.training.train_step import TrainingStep
 
-Location = Literal["watched", "images", "weights", "layer", "loss", "elsewhere"]
+Location = Literal["images", "weights", "layer", "loss", "elsewhere"]
 """Place of the first non-finite values.
 
-``watched`` is best: it was seen in the step itself. The others follow the data flow: the images read, the weights, what
-a layer makes of finite values, the loss of a finite output. ``elsewhere``: this rank's part of the network shows
-nothing.
+They follow the data flow: the images read, the weights, what a layer makes of finite values, the loss of a finite
+output. ``elsewhere``: this rank's part of the network shows nothing.
 """
 
 
@@ -45,11 +44,6 @@ def examine(take_step: TrainingStep) -> Diagnosis:
         images, loss = take_step.repeat() or (None, None)
     streak = int(state.streak)
     names = {module: name for name, module in state.model.named_modules()}
-    if take_step.suspect is not None:
-        first, when = _tell(take_step.suspect, names), f"in step {take_step.watched}"
-        return Diagnosis(
-            streak, "watched", f"{when} {first} was the first layer whose output was not finite though its input was"
-        )
     if not is_finite(images):
         return Diagnosis(streak, "images", "the images are not finite")
     params: dict[nn.Parameter, nn.Module] = {}
@@ -68,11 +62,10 @@ def examine(take_step: TrainingStep) -> Diagnosis:
     return Diagnosis(streak, "elsewhere", "the last micro-batch, repeated, does not show where")
 
 
-def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
+def nonfinite_message(take_step: TrainingStep, keep: CheckpointManager, world: DistContext) -> str:
     """Return the message that explains why the run ends, the same on every rank.
 
-    Every rank must call it. Nothing may be saved afterwards. Checkpoints from when the weights may already have been
-    spoilt are set aside.
+    Every rank must call it.
 
     The message is about the rank, among those that found something, whose loss was the first not to be finite. Ties, as
     between the stages of a pipeline, which share one loss, go to the earlier ``Location``, then to the lower rank.
@@ -84,22 +77,17 @@ def explain(take_step: TrainingStep, keep: CheckpointManager, world: DistContext
     found = min(findings, key=lambda one: (one.place == "elsewhere", -one.streak, order(one.place)))
     last_good = state.step - found.streak  # or the step whose update spoilt the weights: its own loss was finite
     state.outcome.wrong_from = wrong_from = last_good + 1
-    is_read = found.place == "images"
-    saved = keep.set_aside(state.step + 1 if is_read else last_good)
     if found.streak:
         steps = "1 step" if found.streak == 1 else f"{found.streak} steps"
         sentence = f"the loss has not been finite for {steps}, from step {wrong_from} on"
     else:
         sentence = f"step {last_good} has left weights that are not finite"
     remedy = (
-        "see to data.mean, data.std and the images" if is_read else
+        "see to data.mean, data.std and the images" if found.place == "images" else
         "lower optim.lr or lengthen schedule.warmup_epochs, and begin another run"
     )  # fmt: skip
-    kept = "no checkpoint had been written"
-    if saved is not None:
-        kept = f"--resume goes on from the checkpoint of step {saved}"
-        if found.place in ("weights", "elsewhere"):  # by now every layer is affected, so the first one is not known
-            kept += f" and looks at every layer in step {wrong_from}"
+    saved = keep.last_saved()
+    kept = f"the last checkpoint is that of step {saved}" if saved else "no checkpoint had been written"
     return broadcast_error(f"{sentence}: on rank {findings.index(found)} {found.what}; {remedy}; {kept}", world.device)
 
 

@@ -12,24 +12,20 @@ from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.sync.engines import wire_dtype
 
 
-def effective_precision(precision: schema.Precision, bf16: bool) -> schema.Precision:
-    """Return the precision in which layers compute: fp32 instead of bf16 on CPUs without instructions for bf16.
+def effective_precision(precision: schema.Precision, bf16: bool) -> tuple[schema.Precision, str]:
+    """Return the precision in which layers compute, and a line to print if it is not the recipe's.
 
-    They would take ten times as long, and fp32 holds every value of bf16. Gradients are sent in the recipe's wire dtype
-    all the same. fp16 stays, with its overflows and loss scale.
+    CPUs without instructions for bf16 compute in fp32, which holds every value of bf16: bf16 would take ten times as
+    long. Gradients are sent in the recipe's wire dtype all the same. fp16 stays, with its overflows and loss scale.
 
     Args:
         precision: The recipe's precision.
         bf16: Whether all ranks have such instructions, as in ``DistContext``.
     """
-    return schema.Full(kind="fp32") if isinstance(precision, schema.BFloat16) and not bf16 else precision
-
-
-def precision_note(precision: schema.Precision, bf16: bool) -> str:
-    """Return a line to print if layers compute in another precision than the recipe's; else an empty string."""
-    if effective_precision(precision, bf16) == precision:
-        return ""
-    return "layers compute in fp32, not in bf16: a CPU or GPU of these ranks has no instructions for bf16\n"
+    if not isinstance(precision, schema.BFloat16) or bf16:
+        return precision, ""
+    note = "layers compute in fp32, not in bf16: a CPU or GPU of these ranks has no instructions for bf16\n"
+    return schema.Full(kind="fp32"), note
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:

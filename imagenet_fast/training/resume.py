@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,20 +14,17 @@ import torch.distributed as dist
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.data.fingerprint import differences as differences_of_data
 from imagenet_fast.data.loaders import Loaders
+from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import all_reduce_sum, refused_together
-from imagenet_fast.distributed.store import wait_until
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.training.run_lock import CHECKPOINTS, check_replaceable, lock_run_dir
+from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
-
-_NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
 
 
 @dataclass(frozen=True)
@@ -43,8 +38,6 @@ class ResumePoint:
     """True if the number of ranks, their layout or their parts of the model have changed."""
     found_at: float
     """Time when the checkpoint was found, in seconds of the wall clock."""
-    wrong_from: int | None
-    """First step with non-finite numbers, if the run ended because of them."""
 
     @property
     def step(self) -> int:
@@ -130,19 +123,15 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    found, wrong_from = "", None
+    found = ""
     with refused_together(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
             last = newest(job.folder / CHECKPOINTS)
-            if last is not None:
-                found, wrong_from = last.folder.name, _wrong_from(job.folder)
-            else:
-                check_replaceable(job.folder)
-    told = [(found, wrong_from)]
+            found = "" if last is None else last.folder.name
+    told = [found]
     dist.broadcast_object_list(told, src=0, device=world.device)
-    found, wrong_from = told[0]
-    if not found:
+    if not (found := told[0]):
         return None
     root = common_folder(job.folder / CHECKPOINTS, world)
     if root is None:
@@ -156,33 +145,22 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     schedule = shared["recipe"].get("parallel", {}).get("schedule", parallel.schedule)
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
     elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
-    return ResumePoint(checkpoint, shared, elsewhere, time.time(), wrong_from)
+    return ResumePoint(checkpoint, shared, elsewhere, time.time())
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
     """Return how the model differs from that of a checkpoint, in words; empty if not, or if ranks divide the model."""
     if state.division is not None:
         return ""
-    before, now = shared["model"], state.model.state_dict()
-    if other := sorted(now.keys() ^ before.keys()):
-        return f"has {'got' if other[0] in now else 'lost'} {other[0]}"
-    for name in now:
-        if now[name].shape != before[name].shape:
-            return f"has {name} of shape {list(now[name].shape)}, and had {list(before[name].shape)}"
+    models = (shared["model"], state.model.state_dict())
+    before, now = ({name: list(tensor.shape) for name, tensor in model.items()} for model in models)
+    for name in now | before:
+        if now.get(name) != before.get(name):
+            return f"has {name} of shape {now.get(name, 'none')}, and had {before.get(name, 'none')}"
     for name, param in state.model.named_parameters():
         if param.requires_grad and name not in shared["velocity"]:
             return f"trains {name}, which was frozen,"
     return ""
-
-
-def _wrong_from(folder: Path) -> int | None:
-    """Return ``wrong_from`` of the run in ``folder``; None without a readable outcome, which no checkpoint needs."""
-    try:
-        outcome = read_outcome(folder)
-    except UserError:
-        warn(f"{folder / 'outcome.json'} is damaged; the run goes on from its checkpoint without it")
-        return None
-    return None if outcome is None else outcome.wrong_from
 
 
 def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
@@ -193,44 +171,3 @@ def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
             f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "
             "change that back, or give another --out"
         )
-
-
-def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
-    """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
-
-    Return None, on every rank, if some rank sees it by neither path.
-
-    Args:
-        folder: Directory by this rank's path.
-        world: This rank among all.
-        make: Whether rank 0 makes the directory; its parent must exist.
-
-    Raises:
-        UserError: On every rank, if rank 0 cannot write there.
-    """
-    told = [str(folder.absolute()), uuid.uuid4().hex]
-    dist.broadcast_object_list(told, src=0, device=world.device)
-    mark = f".seen-{told[1]}"
-    with refused_together(world.device):
-        try:
-            if world.is_main:
-                if make:
-                    folder.mkdir(exist_ok=True)
-                (folder / mark).touch()
-        except OSError as error:
-            raise UserError(
-                f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
-            ) from None
-    deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
-    places = (folder.absolute(), Path(told[0]))
-    wait_until(lambda: _first_with(mark, *places) is not None, deadline, 0.05)
-    seen = _first_with(mark, *places)
-    (missing,) = all_reduce_sum(float(seen is None), device=world.device)
-    if world.is_main:
-        with suppress(OSError):
-            (folder / mark).unlink()
-    return None if missing else seen
-
-
-def _first_with(name: str, *folders: Path) -> Path | None:
-    return next((folder for folder in folders if (folder / name).exists()), None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,17 +63,19 @@ class TrainState:
         """The model to evaluate, as far as this rank holds it: the moving average if there is one, else the model."""
         return self.model if self.average is None else self.average.module
 
-    def level_statistics(self) -> None:
-        """Average the batch-norm statistics of ``judged`` over all ranks that hold the same layers."""
+    @contextmanager
+    def averaged_statistics(self) -> Iterator[None]:
+        """Average the batch-norm statistics of ``judged`` over all ranks that hold the same layers.
+
+        They stay so, unless an error or a stop ends the block: then all buffers are as they were.
+        """
+        before = {name: buffer.clone() for name, buffer in self.judged.named_buffers()}
         average_batch_norms(self.judged, None if self.division is None else self.division.layout.stage)
-
-    def statistics(self) -> dict[str, Tensor]:
-        """Return a copy of the buffers of ``judged``, for ``put_back``."""
-        return {name: buffer.clone() for name, buffer in self.judged.named_buffers()}
-
-    def put_back(self, statistics: Mapping[str, Tensor]) -> None:
-        """Restore the buffers of ``judged`` from a value of ``statistics``."""
-        _copy(statistics, dict(self.judged.named_buffers()))
+        try:
+            yield
+        except BaseException:
+            _copy(before, dict(self.judged.named_buffers()))
+            raise
 
     def whole(self) -> nn.Module:
         """Return all of ``judged``, even if the model is divided over ranks.
@@ -155,13 +157,11 @@ class TrainState:
 
     def _whole_velocity(self) -> dict[str, Tensor]:
         """Return the momenta by parameter name; in a divided model, 0 for parameters that are not trained."""
-        velocity = self.optimizer.velocity
+        velocity, named = self.optimizer.velocity, dict(self.model.named_parameters())
         if self.division is None:
-            return {name: velocity[param] for name, param in self.model.named_parameters() if param in velocity}
-        holder = copy.deepcopy(self.model)  # a model that holds momenta is gathered like one that holds weights
-        for param, like in zip(self.model.parameters(), holder.parameters(), strict=True):
-            like.data = velocity.get(param, torch.zeros_like(param))
-        return self._whole(holder)
+            return {name: velocity[param] for name, param in named.items() if param in velocity}
+        own = {name: velocity.get(param, torch.zeros_like(param, requires_grad=False)) for name, param in named.items()}
+        return self.division.whole_params(own)
 
 
 def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite import NonFiniteCounter, trace_nonfinite
+from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.optimizers import build_optimizer, set_rate, total_norm
 from imagenet_fast.training.precision import LossScaler, autocast, effective_precision, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
@@ -68,10 +68,6 @@ class TrainingStep:
         self._statistics = StepStatistics(state.model, accumulation, skips=state.scale.largest is not None)
         self._trace = trace
         self._last: tuple[Tensor, Tensor] | None = None
-        self.watched: int | None = None
-        """Step whose forwards are checked layer by layer, for which the host waits; None: no step."""
-        self.suspect: nn.Module | None = None
-        """First layer that turned finite values into non-finite ones in the watched step; None if there was none."""
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
         """Train one step on the next batches of ``batches`` at the learning rate ``lr``."""
@@ -84,7 +80,7 @@ class TrainingStep:
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
             held = state.sync.no_sync() if left else nullcontext()
-            with held, self._statistics.micro_step(), self._looked_at():
+            with held, self._statistics.micro_step():
                 losses.append(self._backpropagate(images, labels).detach())
         self._last = images, labels
         here.enter("sync")
@@ -97,17 +93,6 @@ class TrainingStep:
         self._update(lr)
         state.step += 1
         state.sent_bytes += stats.sent_bytes
-
-    @contextmanager
-    def _looked_at(self) -> Iterator[None]:
-        """Check the forward inside this context layer by layer, if the step is watched."""
-        if self.state.step + 1 != self.watched:
-            yield
-            return
-        with trace_nonfinite(self.state.model) as watch:
-            yield
-        if self.suspect is None:
-            self.suspect = watch.first
 
     def repeat(self) -> tuple[Tensor, Tensor] | None:
         """Run forward and backward of the last micro-batch once more, which changes no weight.
@@ -177,7 +162,7 @@ def build_step(
         clock: Clock of the run; None: the steps belong to no run.
         outcome: Result of the run; None: the steps belong to no run.
     """
-    precision = effective_precision(recipe.precision, world.bf16)
+    precision, _ = effective_precision(recipe.precision, world.bf16)
     set_float32_math(precision)
     parallel, cast, division = recipe.parallel, autocast(precision, world.device), None
     if parallel.ranks > 1:

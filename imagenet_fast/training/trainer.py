@@ -7,6 +7,7 @@ take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.data.loaders import Loaders, build_loaders, example_images, supply_of
-from imagenet_fast.data.stall_advice import advice
+from imagenet_fast.data.bad_images import left_out
+from imagenet_fast.data.fingerprint import compare_data
+from imagenet_fast.data.format_detection import find_data
+from imagenet_fast.data.loaders import Loaders, build_loaders, data_advice, example_images
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
@@ -26,27 +29,26 @@ from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.report import FINAL_WEIGHTS
 from imagenet_fast.metrics.run_dir import open_run_dir
-from imagenet_fast.metrics.run_result import STOPPED_WORDS, RunResult
+from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
-from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.batching import check_norms, explain, split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.data_consistency import compare_data
-from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate
-from imagenet_fast.training.exit_status import Ending
+from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
-from imagenet_fast.training.job_setup import new_folder, plan_job
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
-from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.optimizers import SGD
-from imagenet_fast.training.precision import effective_precision, forward_dtype, precision_note
+from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import claimed, move_record_aside
+from imagenet_fast.training.run_lock import claimed
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -91,12 +93,10 @@ class Trainer:
         """
         self.world = world or current_world()
         if isinstance(job, Path | str):
-            path, root = find_recipe(str(job)), None if data is None else Path(data)
-            folder = [out or new_folder(path.stem, "trainer")]
-            dist.broadcast_object_list(folder, device=self.world.device)  # its name has the time
-            recipe = load_recipe(path, overrides=overrides)
-            job = plan_job(path.stem, recipe, self.world.size, data=root, folder=Path(folder[0]), overrides=overrides)
+            job = _job_by_name(str(job), self.world, None if data is None else Path(data), out, overrides)
         self.job = job
+        precision, note = effective_precision(job.recipe.precision, self.world.bf16)
+        self._dtype, self._note = forward_dtype(precision), note + job.note
         self.ending = ending or Ending(job, self.world, None)
         self.outcome: RunResult = self.ending.outcome
         self.metrics: MetricLogger = MetricLogger(lambda: self.clock.run_s())
@@ -184,7 +184,6 @@ class Trainer:
         self.state = self.step.state
         if found is not None:
             found.load(self.state, world, recipe)
-            self.step.watched = found.wrong_from
             self.resumed_from = found.without_weights()
 
     def _loaders(self, first_step: int) -> Loaders:
@@ -192,7 +191,7 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         return build_loaders(
             recipe.data, job.data, job.batching, world.rank, world.cores, world.device, recipe.seed, first_step,
-            forward_dtype(effective_precision(recipe.precision, world.bf16)), recipe.channels_last,
+            self._dtype, recipe.channels_last,
         )  # fmt: skip
 
     @property
@@ -209,26 +208,28 @@ class Trainer:
             global_batch=job.batching.global_batch, layout=recipe.parallel.layout(self.world.size),
             epochs=recipe.epochs, steps_per_epoch=self.steps_per_epoch, steps=steps, target_top1=recipe.target_top1,
             target_mirrored=recipe.target_mirrored, train_images=self.data.train_order.images,
-            val_images=self.data.val_order.images, note=precision_note(recipe.precision, self.world.bf16) + job.note,
+            val_images=self.data.val_order.images, note=self._note,
         )  # fmt: skip
         if self.world.is_main and state.step < steps and outcome.status != "reached":
             (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()
-        stop = cut_off = False
-        if state.unjudged and self._evaluation_is_due():
-            stop, cut_off = self._evaluate_and_save()
-        while state.step < steps and outcome.status != "reached" and not stop:
-            if state.step % self.steps_per_epoch == 0:
-                self.metrics("epoch", state.step, epoch=self.epoch)
-            self.train_step()
-            if self._evaluation_is_due():
-                stop, cut_off = self._evaluate_and_save()
-            else:
-                stop = self._save(evaluated=False)
+        try:
+            if state.unjudged and self._evaluation_is_due():
+                self._evaluate_and_save()
+            while state.step < steps and outcome.status != "reached":
+                if state.step % self.steps_per_epoch == 0:
+                    self.metrics("epoch", state.step, epoch=self.epoch)
+                self.train_step()
+                if self._evaluation_is_due():
+                    self._evaluate_and_save()
+                elif self.checkpoints is not None:
+                    self.checkpoints.after_step(state)
+            if outcome.status != "reached":
+                outcome.status = "finished"
+        except StopRequested:
+            outcome.status = "preempted"
         self.step.meter.flush(self.metrics)
-        if outcome.status != "reached":
-            outcome.status = "finished" if state.step == steps and not cut_off else "preempted"
 
     @property
     def epoch(self) -> int:
@@ -246,11 +247,11 @@ class Trainer:
             self.step.meter.report(self.metrics, state.step, epoch, self._lr)
         self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
 
-    def evaluate(self) -> Accuracy | None:
+    def evaluate(self) -> Accuracy:
         """Measure and record the accuracy on all validation images, of the averaged weights if the recipe averages.
 
-        Returns:
-            The accuracy; None, with nothing changed, if it was cut off because some rank was asked to stop.
+        Raises:
+            StopRequested: Some rank was asked to stop, which cut it off; nothing has changed.
         """
         state, meter, epoch = self.state, self.step.meter, -(-self.state.step // self.steps_per_epoch)
         if state.step > (self.resumed_from.step if self.resumed_from is not None else 0):
@@ -259,20 +260,14 @@ class Trainer:
             self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
         here.enter("evaluation")
         state.settle()
-        before = state.statistics()
-        with self.clock.pause() as evaluation:
+        with self.clock.pause() as evaluation, state.averaged_statistics():
             if self.checkpoints is not None:  # else a loop of one's own evaluates, and nothing would unfreeze again
                 freeze_gc()
-            state.level_statistics()
-            try:
-                asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
-                recipe = self.job.recipe
-                accuracy = evaluate(
-                    state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
-                )
-            except Stopped:
-                state.put_back(before)
-                return None
+            asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
+            recipe = self.job.recipe
+            accuracy = evaluate(
+                state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
+            )
         meter.restart()
         self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.averaged)
         self.metrics(
@@ -295,14 +290,16 @@ class Trainer:
         epochs, steps = divmod(self.state.step, self.steps_per_epoch)
         return epochs > 0 and steps == 0 and self.job.recipe.evaluates_after(epochs)
 
-    def _evaluate_and_save(self) -> tuple[bool, bool]:
-        """Evaluate and save; return whether to stop, and whether a stop cut the evaluation off."""
-        cut_off = self.evaluate() is None
-        return self._save(evaluated=None if cut_off else True), cut_off
-
-    def _save(self, evaluated: bool | None) -> bool:
-        """Save a checkpoint if one is due, and return whether to stop. See ``CheckpointManager``."""
-        return self.checkpoints is not None and self.checkpoints(self.state, evaluated)
+    def _evaluate_and_save(self) -> None:
+        """Evaluate and save; if a stop cuts the evaluation off, save without it and raise StopRequested."""
+        if self.checkpoints is None:
+            self.evaluate()
+            return
+        try:
+            self.evaluate()
+        except StopRequested:
+            self.checkpoints.stop(self.state)
+        self.checkpoints.save(self.state, evaluated=True)
 
     def _train_soundly(self) -> str:
         """Train to the end or a stop; return why the end could not be saved, or an empty string.
@@ -316,32 +313,23 @@ class Trainer:
         assert checkpoints is not None
         try:
             self.train()
-            if outcome.status in ("reached", "finished") and not checkpoints.is_sound(self.state):
+            if outcome.status != "preempted" and not checkpoints.is_sound(self.state):
                 raise NonFiniteLoss
         except NonFiniteLoss:
-            raise JobAborted(explain(self.step, checkpoints, self.world)) from None
-        if outcome.status in ("reached", "finished"):
-            return checkpoints.finish(self.state, evaluated=True)
+            raise JobAborted(nonfinite_message(self.step, checkpoints, self.world)) from None
         if outcome.status == "preempted":
-            outcome.message = f"{STOPPED_WORDS} after step {outcome.steps}, and "
-            if checkpoints.saves:
-                outcome.message += f"saved; {self.job.resuming} goes on"
-            else:
-                outcome.status = "interrupted"
-                outcome.message += "not saved, as not every node sees the run; give an --out that all of them share"
-        return ""
+            self.ending.stopped(checkpoints.saves)
+            return ""
+        return checkpoints.finish(self.state, evaluated=True)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
         """Save checkpoints in the block, in which a first signal only asks to stop."""
-        begun = self.outcome.steps
+        begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
-        images, is_new = self.data.train_order.images, self.resumed_from is None
-        ask_first = self._ask_first or (lambda: lambda: False)
-        with open_checkpoints(self.job, self.world, images, ask_first, is_new) as self.checkpoints:
-            checkpoints = self.checkpoints
-            checkpoints.save_with(self.data.contents)
-            self.ending.saved_step = lambda: max(begun, checkpoints.saved_step)
+        data = {"images": self.data.train_order.images, "data": self.data.contents}
+        with open_checkpoints(self.job, self.world, data, ask_first, begun) as checkpoints:
+            self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
 
     @contextmanager
@@ -349,8 +337,6 @@ class Trainer:
         """Record the block in the run directory: what it logs, and how it ends."""
         job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
         ending.begin_record()
-        if world.is_main and self.resumed_from is None:
-            move_record_aside(job.folder)
         resumed = None if self.resumed_from is None else self.resumed_from.step
         self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
         try:
@@ -368,7 +354,9 @@ class Trainer:
             ending.leave()
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
-                self.metrics("end", outcome.steps, **vars(outcome), advice=final_advice(self.job, outcome, self.world))
+                starved = world.is_main and outcome.status != "failed" and outcome.is_starved
+                told = data_advice(job.recipe.data, job.data, outcome.data_wait_pct or 0.0, world) if starved else []
+                self.metrics("end", outcome.steps, **vars(outcome), advice=told)
                 self.metrics.close()
                 ending.told()
 
@@ -389,12 +377,18 @@ class Trainer:
             raise JobAborted(failure)
 
 
-def final_advice(job: Job, outcome: RunResult, world: DistContext) -> list[str]:
-    """Return rank 0's advice for a run that waited for its images, unless the run failed."""
-    data = job.recipe.data
-    starved = world.is_main and outcome.status != "failed" and outcome.is_starved
-    if not starved or not isinstance(data, ImageData) or job.data is None:
-        return []
-    with suppress(UserError, OSError):  # the images may be gone by now
-        return advice(outcome.data_wait_pct or 0.0, supply_of(data, job.data, world.cores, world.device))
-    return []
+def _job_by_name(
+    named: str, world: DistContext, data: Path | None, out: Path | str | None, overrides: Sequence[str]
+) -> Job:
+    """Return the job of the recipe ``named``, a name or a file, for the ranks that are here."""
+    path = find_recipe(named)
+    folder = [out or new_folder(path.stem, "trainer")]
+    dist.broadcast_object_list(folder, device=world.device)  # its name has the time
+    recipe = load_recipe(path, overrides=overrides)
+    batching = split_batch(recipe, world.size)
+    check_norms(recipe, batching)
+    root, keys = find_data(recipe.data, data), tuple(override.partition("=")[0].strip() for override in overrides)
+    note = explain(recipe, recipe, batching) + left_out(root)
+    return Job(
+        path.stem, recipe, batching, root, Path(folder[0]).absolute(), note, command=tuple(sys.argv), overrides=keys
+    )

@@ -11,9 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from imagenet_fast.checkpoint import CheckpointWriter, best, newest, open_checkpoint
+from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
 from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
-from imagenet_fast.checkpoint.retention import remove, set_aside, sweep
+from imagenet_fast.checkpoint.reader import best
+from imagenet_fast.checkpoint.retention import remove, sweep
 from imagenet_fast.checkpoint.store_coordination import Leaving
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
@@ -69,7 +70,7 @@ def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
 
 def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     killed = Mock(side_effect=Leaving)  # right after the manifest
-    monkeypatch.setattr("imagenet_fast.checkpoint.commit.first_is_there", killed)
+    monkeypatch.setattr("imagenet_fast.checkpoint.commit.remove_old", killed)
     for step in range(1, 7):
         writer = CheckpointWriter(tmp_path, ALONE, keep=2)
         assert len(names(tmp_path)) <= 3
@@ -280,19 +281,3 @@ def wreck(last: Path, before: Path, chance: random.Random) -> bool:
             victim.write_bytes(corrupted(victim.read_bytes(), chance))
             return True
     return False
-
-
-def test_what_is_set_aside_is_gone_on_from_by_nobody_and_lost_to_nobody(tmp_path: Path):
-    saved(tmp_path, 10, 20, 30, 30)
-    assert set_aside(tmp_path, 20) == 10
-    aside = [f"spoilt-step-{number}" for number in ("00000020", "00000030", "00000030-2")]
-    assert names(tmp_path) == [*aside, "step-00000010"]
-    saved(tmp_path, 20, keep=0)  # it has gone on, and has gone wrong again
-    assert set_aside(tmp_path, 20) == 20, "the only one there is stays"
-    saved(tmp_path, 15, 20)
-    assert set_aside(tmp_path, 16) == 15
-    assert names(tmp_path)[-1] == "step-00000015"
-    assert is_that_of(open_checkpoint(tmp_path / "spoilt-step-00000020"), 20)
-    (tmp_path / "empty").mkdir()
-    assert set_aside(tmp_path / "empty", 7) is None
-    assert set_aside(tmp_path / "none", 0) is None

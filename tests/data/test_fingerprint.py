@@ -101,7 +101,7 @@ def through_a_checkpoint(contents: Contents) -> Any:
 
 def resumed(shared: dict[str, Any]) -> ResumePoint:
     checkpoint = cast(Any, SimpleNamespace(folder=Path("run/step-1")))
-    return ResumePoint(checkpoint, shared, elsewhere=False, found_at=0.0, wrong_from=None)
+    return ResumePoint(checkpoint, shared, elsewhere=False, found_at=0.0)
 
 
 def test_a_class_list_in_another_order_is_told_by_its_first_place():

@@ -23,6 +23,7 @@ import tests
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import EvalResult, judge
+from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.metrics.report import FINAL_WEIGHTS, split_checkpoint
 from imagenet_fast.models import build_model
 from imagenet_fast.models.export import ABOUT
@@ -36,7 +37,6 @@ from imagenet_fast.training.init_weights import (
     given_weights,
     load_initial_weights,
 )
-from imagenet_fast.training.job_setup import plan_evaluation
 from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables

@@ -9,9 +9,9 @@ import pytest
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import rendezvous
+from imagenet_fast.launch.job_setup import on_ranks, plan_job
 from imagenet_fast.launch.rendezvous import local_ranks, parse_nodes, resolve_nodes
 from imagenet_fast.recipe.load import find_recipe, load_recipe
-from imagenet_fast.training.job_setup import on_ranks, plan_job
 
 SMOKE = load_recipe(find_recipe("smoke"), overrides=["global_batch=24"])
 RANGE = ("--nodes", "1:3", "--nproc", "1")

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.metrics import MetricLogger, RunResult, Status
 from imagenet_fast.metrics.json_io import JsonLines
 from imagenet_fast.metrics.tensorboard import TensorBoard, _UnlessFull
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
-from imagenet_fast.training.job_setup import plan_job
 
 CURVES = {
     "compare/step_s", "compare/time_to_accuracy_s", "compare/top1_best", "data/wait_pct", "eval/top1",

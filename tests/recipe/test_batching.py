@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
-from imagenet_fast.training.job_setup import plan_job
 from tests.conftest import refusal_of, tables
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from imagenet_fast.launch.job_setup import recipe_to_train
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.job import Evaluation, Job, differences, read_job, recipe_tables, write_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.training.job_setup import recipe_to_train
 from tests.conftest import tables
 
 STRANGE = Path(os.fsdecode(b"/runs/caf\xe9 \n'\"$x"))

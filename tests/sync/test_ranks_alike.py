@@ -59,7 +59,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "0.weight is of dtype torch.float16 on rank 1 and of dtype torch.float32 on rank 0": lambda: changed(
         lambda model: model[0].half()
     ),
-    "0.weight lies in memory with strides": lambda: changed(lambda model: model.to(memory_format=torch.channels_last)),
+    "0.weight is in memory with strides": lambda: changed(lambda model: model.to(memory_format=torch.channels_last)),
     "parameter 1 is layer1.weight on rank 1 and layer0.weight on rank 0": lambda: Layers(
         (1, 0, 2, 3, 4) if dist.get_rank() == 1 else (0, 1, 2, 3, 4)
     ),

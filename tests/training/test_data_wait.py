@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,15 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tests
+from imagenet_fast.data.loaders import data_advice
 from imagenet_fast.metrics import MetricLogger, RunResult
-from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Full, Recipe
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
-from imagenet_fast.training.trainer import final_advice
 from tests.ranks import with_ranks
 
 
@@ -71,24 +68,12 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
     assert outcome.data_wait_pct is None, "of a run of one step"
 
 
-@pytest.mark.parametrize(
-    ("status", "wait_pct", "rank", "advised"),
-    [
-        ("finished", 5.2, 0, True), ("preempted", 80.0, 0, True), ("finished", 5.0, 0, False),
-        ("finished", None, 0, False), ("failed", 80.0, 0, False), ("finished", 80.0, 1, False),
-    ],
-    ids=["waited", "stopped", "bearable", "unmeasured", "failed", "another rank"],
-)  # fmt: skip
 def test_a_run_that_waited_long_is_told_what_may_help_on_this_node(
-    status: str, wait_pct: float | None, rank: int, advised: bool,
-    make_recipe: Callable[..., Recipe], image_dir: Path, tmp_path: Path,
-):  # fmt: skip
+    make_recipe: Callable[..., Recipe], image_dir: Path, tmp_path: Path
+):
     recipe = make_recipe(data={"dataset": "imagenet", "loader": "dali", "image_size": 32, "resize": 32})
-    job = Job("test", recipe, split_batch(recipe, 2), image_dir, tmp_path)
-    ended = replace(RunResult("failed", "test", "lazy", 2, 16), status=status, data_wait_pct=wait_pct)
-    advice = final_advice(job, ended, tests.world(rank, 2))
-    assert bool(advice) == advised
-    if advised:
-        assert advice[0].startswith(f"Waited for data {wait_pct:.0f} % of training: a rank reads with dali")
-        assert advice[1].startswith("  --set data.loader=folder")
-    assert final_advice(replace(job, data=tmp_path / "gone"), ended, tests.world(rank, 2)) == []
+    advice = data_advice(recipe.data, image_dir, 5.2, tests.world(0, 2))
+    assert advice[0].startswith("Waited for data 5 % of training: a rank reads with dali")
+    assert advice[1].startswith("  --set data.loader=folder")
+    assert data_advice(recipe.data, tmp_path / "gone", 5.2, tests.world(0, 2)) == []
+    assert data_advice(make_recipe().data, None, 5.2, tests.world(0, 2)) == []

@@ -14,7 +14,7 @@ import tests
 from imagenet_fast.data.loaders import Loaders, build_loaders
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.training.evaluation import Accuracy, Stopped, evaluate, mirrored_logits, shifted_logits
+from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate, mirrored_logits, shifted_logits
 from tests.ranks import run, with_ranks
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def _looks_before_the_stop() -> int:
         looks += 1
         return looks == 2
 
-    with pytest.raises(Stopped):
+    with pytest.raises(StopRequested):
         evaluate(model, dataset, EXACT, world, asked if world.rank == 0 else lambda: False)
     assert model.training
     again = evaluate(model, dataset, EXACT, world)

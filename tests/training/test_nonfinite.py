@@ -22,7 +22,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is_finite, trace_nonfinite
-from imagenet_fast.training.nonfinite_report import explain
+from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.train_step import TrainingStep
 from tests.conftest import tiers
@@ -149,12 +149,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 GUARDED = {"kind": "hybrid", "wire": "fp16"}
 """With gradients that are looked at: a step that cannot be used changes no weight."""
 SPOILT = "rank 0 8 of its 8 parameters are not finite, the first of them in features.0 (Conv2d); lower "
-IN_STEP_5 = "rank 0 in step 5 classifier.4 (Linear) was the first layer whose output was not finite though its input "
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({"sync": ENGINES[name]}, SPOILT) for name in ("lazy", "hybrid", "dear", "ddp")},
     "sparse": ({"sync": ENGINES["sparse"]}, "of its 8 parameters are not finite, the first of them in classifier."),
     "layer": ({}, "rank 0 classifier.4 (Linear) is the first layer whose output is not finite though its input is; "),
-    **{f"{name}-watched": ({"sync": ENGINES[name], "watched": 5}, IN_STEP_5) for name in ("lazy", "hybrid", "ddp")},
     "images": (
         {"drawn_images": 1, "spoil": "nothing"},
         "rank 1 the images are not finite; see to data.mean, data.std and the images; ",
@@ -162,15 +160,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "loss": ({"spoil": "loss"}, "on rank 0 the loss is not finite, though the network's output is"),
 }
 LAYOUTS = {
-    "tp4": (Parallel(tensor=4), "0 {}classifier.4 (RowParallel)"),
-    "tp2dp2": (Parallel(tensor=2), "0 {}classifier.4 (RowParallel)"),
-    "pp2dp2": (Parallel(pipeline=2, micro_batches=2), "2 {}classifier.4 (Linear)"),
-    "interleaved": (Parallel(pipeline=2, micro_batches=4, schedule="interleaved"), "0 {}classifier.4 (Linear)"),
-    "pp2tp2": (Parallel(pipeline=2, tensor=2, micro_batches=2), "2 {}classifier.4 (RowParallel)"),
+    "tp4": (Parallel(tensor=4), "0 classifier.4 (RowParallel)"),
+    "tp2dp2": (Parallel(tensor=2), "0 classifier.4 (RowParallel)"),
+    "pp2dp2": (Parallel(pipeline=2, micro_batches=2), "2 classifier.4 (Linear)"),
+    "interleaved": (Parallel(pipeline=2, micro_batches=4, schedule="interleaved"), "0 classifier.4 (Linear)"),
+    "pp2tp2": (Parallel(pipeline=2, tensor=2, micro_batches=2), "2 classifier.4 (RowParallel)"),
 }
 
 
-@pytest.mark.parametrize("case", tiers(["dear", "layer", "lazy-watched", "images", "loss"], CASES))
+@pytest.mark.parametrize("case", tiers(["dear", "layer", "images", "loss"], CASES))
 def test_every_engine_ends_alike_and_names_the_layer_and_the_rank(case: str):
     changes, expected = CASES[case]
     told, other = run(2, _told, changes)
@@ -182,27 +180,24 @@ def test_every_engine_ends_alike_and_names_the_layer_and_the_rank(case: str):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("watched", [None, 5], ids=["", "watched"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_rank_that_holds_the_layer_says_so(layout: str, watched: int | None):
+def test_the_rank_that_holds_the_layer_says_so(layout: str):
     parallel, where = LAYOUTS[layout]
-    seen = {"watched": watched, "sync": ENGINES["dear"]} if watched else {}
-    told, *others = run(4, _told, {"micro_batch": 4} | seen, parallel)
+    told, *others = run(4, _told, {"micro_batch": 4}, parallel)
     assert {*others} == {told}
-    assert f"on rank {where.format('in step 5 ' if watched else '')} " in told
-    assert " the first layer whose output" in told
+    assert f"on rank {where} is the first layer whose output" in told
 
 
 @pytest.mark.parametrize("name", tiers(["hybrid"], ["dear", "lazy"]))
 def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path):
     """Hybrid and dear update a layer in the next forward. That of step 4 has weights that are wild, though finite."""
     for told in run(2, _told, {"sync": ENGINES[name]}, UNDIVIDED, tmp_path):
-        assert told.endswith("; --resume goes on from the checkpoint of step 3 and looks at every layer in step 5")
+        assert told.endswith("; the last checkpoint is that of step 4")
     found = newest(tmp_path)
     assert found is not None
-    assert found.manifest.step == 3
+    assert found.manifest.step == 4
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["spoilt-step-00000004", "step-00000003"], "no later one has displaced it"
+    assert left == ["step-00000003", "step-00000004"], "no later one has displaced them"
     assert all(tensor.isfinite().all() for tensor in found.shared()["model"].values())
 
 
@@ -210,7 +205,7 @@ def test_who_is_told_to_stop_while_numbers_are_wrong_saves_nothing(tmp_path: Pat
     """Ranks vote beside their steps, so that it is some steps later."""
     told, _ = run(2, _told, {"stop": 6, "steps": 99, "nonfinite_steps": 99}, UNDIVIDED, tmp_path)
     assert re.match(r"the loss has not been finite for \d+ steps, from step 5 on: ", told)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
 
 
 def test_whoever_does_not_want_to_be_stopped_is_not_and_all_is_saved(tmp_path: Path):
@@ -221,22 +216,21 @@ def test_whoever_does_not_want_to_be_stopped_is_not_and_all_is_saved(tmp_path: P
 
 
 @pytest.mark.ci
-def test_a_run_that_ended_so_goes_on_from_before_and_looks_at_every_layer(tmp_path: Path):
+def test_a_run_that_ended_so_leaves_its_last_good_checkpoint(tmp_path: Path):
     """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
-    spoilt = r"\d+ of its \d+ parameters are not finite, the first of them in [\w.]+ \(\w+\)"
-    seen = r"in step 10 \w[\w.]* \(\w+\) was the first layer whose output was not finite though its input was"
-    for resumed, most, steps, where, look in (
-        (0, 2, 2, spoilt, " and looks at every layer in step 10"),
-        (1, 100, 7, seen, ""),  # at the end of the second epoch, where there are no final weights to be had
+    where = r"\d+ of its \d+ parameters are not finite, the first of them in [\w.]+ \(\w+\)"
+    for resumed, most, steps in (
+        (0, 2, 2),
+        (1, 100, 7),  # at the end of the second epoch, where there are no final weights to be had
     ):
         run(2, _explode, tmp_path, most, fresh=True)
         outcome, kept = outcome_of(tmp_path), newest(tmp_path / CHECKPOINTS)
         begins = f"the loss has not been finite for {steps} steps, from step 10 on: on rank 0 {where}; lower optim.lr "
-        ends = f"; --resume goes on from the checkpoint of step 8{look}"
+        ends = "; the last checkpoint is that of step 9"
         assert re.fullmatch(f"{begins}.*{ends}", outcome["message"]), outcome["message"]
-        assert (outcome["status"], outcome["resumed"]) == ("failed", resumed)
+        assert (outcome["status"], outcome["resumed"], outcome["wrong_from"]) == ("failed", resumed, 10)
         assert kept is not None
-        assert kept.manifest.step == 8
+        assert kept.manifest.step == 9
         assert not (tmp_path / FINAL_WEIGHTS).exists()
 
 
@@ -265,15 +259,14 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
     """Why training ended that goes wrong after its fourth step, with a report and a checkpoint after every one."""
     own = {"sync": GUARDED, "nonfinite_steps": 3, "global_batch": 16, "checkpoint": {"every_steps": 1}} | changes
     spoil, stop, steps = own.pop("spoil", "layer"), own.pop("stop", 999), own.pop("steps", 8)
-    watched, drawn_images = own.pop("watched", None), own.pop("drawn_images", None)
+    drawn_images = own.pop("drawn_images", None)
     loop = Loop("tiny", parallel, **own)
     torch.manual_seed(0)
     take_step, writer = loop.begin(Tiny()), None
-    take_step.watched = watched
     if folder is not None:
         writer = CheckpointWriter(folder, loop.world, dist.distributed_c10d._get_default_store(), keep=1)
     job = Job("test", loop.recipe, loop.batching, None, folder or Path())
-    keep = CheckpointManager(job, loop.world, writer, 64, lambda: take_step.state.step >= stop)
+    keep = CheckpointManager(job, loop.world, writer, {}, lambda: take_step.state.step >= stop)
 
     def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
         for images, labels in loop.batches(step):
@@ -288,11 +281,11 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
             if step == 3:
                 take_step.state.settle()
                 _spoil(spoil, take_step)
-            keep(take_step.state, False)
+            keep.after_step(take_step.state)
         if writer is not None:
             writer.wait()
     except NonFiniteLoss:
-        told = explain(take_step, keep, loop.world)
+        told = nonfinite_message(take_step, keep, loop.world)
         take_step.state.sync.end_backward()  # of the micro-batch that was repeated
         return told
     finally:

@@ -90,10 +90,10 @@ def test_whoever_waits_for_a_slow_disk_says_so_all_the_time(tmp_path: Path):
     entered: list[Phase] = []
     store = dist.distributed_c10d._get_default_store()
     with CheckpointWriter(tmp_path, world, store) as writer, pytest.MonkeyPatch.context() as patch:
-        manager = CheckpointManager(job, world, writer, 64, lambda: False)
+        manager = CheckpointManager(job, world, writer, {}, lambda: False)
         fsync, once = os.fsync, iter([3.0])
         patch.setattr(os, "fsync", lambda descriptor: (time.sleep(next(once, 0.0)), fsync(descriptor)))
-        manager(state, evaluated=True)
+        manager.save(state, evaluated=True)
         patch.setattr(here, "enter", lambda phase, step=None: entered.append(phase))
         assert not manager.finish(state, True)
         manager.close()

@@ -63,7 +63,7 @@ def _train_on(folder: Path, epochs: int, stop: bool) -> str:
 
 EDITS = {
     r"has 1.weight of shape \[4, 3072\], and had \[8, 3072\]": ([4], True),
-    "has got 3.bias": ([8, 8], True),
+    r"has 2.weight of shape \[8, 8\], and had \[10, 8\]": ([8, 8], True),
     "trains 1.weight, which was frozen,": ([8], False),
 }
 

@@ -62,6 +62,14 @@ class Ending:
             with suppress(OSError):
                 (self._handover / TOLD).touch()
 
+    def stopped(self, saved: bool) -> None:
+        """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
+        then = "not saved, as not every node sees the run; give an --out that all of them share"
+        self.outcome.status = "interrupted"
+        if saved:
+            self.outcome.status, then = "preempted", f"saved; {self._job.resuming} goes on"
+        self.outcome.message = f"{STOPPED_WORDS} after step {self.outcome.steps}, and {then}"
+
     def stop(self, why: str = "") -> None:
         """End this rank after a signal, before all ranks have saved together.
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from imagenet_fast.data.bad_images import QUARANTINE, quarantined
-from imagenet_fast.data.format_detection import check_folders, check_validation
-from imagenet_fast.data.image_names import shown
-from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.bad_images import left_out
+from imagenet_fast.data.format_detection import check_validation, find_data
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
+from imagenet_fast.metrics.run_folder import new_folder
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
-from imagenet_fast.recipe.data_config import Data, SyntheticData
+from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.job import Evaluation, Job, read_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
@@ -63,7 +60,7 @@ def plan_job(
     recipe = scale_recipe(written, ranks) if scale else written
     batching = split_batch(recipe, ranks)
     check_norms(recipe, batching)
-    root = _find_data(recipe.data, data, check_folders)
+    root = find_data(recipe.data, data)
     place = (folder or new_folder(name, recipe.sync.kind)).absolute()
     if fresh_head and init_from is None:
         raise UserError("--fresh-head is for weights to start from; add --init-from FILE, or leave it out")
@@ -113,9 +110,7 @@ def _note(
     written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
 ) -> str:
     """Return a note on the recipe's batch, the number of bad images, and the initial weights."""
-    note = explain(written, recipe, batching)
-    if root is not None and (bad := quarantined(root)):
-        note += f"; {len(bad)} files are left out, by {root / QUARANTINE}"
+    note = explain(written, recipe, batching) + left_out(root)
     if init_from is not None:
         note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
     return note
@@ -187,7 +182,7 @@ def plan_evaluation(
         batch = run.batching.micro_batch
         if not isinstance(recipe.data, SyntheticData):
             data = data or run.data
-    root = _find_data(recipe.data, data, check_validation)
+    root = find_data(recipe.data, data, check_validation)
     place = report.absolute() if report is not None else None
     return Evaluation(name, recipe, Batching(ranks, batch, 1), weights.absolute(), root, place)
 
@@ -216,56 +211,3 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
         raise UserError(f"{run / 'job.json'} is damaged or of another version; name a recipe with --recipe") from None
     recipe = load_recipe(run / "recipe.toml", overrides=overrides) if overrides else job.recipe
     return job.name, recipe, job
-
-
-def _find_data(data: Data, given: Path | None, check: Callable[[Path], None]) -> Path | None:
-    """Return the directory of the images after a ``check``, or None for synthetic images."""
-    if not isinstance(data, SyntheticData):
-        root = resolve_data_dir(data.dataset, given).absolute()
-        check(root)
-        return root
-    if given is not None:
-        raise UserError(
-            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own images; "
-            "leave --data out, or choose a recipe with another loader"
-        )
-    return None
-
-
-def new_folder(recipe: str, what: str) -> Path:
-    """Return the directory of a run without ``--out``: its name has the time, the ``recipe`` and ``what``."""
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}"
-
-
-def check_writable(folder: Path, resume: bool = False, otherwise: str = "go on with it by --resume auto, ") -> None:
-    """Raise UserError if ``folder`` cannot be written, or holds a run and ``resume`` is False.
-
-    Args:
-        folder: The run directory.
-        resume: Whether the run in it is to go on.
-        otherwise: Begins what the message says to do about a run that is there.
-    """
-    nearest = folder
-    try:
-        str(folder.absolute()).encode()
-    except UnicodeEncodeError:  # TensorBoard cannot write there
-        raise UserError(f"--out {shown(str(folder.absolute()))} is not UTF-8; give another --out") from None
-    try:
-        if not resume and _holds_run(folder):
-            raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
-        nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
-        if not nearest.is_dir():
-            raise UserError(f"the run cannot be written to {folder}: {nearest} is a file; give another --out")
-        tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere
-    except OSError as error:
-        raise UserError(
-            f"the run cannot be written to {folder} ({error.strerror}: {nearest}); give another --out"
-        ) from None
-
-
-def _holds_run(folder: Path) -> bool:
-    """Return whether ``folder`` has results of a run. Raises OSError."""
-    weights = (folder / "checkpoints").glob("*")
-    return any((folder / name).exists() for name in ("events.jsonl", "outcome.json")) or any(
-        path.name == "final.safetensors" or path.name.startswith("step-") for path in weights
-    )

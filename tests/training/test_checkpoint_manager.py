@@ -1,0 +1,73 @@
+"""What comes of a save that fails, and of a stop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tests
+from imagenet_fast.checkpoint import CheckpointWriter
+from imagenet_fast.errors import JobAborted
+from imagenet_fast.training.checkpoint_manager import CheckpointManager
+from imagenet_fast.training.evaluation import StopRequested
+from tests.training.jobs import job_of
+
+
+def trained(step: int) -> Any:
+    """A state that is sound, after this step."""
+    outcome = SimpleNamespace(epochs=1, top1=None)
+    return SimpleNamespace(step=step, outcome=outcome, settle=bool, is_sound=lambda: True, shared=dict, own=dict)
+
+
+class Saving(CheckpointManager):
+    """After every second step, to a disk that takes nothing until it is ``ready``."""
+
+    def __init__(self, run: Path) -> None:
+        job = job_of(run, checkpoint={"every_steps": 2, "every_minutes": 0})
+        self.ready, self.told_to_stop = run.mkdir, False
+        self.writer = CheckpointWriter(run / "checkpoints", tests.world(0, 1))
+        super().__init__(job, tests.world(0, 1), self.writer, {}, lambda: self.told_to_stop)
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> Iterator[Saving]:
+    saving = Saving(tmp_path / "run")
+    yield saving
+    saving.writer.close()
+
+
+def test_a_failed_save_is_warned_of_once_and_tried_again_when_the_next_is_due(
+    saving: Saving, capsys: pytest.CaptureFixture[str]
+):
+    saving.after_step(trained(2))
+    saving.writer.join(10.0)
+    for _ in range(3):
+        saving.after_step(trained(3))
+    assert capsys.readouterr().err.count("warning: the checkpoint of step 2 failed: ") == 1
+    saving.ready()
+    saving.after_step(trained(4))
+    assert saving.last_saved() == 4
+    assert not saving.finish(trained(5), evaluated=True)
+    assert (saving.saved_step, capsys.readouterr().err) == (4, "")
+
+
+def test_a_failed_save_is_tried_again_at_the_end(saving: Saving):
+    saving.save(trained(7), evaluated=True)
+    assert "the checkpoint of step 7 failed" in saving.finish(trained(7), evaluated=True)
+    saving.ready()
+    assert not saving.finish(trained(7), evaluated=True)
+    assert saving.saved_step == 7
+
+
+def test_a_stop_comes_after_the_save(saving: Saving):
+    saving.told_to_stop = True
+    with pytest.raises(JobAborted, match="the checkpoint of step 3 failed: "):
+        saving.after_step(trained(3))
+    saving.ready()
+    with pytest.raises(StopRequested):
+        saving.after_step(trained(5))
+    assert saving.saved_step == 5
