@@ -24,14 +24,31 @@ _Fact = TypeVar("_Fact")
 
 
 def broadcast_model(model: nn.Module) -> None:
-    """Copy the weights and buffers of rank 0 to every rank."""
-    tensors = [*model.parameters(), *model.buffers()]
+    """Copy the weights and buffers of rank 0 to every rank.
+
+    Raises:
+        ValueError: One is no plain tensor, or its elements share memory.
+    """
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in named.items():
+        if not is_plain(tensor) or torch._debug_has_internal_overlap(tensor) == 1:
+            raise ValueError(
+                f"{name} is quantised, sparse, nested, expanded or of a class of its own, and cannot be copied to other "
+                "ranks; make it an ordinary tensor (dense, .contiguous()), or load the same model on every rank"
+            )
+    tensors = list(named.values())
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks
         alike = [t.detach() for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in alike])
         with here.waiting():
             dist.broadcast(flat.view(torch.uint8), src=0)  # backends lack some dtypes, such as int16
         _scatter(flat, alike)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the tensor is an ordinary one, whose bytes are its values."""
+    ordinary = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return ordinary and type(tensor.detach()) is Tensor
 
 
 def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:

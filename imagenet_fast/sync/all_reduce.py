@@ -176,9 +176,11 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:
     """Return the dtype in which values of ``dtype`` are sent.
 
-    It is never wider than ``dtype``, and with one rank it is ``dtype``, so that nothing is rounded.
+    It is never wider than ``dtype``. With one rank, and where the wire is fp32, it is ``dtype``, so that nothing is
+    rounded: float64 is sent as it is.
     """
-    return wire if wire.itemsize < dtype.itemsize and topology.size > 1 else dtype
+    rounds = wire != torch.float32 and wire.itemsize < dtype.itemsize
+    return wire if rounds and topology.size > 1 else dtype
 
 
 def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> Collective:

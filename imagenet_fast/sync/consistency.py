@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from imagenet_fast.distributed.reductions import first_difference
+from imagenet_fast.distributed.reductions import first_difference, is_plain
 from imagenet_fast.sync.engine import Engine
 
 _CHUNK = 2**20
@@ -171,7 +171,7 @@ def _digests(tensors: Sequence[Tensor]) -> list[int]:
     """Return a digest of each tensor's bytes in logical order; 0 if its bytes are unknown. One sync per device."""
     by_device: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):
-        if not tensor.is_meta and type(tensor.detach()) is Tensor:  # the bytes of other tensors are not known
+        if not tensor.is_meta and is_plain(tensor):
             by_device.setdefault(tensor.device, []).append(number)
     digests = [0] * len(tensors)
     for device, numbers in by_device.items():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.cost_model.messages import places_in_pool
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
@@ -59,13 +60,12 @@ class GradientBuffer:
         """Give every slot its place in this order, and move the values along. The engine must be laid out, too."""
         self.before_layout()
         old, before = self.values, self.slots
-        self.slots = []
-        offset = 0
-        for index, slot in enumerate(order):
-            stop = offset + (slot.param.numel() // self.alignment + 1) * self.alignment
-            self.slots.append(replace(slot, index=index, start=offset, stop=stop))
-            offset = stop
-        self.values = old.new_zeros(-(-offset // self._multiple) * self._multiple)
+        places = places_in_pool((slot.param.numel() for slot in order), self.alignment)
+        self.slots = [
+            replace(slot, index=index, start=place.start, stop=place.stop)
+            for index, (slot, place) in enumerate(zip(order, places, strict=True))
+        ]
+        self.values = old.new_zeros(-(-self.slots[-1].stop // self._multiple) * self._multiple)
         self.slot_of = {slot.param: slot for slot in self.slots}
         self.strides = [slot.param.stride() for slot in self.slots]
         """The strides of the parameters, by slot."""

@@ -271,6 +271,7 @@ class Loop:
         self.saved: list[Any] | None = None
         self.records: list[Record] = []
         self.violations: list[str] = []
+        self._kept = list(self.model.parameters())
         self._line = 0
         self._replaced = False
 
@@ -466,6 +467,8 @@ class Loop:
             "state_dict": lambda: _sorted(model.state_dict(), self._names),
             "parameters": model.parameters,
             "named_parameters": lambda: dict(model.named_parameters()).values(),
+            "kept": lambda: self._kept,
+            "around": lambda: nn.ModuleList([model]).parameters(),
             "deepcopy": lambda: copy.deepcopy(model).parameters(),
             "pickle": lambda: pickled(model).parameters(),
             "save": lambda: _saved(model).parameters(),
@@ -477,6 +480,7 @@ class Loop:
         ways: dict[str, Callable[[], AbstractContextManager[Any]]] = {
             "eval forward": self._evaluating, "train forward": torch.no_grad, "inference forward": torch.inference_mode,
             "autocast forward": partial(torch.autocast, "cpu", torch.bfloat16),
+            "recorded": nullcontext, "recorded in eval": partial(self._evaluating, recorded=True),
         }  # fmt: skip
         if op.how in weights:
             self._record(op.how, weights[op.how](), shared=True)
@@ -566,9 +570,9 @@ class Loop:
         sync.close()
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self, recorded: bool = False) -> Iterator[None]:
         self.model.eval()
-        with torch.no_grad():
+        with nullcontext() if recorded else torch.no_grad():
             yield
         self.model.train()
 
@@ -605,6 +609,18 @@ class Loop:
                 part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()})
             case "shrink":
                 _shrink(model.parameters())
+            case "shrink kept":
+                _shrink(self._kept)
+            case "shrink around":
+                _shrink(nn.ModuleList([model]).parameters())
+            case "shrink by data":
+                for param in own:
+                    param.data.mul_(0.99)
+            case "reset":
+                torch.manual_seed(which)
+                for module in model.modules():
+                    if hasattr(module, "reset_parameters"):
+                        module.reset_parameters()
             case "shrink by apply":
                 model.apply(lambda module: _shrink(module.parameters(recurse=False)))
             case "shrink by groups":
@@ -738,6 +754,8 @@ def _change_one(param: nn.Parameter, how: str, number: int) -> None:
             param.grad.mul_(0.5)
         case "half":
             param.grad = param.grad / 2
+        case "data":
+            param.grad.data = param.grad / 2
         case "none":
             param.grad = None
         case "clamp":

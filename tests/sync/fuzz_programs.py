@@ -59,7 +59,7 @@ class Fail(Written):
     skipped: Skipped = ()
 
 
-CHANGES = ("halve", "half", "none", "clamp", "noise", "clip norm", "clip value", "log", "none to half")
+CHANGES = ("halve", "half", "none", "clamp", "noise", "clip norm", "clip value", "log", "none to half", "data")
 
 
 @operation
@@ -111,7 +111,8 @@ class Look(Written):
 
 LOOKS = (
     "state_dict", "parameters", "named_parameters", "deepcopy", "pickle", "vector", "optimizer state",
-    "optimizer deepcopy", "eval forward", "train forward", "part", "functional_call", "toggle", "settle",
+    "optimizer deepcopy", "eval forward", "train forward", "part", "functional_call", "toggle", "settle", "kept",
+    "around", "recorded", "recorded in eval",
 )  # fmt: skip
 
 
@@ -370,7 +371,8 @@ class _Writer:
     def between(self) -> None:
         """Of two steps."""
         self.look(0.3)
-        for what, chance in (("save", 0.1), ("restore", 0.1), ("shrink", 0.05), ("vector", 0.04)):
+        writes = [(f"shrink{how}", 0.02) for how in ("", " kept", " around", " by data", " by groups", " by modules")]
+        for what, chance in (("save", 0.1), ("restore", 0.1), ("vector", 0.04), *writes):
             if what == "vector" and self.model.has("conv", "transposed"):
                 continue  # it lays them out anew
             if self.unit and self.clean and self.maybe(chance):

@@ -25,6 +25,11 @@ PROGRAMS = [
     partly("gradients clipped by value", Finished("clip value")),
     partly("gradients replaced", *(Finished(how) for how in ("log", "half", "none to half", "clamp"))),
     partly("gradients changed in place", *(Finished(how) for how in ("halve", "noise", "log"))),
+    partly("gradients given another storage", Finished("data")),
+    program(
+        "gradients given another storage between micro-steps",
+        *step(Backward(sync=False), Locally("data"), Backward(sync=False), Locally("data", 1), Backward()) * 5,
+    ),
     partly("gradients looked at under way", Peek(writes=False)),
     partly("gradients changed under way", Peek(writes=True)),
     program(

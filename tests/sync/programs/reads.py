@@ -31,6 +31,17 @@ PROGRAMS = [
     ),
     looking("blocks called alone", "part", "part in train", "part in eval"),
     looking("parameters and states", "state_dict", "parameters", "named_parameters", "functional_call"),
+    looking("parameters that were kept, and those of a module around", "kept", "around"),
+    looking("forwards with gradients that no backward follows", "recorded", "recorded in eval"),
+    *(
+        program(
+            f"rank 0 looks alone, {how}", *STEP * 4, *(
+                ZeroGrad(), Look(how, alone=True), ZeroGrad(), Backward(), Look(how, alone=True), Step(),
+                Look(how, alone=True),
+            ) * 3,
+        )
+        for how in ("recorded", "recorded in eval")
+    ),
     looking("states and copies of parts", "states of parts"),
     looking("copies of the model", "deepcopy", "pickle", "save"),
     looking(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.sync.fuzz_models import model
-from tests.sync.fuzz_programs import Backward, Do, Look, Refused, ZeroGrad, program
+from tests.sync.fuzz_programs import Backward, Do, Look, Refused, Step, ZeroGrad, program
 from tests.sync.programs.common import STEP
 
 CONVOLUTIONS = model("conv", "conv", "linear")
@@ -13,6 +13,12 @@ PROGRAMS = [
     program(
         "weights written without asking", *(*STEP, Do("shrink by groups"), *STEP, Do("shrink by modules")) * 4,
     ),
+    program(
+        "weights written by a kept list, and by a module around",
+        *(*STEP, Do("shrink kept"), *STEP, Do("shrink around")) * 4,
+    ),
+    program("weights written by data before each forward", *(ZeroGrad(), Do("shrink by data"), Backward(), Step()) * 8),
+    program("weights drawn anew", *(*STEP * 3, Do("reset")) * 3, *STEP),
     program("a vector of all parameters written back", *(*STEP * 2, Do("vector")) * 4),
     program(
         "a part that is loaded", *STEP * 7, Do("load part", 1), Look("eval forward"), *STEP * 2, Do("load part", 3),
