@@ -33,8 +33,8 @@ def broadcast_model(model: nn.Module) -> None:
     for name, tensor in named.items():
         if not is_plain(tensor) or torch._debug_has_internal_overlap(tensor) == 1:
             raise ValueError(
-                f"{name} is quantised, sparse, nested, expanded or of a class of its own, and cannot be copied to other "
-                "ranks; make it an ordinary tensor (dense, .contiguous()), or load the same model on every rank"
+                f"{name} is quantised, sparse, nested, expanded or of a class of its own, and cannot be copied to "
+                "other ranks; make it an ordinary tensor (dense, .contiguous()), or load the same model on every rank"
             )
     tensors = list(named.values())
     for dtype in dict.fromkeys(t.dtype for t in tensors):  # not a set, whose order differs between ranks

@@ -7,23 +7,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 Call = Callable[[nn.Module], None]
 
 
 def fronts(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return, by module, the outermost compiled module around it; a module itself where it is not compiled."""
+    """Return, by module, the one that can have its hook: the outermost compiled module around it, or itself."""
     found: dict[nn.Module, nn.Module] = {}
 
-    def visit(module: nn.Module, outer: nn.Module | None) -> None:
+    def visit(module: nn.Module, outer: nn.Module | None, above: nn.Module) -> None:
         if outer is None and is_compiled(module):
             outer = module
-        found.setdefault(module, outer or module)
+        hooked = above if isinstance(module, ScriptModule) else module  # a scripted module takes no hook
+        found.setdefault(module, outer or hooked)
         for child in module.children():
-            visit(child, outer)
+            visit(child, outer, hooked)
 
-    visit(model, None)
+    visit(model, None, model)
     return found
 
 

@@ -7,8 +7,8 @@ engine strictly in pool order, which is the same on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,27 @@ from torch import Tensor, nn
 
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
-from imagenet_fast.sync.engine import SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
+from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot
-from imagenet_fast.sync.pending import Update
+from imagenet_fast.sync.pending import PendingUpdate, Update
 
-if TYPE_CHECKING:
-    from imagenet_fast.sync.pool import GradientPool
+
+class Owner(Protocol):
+    """What a step needs of its pool."""
+
+    engine: SyncEngine
+    gradients: GradientBuffer
+    order: ArrivalOrder
+    largest: float | None
+    syncing: bool
+    pending: PendingUpdate | None
+
+    def settle(self) -> None:
+        """Carry out every deferred update."""
+
+    def defer(self, apply: Update, used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]]) -> None:
+        """Put off ``apply`` until each parameter is used; ``used`` fills in gradients."""
 
 
 class Step:
@@ -31,7 +46,7 @@ class Step:
     memory instead of four for a memset and an in-place add. Later micro-steps of one step do add in place.
     """
 
-    def __init__(self, pool: GradientPool) -> None:
+    def __init__(self, pool: Owner) -> None:
         """Begin a step of ``pool``, whose layout and engine stay until its end."""
         self._pool = pool
         self.phase = Phase.OPEN
@@ -40,7 +55,7 @@ class Step:
         self.found_inf: Tensor | None = None
         """1 if a gradient cannot be used on any rank, else 0, once all has been sent; None if none is checked."""
         self._late: set[ParamSlot] | None = None  # pending when the first gradient came; None before
-        self._ready = bytearray(len(pool.slots))  # by slot: whether its gradient may be sent
+        self._ready = bytearray(len(pool.gradients.slots))  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine
         self._checked = 0  # slots before this index have been checked
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found
@@ -65,20 +80,22 @@ class Step:
             param.grad = pool.gradients.placeholders[slot.index]
             self._ready[slot.index] = True
             pool.order.note(slot)
-            self._push(len(pool.slots) - 1)  # the last waits for ``end_backward``, or a rank's lone backward would pass
+            self._push(
+                len(pool.gradients.slots) - 1
+            )  # the last waits for ``end_backward``, or a rank's lone backward would pass
 
     def end_backward(self) -> SyncStats:
         """Send what backward did not reach, with a gradient of zero, and all that is left."""
         if self.phase < Phase.SENT:
             pool = self._pool
             self._started()
-            for slot in pool.slots:
+            for slot in pool.gradients.slots:
                 self._take_last(slot)
             self._push_all()
             self.found_inf = self._any_overflow()
             self.stats = pool.engine.finish()
             self.phase = Phase.SENT
-            pool.order.agree(pool.slots, pool.topology)
+            pool.order.agree(pool.gradients.slots, pool.gradients.topology)
         assert self.stats is not None
         return self.stats
 
@@ -89,7 +106,7 @@ class Step:
         if self.phase is Phase.SENT:
             pool = self._pool
             self._wait()
-            self.used(pool.slots)
+            self.used(pool.gradients.slots)
             if (sent := pool.engine.sent_slices()) is not None:
                 pool.gradients.show_only(sent)
             self.phase = Phase.MEANS
@@ -102,22 +119,22 @@ class Step:
         elements = engine.sent_slices()
         limited: Update = update if elements is None else lambda params: update(params, elements)
         if self.phase is Phase.MEANS:
-            limited([slot.param for slot in pool.slots if slot.param.grad is not None])
+            limited([slot.param for slot in pool.gradients.slots if slot.param.grad is not None])
         elif engine.defers and not at_once:
             pool.defer(limited, self.used)
         else:
             self._wait()
-            limited(self.used(pool.slots))
+            limited(self.used(pool.gradients.slots))
         self.phase = Phase.DONE
         if engine.sends_part or engine.defers:
-            _forget_gradients(pool.slots)
+            _forget_gradients(pool.gradients.slots)
 
     def drop(self) -> None:
         """Send zeros for what has not been sent, wait for all, and forget it."""
         contract.check(self.phase, "drop")
         pool = self._pool
         self._started()
-        for slot in pool.slots:
+        for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 pool.engine.store_gradient(pool.gradients.extent(slot), None)
         self._push_all()
@@ -127,7 +144,7 @@ class Step:
         pool.engine.forget_nonfinite()
         pool.order.restart()
         self.phase = Phase.DONE
-        _forget_gradients(pool.slots)
+        _forget_gradients(pool.gradients.slots)
 
     def used(self, slots: Sequence[ParamSlot]) -> list[nn.Parameter]:
         """Put the gradients of ``slots`` into ``p.grad``, and return the parameters to update.
@@ -146,7 +163,7 @@ class Step:
     def check_range(self) -> None:
         """Check the gradients pushed so far, if the pool guards them. The engine calls it before it sends them."""
         if self._pool.largest is not None and self._checked < self._front:
-            slots = self._pool.slots
+            slots = self._pool.gradients.slots
             since = self._pool.gradients.values[slots[self._checked].start : slots[self._front - 1].stop]
             self._magnitudes.append(torch.linalg.vector_norm(since, math.inf))
             self._checked = self._front
@@ -155,7 +172,7 @@ class Step:
         """Before the first gradient, carry out the updates that the forward did not reach; return their slots."""
         if self._late is None:
             pool = self._pool
-            contract.refuse_late_group(pool.topology)
+            contract.refuse_late_group(pool.gradients.topology)
             self._late = set() if pool.pending is None else pool.pending.slots
             pool.settle()
             pool.engine.start()
@@ -187,7 +204,7 @@ class Step:
 
     def _push(self, stop: int) -> None:
         """Push to the engine every slot before ``stop`` that is ready and has no unready slot before it."""
-        slots, engine = self._pool.slots, self._pool.engine
+        slots, engine = self._pool.gradients.slots, self._pool.engine
         while self._front < stop and self._ready[self._front]:
             self._front += 1
             engine.gradient_ready(slots[self._front - 1])
@@ -197,12 +214,12 @@ class Step:
         self._push(len(self._ready))
 
     def _wait(self) -> None:
-        for slot in self._pool.slots:
+        for slot in self._pool.gradients.slots:
             self._pool.engine.wait(slot)
 
     def _any_overflow(self) -> Tensor | None:
         """Return 1 if any rank found an unusable gradient in this step, else 0; None if gradients are not checked."""
-        largest, topology = self._pool.largest, self._pool.topology
+        largest, topology = self._pool.largest, self._pool.gradients.topology
         if largest is None:
             return None
         self.check_range()
