@@ -29,7 +29,8 @@ from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_pool import GradientPool
-from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, elements_in, move, places_of
+from imagenet_fast.sync.kept_state import by_name, cut, lay
+from imagenet_fast.sync.param_slot import USED, ParamSlot, elements_in, move
 
 
 @dataclass(frozen=True)
@@ -214,12 +215,12 @@ class Sparse(SyncEngine):
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
         if self._agreed is not None:
             self._agreed.wait()
-        residual, velocity = self._pool.buffer.clone(), self._velocity.clone()
-        self._clear(residual, velocity)
-        return {
-            "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
-            "ages": self._ages.clone(), "places": places_of(self._pool.slots),
-        }  # fmt: skip
+        flat = {"residual": self._pool.buffer.clone(), "velocity": self._velocity.clone()}
+        self._clear(**flat)
+        chunks = {"scores": self._scores.clone(), "ages": self._ages.clone(), "starts": self._starts()}
+        if self._momentum is None:
+            del flat["velocity"]
+        return {"step": self._step, "kept": cut(self._pool.slots, **flat), "chunks": chunks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same.
@@ -227,19 +228,21 @@ class Sparse(SyncEngine):
         Raises:
             ValueError: The state is another engine's.
         """
-        refuse_state_of_another(self, state, {"step", "residual", "velocity", "places"})
-        self._pool.order(state["places"])
+        state = by_name(state)
+        refuse_state_of_another(self, state, {"step", "kept", "chunks"})
         self.rebuild_buckets()
-        self._step = state["step"]
-        slots, places = self._pool.slots, state["places"]
-        bring(state["residual"], places, self._pool.buffer, slots)
-        if self._momentum is not None and state["velocity"] is not None and state["velocity"].numel():
-            bring(state["velocity"], places, self._velocity, slots)
-        measured = "scores" in state and places == places_of(slots) and len(state["ages"]) == len(self._ages)
-        if measured:  # else the chunks hold other values than they did
-            self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
-            self._ages.copy_(state["ages"])
+        self._step, slots, kept, chunks = state["step"], self._pool.slots, state["kept"], state["chunks"]
+        lay(kept, "residual", slots, self._pool.buffer)
+        if self._momentum is not None:
+            lay(kept, "velocity", slots, self._velocity)
+        same = chunks is not None and list(kept) == [slot.name for slot in slots] and chunks["starts"] == self._starts()
+        if same and len(chunks["ages"]) == len(self._ages):  # else the chunks hold other values than they did
+            self._scores[: len(self._chunks)] = chunks["scores"][: len(self._chunks)]
+            self._ages.copy_(chunks["ages"])
         self._choose()
+
+    def _starts(self) -> list[int]:
+        return [slot.start for slot in self._pool.slots]
 
     def close(self) -> None:
         """Wait for all messages, and end the process groups."""
