@@ -94,6 +94,9 @@ class Scheduler(SyncEngine):
         self._watch_no_longer()
         plain = self._step < self._plain_steps
         self._engine = replace(self._declared, compressor=None) if plain else self._declared
+        if self._residual is not None:
+            self._kept, self._residual = self._residual.by_name(), None
+        self._plan = _Plan((), (), {}, (), ())  # lets go of buffers before others are made
         self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
         if self._timing is None and self._engine.learns:
             self._timetable = self._pool.watch(layers=self.defers)
@@ -215,8 +218,7 @@ class Scheduler(SyncEngine):
         """Build the phases of all messages, and take over what quantisation has left."""
         pool, residual = self._pool, None
         if is_coded(wire):
-            kept = self._kept if self._residual is None else self._residual.by_name()
-            residual = ErrorFeedback(pool.slots, pool.buffer.device, kept)
+            residual = ErrorFeedback(pool.slots, pool.buffer.device, self._kept)
         ops: list[Sequence[CommOp]] = []
         rest: Sequence[CommOp] = ()
         for message in messages:

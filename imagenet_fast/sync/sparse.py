@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import piece_bytes
+from imagenet_fast.cost_model.messages import HIGH_PRIORITY
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
-from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_pool import GradientPool
@@ -95,7 +95,6 @@ class Sparse(SyncEngine):
             self._agreed = None
         self._chunks = self._pool.buffer.view(-1, chunk)
         count = len(self._chunks)
-        self._filled = {n for slot in self._pool.slots for n in range(slot.start // chunk, -(-slot.flag // chunk))}
         if self._momentum is not None:
             before, slots = self._velocity, self._slots
             self._velocity, self._slots = torch.zeros_like(self._pool.buffer), list(self._pool.slots)
@@ -114,7 +113,6 @@ class Sparse(SyncEngine):
         self._choose()
         self._sent = self._ids[:0]  # chunks in the pool that have been applied
         self._selected: list[int] = []  # ids of this step's chunks, rising
-        self._held = 0  # index of the last that holds values, not only padding: it waits for `finish`
         self._next = 0  # index of the first that is not launched
         self._packed = 0  # index of the first that is not ready
         self._messages: list[_Message] = []  # in flight
@@ -141,7 +139,6 @@ class Sparse(SyncEngine):
         else:
             everything = len(self._ids) == len(self._chunks)
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
-        self._held = max((place for place, number in enumerate(self._selected) if number in self._filled), default=0)
         self._clear(self._pool.buffer, self._velocity)
         self._sent = self._ids[:0]
 
@@ -164,9 +161,9 @@ class Sparse(SyncEngine):
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
     def gradient_ready(self, slot: ParamSlot) -> None:
-        """Launch the chosen chunks that are complete, but for the last with values, once they reach the threshold."""
+        """Launch the chosen chunks that are complete, once they reach the threshold."""
         ready = bisect_right(self._selected, slot.stop // self._settings.chunk - 1)
-        while self._packed < min(ready, self._held):
+        while self._packed < ready:
             self._packed += 1
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
@@ -174,7 +171,8 @@ class Sparse(SyncEngine):
     def finish(self) -> SyncStats:
         """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics."""
         self._packed = len(self._selected)
-        self._launch()
+        if self._next < self._packed:
+            self._launch()
         if not self.defers:
             self._await(list(self._messages))
         self._next = self._packed = 0
