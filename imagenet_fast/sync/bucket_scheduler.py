@@ -228,7 +228,7 @@ class Scheduler(SyncEngine):
             now, rest = self._halves(message, wire, None if residual is None else residual.blocks(message.part))
             ops.append(now)
         if residual is not None:
-            residual.arranged()
+            residual.adopted()
             self._residual, self._kept = residual, {}
         return ops
 
@@ -245,7 +245,7 @@ class Scheduler(SyncEngine):
         if engine.compressor is None:
             phases = average(pool.buffer[message.part], message.lane)
             turn = next(
-                (n for n, phase in enumerate(phases) if phase.gathers and engine.split_reduce_scatter), len(phases)
+                (n for n, phase in enumerate(phases) if phase.second_half and engine.split_reduce_scatter), len(phases)
             )
         elif topology.size == 1:
             return [], []

@@ -98,14 +98,14 @@ class ErrorFeedback:
         own = slice(part.start // BLOCK, part.stop // BLOCK)
         return BlockMap(self._kinds[:, own], self._numbers[:, own], own.start, self)
 
-    def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
+    def sum_shared(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
         """Declare that ``ranks`` ranks have rows in common from now on; ``add_up`` sums a tensor over these ranks."""
         if self._left is not None and ranks not in self._shared:
             left = self._left.to(torch.float64, copy=True)  # on all ranks, whatever ``by_name`` returned on this one
             add_up(left)
             self._shared[ranks] = (left / ranks).float()
 
-    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
+    def rows_of(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
         """Hand over the residual of ``blocks`` to the caller, as rows.
 
         Args:
@@ -120,7 +120,7 @@ class ErrorFeedback:
         self._pieces.append((blocks, rows, real, sharing))
         return rows
 
-    def arranged(self) -> None:
+    def adopted(self) -> None:
         """Forget the initial residual, because all messages have taken theirs."""
         self._left = None
         self._shared.clear()
@@ -203,7 +203,7 @@ class Packer:
         """The residual of the rows with codes, in the shape of ``coded``; None if the error is lost."""
         if blocks.residual is not None:
             own = (coded.flatten() + blocks.first).to(device)
-            self.residual = blocks.residual.take(own, coded_rows.to(device), sharing).view(self.coded.shape)
+            self.residual = blocks.residual.rows_of(own, coded_rows.to(device), sharing).view(self.coded.shape)
 
     def keep_residual(self) -> None:
         """Keep the error of the codes, for values that lie in no pool."""

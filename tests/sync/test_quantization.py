@@ -227,7 +227,7 @@ def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks:
     rows = before._pieces[0][1]
     rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
     after = ErrorFeedback(slots, CPU, before.by_name())
-    after.share(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
+    after.sum_shared(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
     Packer(after.blocks(whole), 2, torch.int8, CPU, ranks)
     real = before._pieces[0][2]
     assert torch.equal(after._pieces[0][1][real], rows[real])

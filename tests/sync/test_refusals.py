@@ -533,7 +533,8 @@ def as_before(saved: dict[str, Any], pool: GradientPool) -> dict[str, Any]:
     if "chunks" in engine:
         rest = engine.pop("chunks") | {"residual": flat("residual"), "velocity": flat("velocity")}
     else:
-        rest = {"left": flat("residual"), "memory": {name: own for name, own in kept.items() if "error" in own}}
+        memory = {name: own for name, own in kept.items() if "error" in own}
+        rest = {"left": None if memory else flat("residual"), "memory": memory}
     return saved | {"engine": engine | rest | {"places": places}, "elected": "", "loss_scale": None}
 
 
