@@ -63,7 +63,7 @@ def all_reduce(
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
     _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), topology.grid(collective))
-    chain.land(topology.stream((), lane + "landing"))
+    chain.close(topology.stream((), lane + "landing"))
     return chain.phases
 
 
@@ -100,7 +100,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
     exact = torch.promote_types(values.dtype, torch.float32)
     if inside > 1:
         if short:
-            chain.locally(lambda: message.copy_(values))
+            chain.add_local(lambda: message.copy_(values))
         own = values.new_empty(values.numel() // inside, dtype=exact) if (halving or coded) and wire != exact else None
         shard = scatter(chain, message, way.stream(grid.row, "scatter"), own, inside * early)
     elif coded:
@@ -108,27 +108,27 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
     elif halving:
         shard = values if values.dtype == exact else torch.empty_like(values, dtype=exact)
         if early > 1:
-            chain.locally(lambda: torch.div(values, early, out=shard))
+            chain.add_local(lambda: torch.div(values, early, out=shard))
     else:
         shard = message
         if early > 1 or short:
-            chain.locally(lambda: torch.mul(values, 1 / early, out=message))
+            chain.add_local(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
     if coded:
         _between_coded(chain, shard, way, grid)
     elif ranks > 1:
         _between(chain, shard, way, grid.column, backend_adds, mean)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
-        chain.locally(lambda: shard.div_(ranks))
+        chain.add_local(lambda: shard.div_(ranks))
     arrived = shard
     if inside > 1:
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(way.topology.rank)]
-            chain.locally(lambda: part.copy_(own))
+            chain.add_local(lambda: part.copy_(own))
         gather(chain, message, way.stream(grid.row, "gather"), way.cut)
         arrived = message
     if arrived is not values:
-        chain.locally(lambda: values.copy_(arrived))
+        chain.add_local(lambda: values.copy_(arrived))
 
 
 def _between(
@@ -139,10 +139,10 @@ def _between(
 
     if backend_adds:
         whole = stream("all-reduce")
-        chain.over(whole, lambda: whole.all_reduce(shard, mean=mean))
+        chain.add_collective(whole, lambda: whole.all_reduce(shard, mean=mean))
     elif way.collective == "butterfly":
         steps = stream("butterfly")
-        chain.over(steps, lambda: butterfly(shard, way.wire, steps))
+        chain.add_collective(steps, lambda: butterfly(shard, way.wire, steps))
     elif way.collective == "parameter_server":
         parameter_server(chain, shard, stream("scatter"), stream("gather"), way.servers)
     else:
@@ -156,7 +156,9 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
     blocks = way.blocks.part(grid.row.index(way.topology.rank), inside)
     if blocks.residual is not None and inside > 1:
         row = way.stream(grid.row, "residual")
-        blocks.residual.share(inside, lambda left: carry([CommOp(row, lambda: row.all_reduce(left), False)]).wait())
+        blocks.residual.sum_shared(
+            inside, lambda left: carry([CommOp(row, lambda: row.all_reduce(left), False)]).wait()
+        )
     halving = way.collective == "butterfly"
     streams = [way.stream(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
     if not blocks.kinds.any():
@@ -167,7 +169,7 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
     packing = Packer(blocks, len(owners), way.wire, shard.device, inside)
     if halving:
         (steps,) = streams
-        chain.over(steps, lambda: coded_butterfly(shard, packing, steps))
+        chain.add_collective(steps, lambda: coded_butterfly(shard, packing, steps))
     else:
         push, pull = streams
         coded_pairwise(chain, shard, packing, push, pull, owners, way.cut)
@@ -213,11 +215,11 @@ def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor |
     """
     into = values.view(stream.size, -1)[stream.place] if own is None else own
     if own is None and divisor == stream.size and values.dtype == torch.float32 and values.is_cuda:
-        chain.over(stream, lambda: stream.reduce_scatter(values))  # NCCL adds fp32 itself, without a copy
+        chain.add_collective(stream, lambda: stream.reduce_scatter(values))  # NCCL adds fp32 itself, without a copy
         return into
     arrived = torch.empty_like(values)
-    chain.over(stream, lambda: stream.all_to_all(arrived, values))
-    chain.locally(lambda: mean_of(arrived, stream.size, divisor, into))
+    chain.add_collective(stream, lambda: stream.all_to_all(arrived, values))
+    chain.add_local(lambda: mean_of(arrived, stream.size, divisor, into))
     return into
 
 
@@ -230,7 +232,7 @@ def gather(chain: OpSequence, values: Tensor, stream: CommStream, alone: bool) -
         stream: The ranks.
         alone: Whether few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
     """
-    chain.over(stream, lambda: stream.all_gather(values, direct=alone), gathers=True)
+    chain.add_collective(stream, lambda: stream.all_gather(values, direct=alone), second_half=True)
 
 
 def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: CommStream, servers: int) -> None:
@@ -245,7 +247,7 @@ def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: 
         parts[place] = part.numel()
     own = parts[push.place]  # 0 unless this rank is a server
     arrived = values.new_empty(own * ranks)
-    chain.over(push, lambda: push.all_to_all(arrived, values, [own] * ranks, parts))
+    chain.add_collective(push, lambda: push.all_to_all(arrived, values, [own] * ranks, parts))
 
     def answer() -> Tensor:
         mean = values.new_empty(own)
@@ -253,7 +255,7 @@ def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: 
             mean_of(arrived, ranks, ranks, mean)
         return mean.repeat(ranks)
 
-    chain.over(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), gathers=True)
+    chain.add_collective(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), second_half=True)
 
 
 def server_places(ranks: int, servers: int) -> list[int]:

@@ -17,12 +17,13 @@ from imagenet_fast.cost_model.step_prediction import releases_of, thresholds, wa
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
 from imagenet_fast.sync.bucketing import BucketChunk, step_model
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
-from imagenet_fast.sync.compressor import Memory, phases_by_round
+from imagenet_fast.sync.compressor import phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
+from imagenet_fast.sync.kept_state import Kept, by_name, copied
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
-from imagenet_fast.sync.param_slot import ParamSlot, bring, label_of, places_of
+from imagenet_fast.sync.param_slot import ParamSlot, label_of
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_coded
 
 _ON_ONE_NODE = 2.0**22
@@ -70,7 +71,7 @@ class Scheduler(SyncEngine):
         """
         self.defers = engine.awaits == "read"
         self._step = 0
-        self._memory: Memory = {}  # what the compressor keeps from step to step
+        self._kept: Kept = {}  # the compressor's, or quantisation errors until an ErrorFeedback holds them
         self._pool = pool
         if engine.bucket_bytes is None and pool.topology.is_one_node:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
@@ -82,7 +83,6 @@ class Scheduler(SyncEngine):
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
         self._residual: ErrorFeedback | None = None
-        self._left: Tensor | None = None  # loaded quantisation errors, until there is an ErrorFeedback to hold them
         pool.align_slots(slot_alignment(self._topology.layout, format_of(self._wire)))
         self._timetable: LayerTimer | None = None
         self._in_flight: dict[int, AllReduceHandle] = {}  # by number of the message
@@ -94,6 +94,9 @@ class Scheduler(SyncEngine):
         self._watch_no_longer()
         plain = self._step < self._plain_steps
         self._engine = replace(self._declared, compressor=None) if plain else self._declared
+        if self._residual is not None:
+            self._kept, self._residual = self._residual.by_name(), None
+        self._plan = _Plan((), (), {}, (), ())  # lets go of buffers before others are made
         self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
         if self._timing is None and self._engine.learns:
             self._timetable = self._pool.layer_timer(layers=self.defers)
@@ -144,29 +147,23 @@ class Scheduler(SyncEngine):
             learnt = {
                 "timing": asdict(self._timing), "network": self._network.state_dict(), "ranks": self._topology.size
             }  # fmt: skip
-        if not self.has_residual and learnt is None and self._left is None:  # one rank keeps what several have left
+        if not self.has_residual and learnt is None and not self._kept:  # one rank keeps what several have left
             return {}
-        left = self._left if self._residual is None else self._residual.gathered()
-        return {
-            "step": self._step, "left": left, "memory": _copied(self._memory, self._pool.values.device),
-            "places": places_of(self._pool.slots), "learnt": learnt,
-        }  # fmt: skip
+        kept = copied(self._kept, self._pool.values.device) if self._residual is None else self._residual.by_name()
+        return {"step": self._step, "kept": kept, "learnt": learnt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a value of ``state_dict``, and adopt its layout. Do nothing if it is empty.
+        """Continue from a value of ``state_dict``. Do nothing if it is empty.
 
         Raises:
             ValueError: The state is another engine's.
         """
         if not state:
             return
-        refuse_state_of_another(self, state, {"step", "left", "memory", "places", "learnt"})
-        self._pool.set_order(state["places"])
-        self._step, self._memory = state["step"], _copied(state["memory"], self._pool.values.device)
-        self._residual, self._left = None, None
-        if state["left"] is not None:
-            self._left = self._pool.values.new_zeros(self._pool.slots[-1].stop, dtype=state["left"].dtype)
-            bring(state["left"], state["places"], self._left, self._pool.slots)
+        state = by_name(state)
+        refuse_state_of_another(self, state, {"step", "kept", "learnt"})
+        self._step, self._kept = state["step"], copied(state["kept"], self._pool.values.device)
+        self._residual = None
         learnt, ranks = state["learnt"], self._topology.size
         if learnt and learnt.get("ranks", ranks) == ranks:
             self._timing = Timing(**learnt["timing"])
@@ -221,8 +218,7 @@ class Scheduler(SyncEngine):
         """Build the phases of all messages, and take over what quantisation has left."""
         pool, residual = self._pool, None
         if is_coded(wire):
-            left = self._left if self._residual is None else self._residual.moved(pool.slots)
-            residual = ErrorFeedback(pool.slots, pool.values.device, left)
+            residual = ErrorFeedback(pool.slots, pool.values.device, self._kept)
         ops: list[Sequence[CommOp]] = []
         rest: Sequence[CommOp] = ()
         for message in messages:
@@ -232,8 +228,8 @@ class Scheduler(SyncEngine):
             now, rest = self._halves(message, wire, None if residual is None else residual.blocks(message.part))
             ops.append(now)
         if residual is not None:
-            residual.arranged()
-            self._residual, self._left = residual, None
+            residual.adopted()
+            self._residual, self._kept = residual, {}
         return ops
 
     def _halves(
@@ -249,12 +245,12 @@ class Scheduler(SyncEngine):
         if engine.compressor is None:
             phases = average(pool.values[message.part], message.lane)
             turn = next(
-                (n for n, phase in enumerate(phases) if phase.gathers and engine.split_reduce_scatter), len(phases)
+                (n for n, phase in enumerate(phases) if phase.second_half and engine.split_reduce_scatter), len(phases)
             )
         elif topology.size == 1:
             return [], []
         else:
-            compressed = engine.compressor.rounds(message.bucket, pool.values, topology, self._memory)
+            compressed = engine.compressor.rounds(message.bucket, pool.values, topology, self._kept)
             first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
             phases = [*first, *chain.from_iterable(others)]
             turn = len(first) if engine.split_reduce_scatter else len(phases)
@@ -286,7 +282,3 @@ class Scheduler(SyncEngine):
                     transfer.wait()  # a message that is lost stays in flight
             self._stats.add(label, *transfer.traffic)
             del self._in_flight[number]
-
-
-def _copied(memory: Memory, device: torch.device) -> Memory:
-    return {name: {kind: kept.to(device, copy=True) for kind, kept in own.items()} for name, own in memory.items()}

@@ -9,15 +9,12 @@ from __future__ import annotations
 import torch
 
 from imagenet_fast.cost_model import messages
-from imagenet_fast.cost_model.messages import HIGH_PRIORITY
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.sync.all_reduce import format_of
 from imagenet_fast.sync.engine import Engine
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
-
-__all__ = ["HIGH_PRIORITY", "BucketChunk", "step_model"]
 
 BucketChunk = messages.BucketChunk[ParamSlot]
 """One message: a piece of a bucket, or one half of that piece's all-reduce."""

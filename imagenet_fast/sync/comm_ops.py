@@ -18,7 +18,7 @@ class CommOp:
 
     stream: CommStream
     start: Callable[[], Work | None]
-    gathers: bool
+    second_half: bool
     """True if the phase belongs to the second half, which distributes finished means and may be delayed."""
 
 
@@ -52,11 +52,11 @@ class OpSequence:
         self.phases: list[CommOp] = []
         self._before: list[Callable[[], object]] = []
 
-    def locally(self, act: Callable[[], object]) -> None:
+    def add_local(self, act: Callable[[], object]) -> None:
         """Add local work."""
         self._before.append(act)
 
-    def over(self, stream: CommStream, act: Callable[[], Work | None], gathers: bool = False) -> None:
+    def add_collective(self, stream: CommStream, act: Callable[[], Work | None], second_half: bool = False) -> None:
         """Add a phase over ``stream`` that does the local work added before, then ``act``."""
         before, self._before = self._before, []
 
@@ -65,12 +65,12 @@ class OpSequence:
                 work()
             return act()
 
-        self.phases.append(CommOp(stream, start, gathers))
+        self.phases.append(CommOp(stream, start, second_half))
 
-    def land(self, stream: CommStream) -> None:
+    def close(self, stream: CommStream) -> None:
         """Add the remaining local work, if any, as a last phase over ``stream``, which has no ranks."""
         if self._before:
-            self.over(stream, _nothing, gathers=True)
+            self.add_collective(stream, _nothing, second_half=True)
 
 
 def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:

@@ -14,11 +14,9 @@ from typing import Protocol
 from torch import Tensor
 
 from imagenet_fast.sync.comm_ops import CommOp
+from imagenet_fast.sync.kept_state import Kept
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
-
-Memory = dict[str, dict[str, Tensor]]
-"""The tensors that a compressor keeps from step to step, by parameter name and then by their own name."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Compressor(Protocol):
         """Return how many values are sent for this slot."""
         ...
 
-    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Kept) -> Compressed:
         """Build the compression of neighbouring slots of the pool.
 
         Tensors that ``memory`` lacks are created there, and kept there from step to step.

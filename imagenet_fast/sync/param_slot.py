@@ -75,30 +75,6 @@ def move(values: Tensor, slots: Sequence[ParamSlot], into: Tensor, others: Seque
             into[slot.start : slot.flag + 1] = values[old.start : old.flag + 1]
 
 
-Places = dict[str, tuple[int, int]]
-"""The indices of a gradient's first element and of its flag, by parameter name, in pool order."""
-
-
-def places_of(slots: Sequence[ParamSlot]) -> Places:
-    """Return the layout of ``slots`` in a form that can be saved."""
-    return {slot.name: (slot.start, slot.flag) for slot in slots}
-
-
-def bring(values: Tensor, places: Places, into: Tensor, slots: Sequence[ParamSlot]) -> None:
-    """Copy values as ``move`` does, from a saved layout.
-
-    Args:
-        values: A 1-D tensor laid out as ``places``.
-        places: The layout of an earlier pool.
-        into: A 1-D tensor laid out as ``slots``. Slots with no entry of the same size in ``places`` stay unchanged.
-        slots: The slots to copy to.
-    """
-    for slot in slots:
-        start, flag = places.get(slot.name, (0, -1))
-        if flag - start == slot.param.numel():
-            into[slot.start : slot.flag + 1] = values[start : flag + 1]
-
-
 def elements_in(parts: Iterable[slice], slots: Sequence[ParamSlot]) -> dict[nn.Parameter, list[slice]]:
     """Return the elements of each parameter that lie in ``parts`` of the pool.
 

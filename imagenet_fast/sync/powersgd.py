@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.sync_config import in_factors, matrix_of
-from imagenet_fast.sync.compressor import Compressed, Memory, Round
+from imagenet_fast.sync.compressor import Compressed, Round
+from imagenet_fast.sync.kept_state import Kept
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -48,7 +49,7 @@ class PowerSGD:
         """Return how many values are sent for this slot, its flag included."""
         return in_factors(*matrix_shape(slot.param), self.rank) + 1
 
-    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Memory) -> Compressed:
+    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Kept) -> Compressed:
         """Build the compression of neighbouring slots: a round for P and uncompressed values, then one for Q.
 
         There is no second round if no slot is compressed. Missing errors and factors are created in ``memory``.
@@ -67,13 +68,12 @@ class PowerSGD:
     def _saves(self, slot: ParamSlot) -> bool:
         return self.values_sent(slot) <= slot.param.numel()
 
-    def _matrix(self, slot: ParamSlot, pool: Tensor, memory: Memory) -> _Matrix:
+    def _matrix(self, slot: ParamSlot, pool: Tensor, memory: Kept) -> _Matrix:
         shape = rows, columns = matrix_shape(slot.param)
         place = pool[slot.start : slot.start + rows * columns].view(shape)
         exact = torch.promote_types(pool.dtype, torch.float32)
-        known = memory.get(slot.name)
-        fits = known is not None and known["error"].shape == shape and known["q"].shape == (self.rank, columns)
-        if not fits:  # perhaps it is of another shard
+        shapes = {kind: tuple(known.shape) for kind, known in memory.get(slot.name, {}).items()}
+        if shapes != {"error": shape, "q": (self.rank, columns)}:  # else it is new, or perhaps of another shard
             generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
             start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
             memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}

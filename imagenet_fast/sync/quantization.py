@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import BLOCK
-from imagenet_fast.sync.param_slot import ParamSlot, move
+from imagenet_fast.sync.kept_state import Kept, cut, lay
+from imagenet_fast.sync.param_slot import ParamSlot
 
 PLAIN = torch.bfloat16
 """Dtype in which values without codes are sent: those inside a node, and blocks of norms, biases and slots' ends."""
@@ -68,13 +69,13 @@ class ErrorFeedback:
     Messages hold it in pieces, which only their own codes change.
     """
 
-    def __init__(self, slots: Sequence[ParamSlot], device: torch.device, left: Tensor | None = None) -> None:
-        """Find the kind of every block, and keep ``left`` for the messages to take.
+    def __init__(self, slots: Sequence[ParamSlot], device: torch.device, kept: Kept) -> None:
+        """Find the kind of every block, and lay out the residual for the messages to take.
 
         Args:
             slots: The pool's slots.
             device: Device of the residual.
-            left: The residual from before there were these messages; None: zero.
+            kept: The residual from before there were these messages; it is zero where there is none.
         """
         self._slots = slots
         blocks = slots[-1].stop // BLOCK
@@ -85,7 +86,10 @@ class ErrorFeedback:
             self._kinds[1, last] = True
         self._numbers = _numbered(self._kinds)
         self._device = device
-        self._left = left
+        self._left: Tensor | None = None
+        if left := [own["residual"] for own in kept.values() if "residual" in own]:
+            self._left = torch.zeros(slots[-1].stop, dtype=left[0].dtype, device=device)
+            lay(kept, "residual", slots, self._left)
         self._shared: dict[int, Tensor] = {}
         self._pieces: list[tuple[Tensor, Tensor, Tensor, int]] = []
 
@@ -94,14 +98,14 @@ class ErrorFeedback:
         own = slice(part.start // BLOCK, part.stop // BLOCK)
         return BlockMap(self._kinds[:, own], self._numbers[:, own], own.start, self)
 
-    def share(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
+    def sum_shared(self, ranks: int, add_up: Callable[[Tensor], object]) -> None:
         """Declare that ``ranks`` ranks have rows in common from now on; ``add_up`` sums a tensor over these ranks."""
         if self._left is not None and ranks not in self._shared:
-            left = self._left.to(torch.float64, copy=True)  # on all ranks, whatever ``gathered`` returned on this one
+            left = self._left.to(torch.float64, copy=True)  # on all ranks, whatever ``by_name`` returned on this one
             add_up(left)
             self._shared[ranks] = (left / ranks).float()
 
-    def take(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
+    def rows_of(self, blocks: Tensor, real: Tensor, sharing: int) -> Tensor:
         """Hand over the residual of ``blocks`` to the caller, as rows.
 
         Args:
@@ -116,26 +120,19 @@ class ErrorFeedback:
         self._pieces.append((blocks, rows, real, sharing))
         return rows
 
-    def arranged(self) -> None:
+    def adopted(self) -> None:
         """Forget the initial residual, because all messages have taken theirs."""
         self._left = None
         self._shared.clear()
 
-    def gathered(self) -> Tensor:
-        """Return this rank's whole residual, 1-D, laid out as the pool. Nothing may be in flight."""
+    def by_name(self) -> Kept:
+        """Return this rank's whole residual. Nothing may be in flight."""
         powers_of_2 = all(sharing & (sharing - 1) == 0 for *_, sharing in self._pieces)
         exact = torch.float32 if powers_of_2 else torch.float64  # in which the products below are not rounded
         left = torch.zeros(self._kinds.shape[1], BLOCK, dtype=exact, device=self._device)
         for blocks, rows, real, sharing in self._pieces:
             left.index_copy_(0, blocks[real], rows[real].to(exact) * sharing)
-        return left.view(-1)
-
-    def moved(self, slots: Sequence[ParamSlot]) -> Tensor:
-        """Return the residual laid out as other ``slots`` of the same parameters."""
-        left = self.gathered()
-        moved = left.new_zeros(slots[-1].stop)
-        move(left, self._slots, moved, slots)
-        return moved
+        return cut(self._slots, residual=left.view(-1))
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ class Packer:
         """The residual of the rows with codes, in the shape of ``coded``; None if the error is lost."""
         if blocks.residual is not None:
             own = (coded.flatten() + blocks.first).to(device)
-            self.residual = blocks.residual.take(own, coded_rows.to(device), sharing).view(self.coded.shape)
+            self.residual = blocks.residual.rows_of(own, coded_rows.to(device), sharing).view(self.coded.shape)
 
     def keep_residual(self) -> None:
         """Keep the error of the codes, for values that lie in no pool."""

@@ -76,9 +76,9 @@ def coded_pairwise(
         packing.plain.copy_(plain)
         packing.land(values)
 
-    chain.over(push, leave)
-    chain.over(pull, answer, gathers=True)
-    chain.locally(land)
+    chain.add_collective(push, leave)
+    chain.add_collective(pull, answer, second_half=True)
+    chain.add_local(land)
 
 
 def coded_butterfly(values: Tensor, packing: Packer, stream: CommStream) -> None:

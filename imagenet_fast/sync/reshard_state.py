@@ -9,10 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.sync.param_slot import Places
-
-_KEPT = ("left", "residual", "velocity")
-"""Entries of one rank's state that are laid out by pool offset."""
+from imagenet_fast.sync.kept_state import by_name
 
 
 class RunningMeans:
@@ -52,49 +49,24 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
         sharded: Whether each rank's first pool holds shards of layers. Shards are not put together, so their residual
             is lost.
     """
-    kept = {kind: RunningMeans() for kind in _KEPT}
-    errors = RunningMeans()
-    memory: dict[str, dict[str, Any]] = {}
+    means: dict[str, RunningMeans] = {}
     steps: list[int] = []
     elected: set[str] = set()
     for state in states:
         for pool in state[sharded:] if isinstance(state, list) else [state]:
             if not pool:
                 continue
-            engine = pool["engine"]
+            engine = by_name(pool["engine"])
             elected.add(pool.get("elected") or engine.get("elected", ""))  # beside the engine's in earlier versions
             if "step" in engine:
                 steps.append(engine["step"])
-                _add_kept(engine, kept)
-                for name, own in engine.get("memory", {}).items():  # errors differ between ranks, the rest does not
-                    memory.setdefault(name, {key: value for key, value in own.items() if key != "error"})
-                    errors.add(name, own["error"])
+                for name, own in engine["kept"].items():
+                    for kind, values in own.items():
+                        means.setdefault(name, RunningMeans()).add(kind, values)
     merged: dict[str, Any] = {}
     if steps:
-        merged = {"step": max(steps), "learnt": None, **_concatenated(kept)}
-        merged["memory"] = {name: memory[name] | {"error": error} for name, error in errors.all().items()}
+        kept = {name: of_one.all() for name, of_one in means.items()}
+        merged = {"step": max(steps), "kept": kept, "learnt": None, "chunks": None}
     if len(elected) == 1 and (chosen := elected.pop()):
         merged["elected"] = chosen
     return {"order": None, "engine": merged}
-
-
-def _add_kept(engine: dict[str, Any], kept: dict[str, RunningMeans]) -> None:
-    """Add the values of one pool that are laid out by offset, parameter by parameter."""
-    for kind, means in kept.items():
-        values = engine.get(kind)
-        if values is not None and values.numel():
-            for name, (start, flag) in engine["places"].items():
-                means.add(name, values[start : flag + 1])
-
-
-def _concatenated(kept: dict[str, RunningMeans]) -> dict[str, Any]:
-    """Return the means by parameter, concatenated, and their places."""
-    found = {kind: means.all() for kind, means in kept.items()}
-    sizes = {name: len(value) for values in found.values() for name, value in values.items()}
-    places: Places = {}
-    begin = 0
-    for name, size in sizes.items():
-        places[name] = (begin, begin + size - 1)
-        begin += size
-    laid_out = {kind: torch.cat([values[name] for name in sizes]) if values else None for kind, values in found.items()}
-    return {"places": places, **laid_out}

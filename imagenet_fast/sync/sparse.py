@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import piece_bytes
+from imagenet_fast.cost_model.messages import HIGH_PRIORITY
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
-from imagenet_fast.sync.bucketing import HIGH_PRIORITY
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.param_slot import USED, ParamSlot, bring, elements_in, move, places_of
+from imagenet_fast.sync.kept_state import by_name, cut, lay
+from imagenet_fast.sync.param_slot import USED, ParamSlot, elements_in, move
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,6 @@ class Sparse(SyncEngine):
             self._agreed = None
         self._chunks = self._pool.values.view(-1, chunk)
         count = len(self._chunks)
-        self._filled = {n for slot in self._pool.slots for n in range(slot.start // chunk, -(-slot.flag // chunk))}
         if self._momentum is not None:
             before, slots = self._velocity, self._slots
             self._velocity, self._slots = torch.zeros_like(self._pool.values), list(self._pool.slots)
@@ -113,7 +113,6 @@ class Sparse(SyncEngine):
         self._choose()
         self._sent = self._ids[:0]  # chunks in the pool that have been applied
         self._selected: list[int] = []  # ids of this step's chunks, rising
-        self._held = 0  # index of the last that holds values, not only padding: it waits for `finish`
         self._next = 0  # index of the first that is not launched
         self._packed = 0  # index of the first that is not ready
         self._messages: list[_Message] = []  # in flight
@@ -140,7 +139,6 @@ class Sparse(SyncEngine):
         else:
             everything = len(self._ids) == len(self._chunks)
             self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
-        self._held = max((place for place, number in enumerate(self._selected) if number in self._filled), default=0)
         self._clear(self._pool.values, self._velocity)
         self._sent = self._ids[:0]
 
@@ -163,9 +161,9 @@ class Sparse(SyncEngine):
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
     def gradient_ready(self, slot: ParamSlot) -> None:
-        """Launch the chosen chunks that are complete, but for the last with values, once they reach the threshold."""
+        """Launch the chosen chunks that are complete, once they reach the threshold."""
         ready = bisect_right(self._selected, slot.stop // self._settings.chunk - 1)
-        while self._packed < min(ready, self._held):
+        while self._packed < ready:
             self._packed += 1
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
                 self._launch()
@@ -173,7 +171,8 @@ class Sparse(SyncEngine):
     def finish(self) -> SyncStats:
         """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics."""
         self._packed = len(self._selected)
-        self._launch()
+        if self._next < self._packed:
+            self._launch()
         if not self.defers:
             self._await(list(self._messages))
         self._next = self._packed = 0
@@ -214,12 +213,12 @@ class Sparse(SyncEngine):
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
         if self._agreed is not None:
             self._agreed.wait()
-        residual, velocity = self._pool.values.clone(), self._velocity.clone()
-        self._clear(residual, velocity)
-        return {
-            "step": self._step, "residual": residual, "velocity": velocity, "scores": self._scores.clone(),
-            "ages": self._ages.clone(), "places": places_of(self._pool.slots),
-        }  # fmt: skip
+        flat = {"residual": self._pool.values.clone(), "velocity": self._velocity.clone()}
+        self._clear(**flat)
+        chunks = {"scores": self._scores.clone(), "ages": self._ages.clone(), "starts": self._starts()}
+        if self._momentum is None:
+            del flat["velocity"]
+        return {"step": self._step, "kept": cut(self._pool.slots, **flat), "chunks": chunks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same.
@@ -227,19 +226,21 @@ class Sparse(SyncEngine):
         Raises:
             ValueError: The state is another engine's.
         """
-        refuse_state_of_another(self, state, {"step", "residual", "velocity", "places"})
-        self._pool.set_order(state["places"])
+        state = by_name(state)
+        refuse_state_of_another(self, state, {"step", "kept", "chunks"})
         self.rebuild_buckets()
-        self._step = state["step"]
-        slots, places = self._pool.slots, state["places"]
-        bring(state["residual"], places, self._pool.values, slots)
-        if self._momentum is not None and state["velocity"] is not None and state["velocity"].numel():
-            bring(state["velocity"], places, self._velocity, slots)
-        measured = "scores" in state and places == places_of(slots) and len(state["ages"]) == len(self._ages)
-        if measured:  # else the chunks hold other values than they did
-            self._scores[: len(self._chunks)] = state["scores"][: len(self._chunks)]
-            self._ages.copy_(state["ages"])
+        self._step, slots, kept, chunks = state["step"], self._pool.slots, state["kept"], state["chunks"]
+        lay(kept, "residual", slots, self._pool.values)
+        if self._momentum is not None:
+            lay(kept, "velocity", slots, self._velocity)
+        same = chunks is not None and list(kept) == [slot.name for slot in slots] and chunks["starts"] == self._starts()
+        if same and len(chunks["ages"]) == len(self._ages):  # else the chunks hold other values than they did
+            self._scores[: len(self._chunks)] = chunks["scores"][: len(self._chunks)]
+            self._ages.copy_(chunks["ages"])
         self._choose()
+
+    def _starts(self) -> list[int]:
+        return [slot.start for slot in self._pool.slots]
 
     def close(self) -> None:
         """Wait for all messages, and end the process groups."""

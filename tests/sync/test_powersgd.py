@@ -54,8 +54,8 @@ def in_memory_order(values: Tensor) -> Tensor:
 
 def kept(pool: GradientPool, which: str) -> dict[int, Tensor]:
     """Errors, or Q, by layer."""
-    memory = given.engine_of(pool).state_dict()["memory"]
-    return {int(name.split(".")[1]): own[which] for name, own in memory.items()}
+    everything = given.engine_of(pool).state_dict()["kept"]
+    return {int(name.split(".")[1]): own[which] for name, own in everything.items()}
 
 
 def alike(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
@@ -205,7 +205,7 @@ def test_a_state_dict_continues_to_the_bit(timing: str, dense: int, taken: int) 
     (model, pool), (other, again) = (started(timing=timing, dense_epochs=dense, bucket_mb=0.005) for _ in range(2))
     for step in range(taken + 4):
         if step == taken:
-            given.engine_of(again).load_state_dict(given.engine_of(pool).state_dict())
+            again.load_state_dict(pool.state_dict())
         gradients = drawn(step, dist.get_rank())
         result = moved(pool, model, gradients)
         assert step < taken or alike(result, moved(again, other, gradients)), step
@@ -220,8 +220,8 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
     for step in range(3):
         given.applied(pool, model, given.normals(shapes, step, dist.get_rank()))
     state = copy.deepcopy(pool.state_dict())
-    assert state["engine"]["memory"]
-    for own in state["engine"]["memory"].values():  # as of layers twice as large, of which this is a shard now
+    assert state["engine"]["kept"]
+    for own in state["engine"]["kept"].values():  # as of layers twice as large, of which this is a shard now
         own["error"] = own["error"].repeat(2, 1)
     pool.close()
     again = pooled(model, chosen)

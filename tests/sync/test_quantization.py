@@ -67,7 +67,7 @@ def test_all_own_equally_many_blocks_however_slots_are_filled_up():
     layers = nn.Sequential(*(nn.Linear(64, 256, bias=n % 3 == 0) for n in range(40)))
     pool = GradientPool(layers, LazySync()).gradients
     pool.align_slots(16 * BLOCK)
-    blocks = ErrorFeedback(pool.slots, torch.device("cpu")).blocks(slice(0, pool.slots[-1].stop))
+    blocks = ErrorFeedback(pool.slots, torch.device("cpu"), {}).blocks(slice(0, pool.slots[-1].stop))
     values = [int(of_kind.sum()) for of_kind in blocks.kinds]
     assert values == [40 * 32, 40 + 14]
     for owners in (1, 3, 16, 64):
@@ -111,14 +111,13 @@ class Steps:
     @property
     def lost(self) -> float:
         """Of all gradients of all ranks, what was neither applied nor left behind; at most, in one value."""
-        left = self.engine.state_dict()["left"]
-        left = torch.zeros_like(self.pool.buffer) if left is None else left.clone()
-        dist.all_reduce(left)
+        kept = self.engine.state_dict()["kept"]
         lost = 0.0
         for slot in self.pool.slots:
             total = self.given[slot.param].clone()
             dist.all_reduce(total)
-            behind = left[slot.start : slot.flag].view_as(total)
+            behind = kept[slot.name]["residual"].view_as(total).clone()
+            dist.all_reduce(behind)
             missing = total - dist.get_world_size() * self.applied[slot.param] - behind
             lost = max(lost, float(missing.abs().max()))
         return lost
@@ -169,7 +168,7 @@ PLANNING = {
 def test_an_engine_that_plans_loses_nothing_when_messages_change(name: str) -> None:
     steps = Steps(PLANNING[name]).take(10)
     assert steps.lost == 0.0
-    assert steps.engine.state_dict()["left"].any()
+    assert any(own["residual"].any() for own in steps.engine.state_dict()["kept"].values())
 
 
 GOING_ON = {
@@ -185,7 +184,7 @@ def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
     settings = GOING_ON[name]
     first = Steps(settings).take(3)
     again = Steps(settings)
-    again.engine.load_state_dict(first.state())
+    again.pool.load_state_dict(copy.deepcopy(first.pool.state_dict()))
     again.random.set_state(first.random.get_state())
     again.applied = {
         param: first.applied[same].clone() for param, same in zip(again.applied, first.applied, strict=True)
@@ -206,10 +205,9 @@ def _alone_again(state: dict[str, Any]) -> None:
     steps.engine.load_state_dict(state)
     after = steps.take(2).state()
     assert after["step"] == state["step"] + 2
-    for name, (start, flag) in state["places"].items():
-        begin, end = after["places"][name]
-        assert torch.equal(after["left"][begin:end], state["left"][start:flag])
-    assert state["left"].any()
+    assert after["kept"].keys() == state["kept"].keys()
+    assert all(torch.equal(after["kept"][name]["residual"], own["residual"]) for name, own in state["kept"].items())
+    assert any(own["residual"].any() for own in state["kept"].values())
 
 
 @unmeasured()
@@ -225,12 +223,12 @@ def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks:
     gradients.align_slots(BLOCK)
     slots = gradients.slots
     whole = slice(0, slots[-1].stop)
-    before, after = ErrorFeedback(slots, CPU), None
+    before = ErrorFeedback(slots, CPU, {})
     Packer(before.blocks(whole), 2, torch.int8, CPU, ranks)
     rows = before._pieces[0][1]
     rows.copy_(torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)))
-    after = ErrorFeedback(slots, CPU, before.gathered())
-    after.share(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
+    after = ErrorFeedback(slots, CPU, before.by_name())
+    after.sum_shared(ranks, lambda _: None)  # the other ranks of the node hold zeros where this one holds rows
     Packer(after.blocks(whole), 2, torch.int8, CPU, ranks)
     real = before._pieces[0][2]
     assert torch.equal(after._pieces[0][1][real], rows[real])

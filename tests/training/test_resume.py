@@ -201,10 +201,8 @@ def _rest(sync: Any) -> dict[str, Tensor]:
     """Return the gradients left behind, by parameter."""
     found = {}
     for pool in sync if isinstance(sync, list) else [sync]:
-        engine = pool["engine"]
-        kept = engine.get("residual") if engine.get("left") is None else engine["left"]
-        for name, (start, flag) in engine["places"].items() if kept is not None else ():
-            found[name] = kept[start:flag].clone()
+        for name, own in pool["engine"]["kept"].items():
+            found[name] = own["residual"].clone()
     return found
 
 
@@ -265,7 +263,6 @@ def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
 
 def test_what_ranks_have_left_is_added_up_one_rank_after_another():
     """A GPU could not hold the residuals of hundreds of ranks at once."""
-    places = {"weight": (0, 4)}
     living: list[weakref.ref[Tensor]] = []
     most = 0
 
@@ -275,7 +272,7 @@ def test_what_ranks_have_left_is_added_up_one_rank_after_another():
             residual = torch.full((5,), float(rank))
             living.append(weakref.ref(residual))
             most = max(most, sum(ref() is not None for ref in living))
-            engine = {"step": 3, "places": places, "residual": residual, "left": None, "memory": {}}
+            engine = {"step": 3, "kept": {"weight": {"residual": residual}}, "chunks": None}
             yield {
                 "sync": {"engine": engine}, "sent_bytes": 5, "average": None,
                 "averaged": None, "buffers": {"mean": torch.full((2,), rank / 2), "count": torch.tensor(rank)},
@@ -284,6 +281,6 @@ def test_what_ranks_have_left_is_added_up_one_rank_after_another():
 
     own = joined(parts(), sharded=False)
     assert most <= 2
-    assert own["sync"]["engine"]["residual"].tolist() == [3.5] * 5
+    assert own["sync"]["engine"]["kept"]["weight"]["residual"].tolist() == [3.5] * 5
     assert own["buffers"]["mean"].tolist() == [1.75] * 2
     assert own["buffers"]["count"] == 7
