@@ -98,7 +98,7 @@ class Scheduler(SyncEngine):
             self._kept, self._residual = self._residual.by_name(), None
         self._plan = _Plan((), (), {}, (), ())  # lets go of buffers before others are made
         self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
-        if self._timing is None and self._engine.learns:
+        if self._timing is None and self._engine.learns and self._pool.model is not None:
             self._timetable = self._pool.layer_timer(layers=self.defers)
 
     def gradient_ready(self, slot: ParamSlot) -> None:

@@ -21,7 +21,7 @@ def fronts(model: nn.Module) -> dict[nn.Module, nn.Module]:
         if outer is None and is_compiled(module):
             outer = module
         hooked = above if isinstance(module, ScriptModule) else module  # a scripted module takes no hook
-        found.setdefault(module, outer or hooked)
+        found.setdefault(module, hooked if outer is None else outer)  # the truth of a module may be its length
         for child in module.children():
             visit(child, outer, hooked)
 

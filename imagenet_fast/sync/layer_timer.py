@@ -46,7 +46,10 @@ class LayerTimer:
         self._pushed: list[Timestamp] = []
         self._rows: list[list[float]] = []
         around = fronts(model)
-        self._fronts = [around.get(slot.module or model, model) if layers else model for slot in self._slots]
+        self._fronts = [
+            around.get(model if slot.module is None else slot.module, model) if layers else model
+            for slot in self._slots
+        ]
         self._hooks = [before_forward(module, self._call) for module in dict.fromkeys([model, *self._fronts])]
         self._hooks.append(after_forward(model, self._turn))
         self._model = model

@@ -83,7 +83,9 @@ class Pinned(Layers):
 @with_ranks(2)
 @unmeasured()
 def test_odd_models_train_as_with_updates_at_once(model: Callable[[], nn.Module], engine: str) -> None:
-    assert torch.equal(trained(model, DEFERRING[engine]), trained(model, LAZY))
+    ours, expected = trained(model, DEFERRING[engine]), trained(model, LAZY)
+    near = 1e-6 if model is Scripted else 0.0  # torch compiles it anew as it goes, and rounds otherwise
+    torch.testing.assert_close(ours, expected, rtol=0.0, atol=near)
 
 
 @pytest.mark.ci
