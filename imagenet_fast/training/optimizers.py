@@ -274,11 +274,7 @@ class LARS(SGD):
 
 
 def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
-    """Return the L2 norms [2, parameters] of weights and gradients, each over all tensors of one owner.
-
-    Tensors of one owner are neighbours, and are added up in their order: atomic additions, in any order, would give
-    each rank other bits.
-    """
+    """Return the L2 norms [2, parameters] of weights and gradients, each over all tensors of one owner, in order."""
     if not weights:
         return params[0].new_zeros(2, len(params))
     norms = torch.stack(list(torch._foreach_norm([*weights, *grads]))).view(2, -1)
@@ -287,6 +283,7 @@ def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params
     pieces = Counter(owners)
     counts = torch.tensor([pieces[owner] for owner in range(len(params))], pin_memory=norms.is_cuda)
     counts = counts.to(norms.device, non_blocking=True)  # from pageable memory the host would wait
+    # Additions in any order, as of index_add_, would give each rank other bits.
     return torch.segment_reduce(norms.square().T, "sum", lengths=counts, unsafe=True).T.sqrt()
 
 

@@ -124,7 +124,7 @@ def _traces(program: Program, engine: str, last: Record) -> list[Failure]:
     """What has left a trace that ought not, where the loop by hand does not tell."""
     twins = [("those of sparse", program, "sparse")] if engine == "sparse hybrid" else []
     # On more ranks the order of sums is a plan's, which measures.
-    core = program.core(ENGINES[engine].keeps)
+    core = program.core(residual=engine not in EXACT)  # of another of its family, too, which may take its place
     if core is not None and engine in INEXACT | SPARSE | ({"hybrid": None} if program.ranks > 2 else {}):
         twins.append(("those without", core, engine))
     for what, other, under in twins:
