@@ -46,7 +46,7 @@ class Ending:
         self._place = place
         self._handover = handover
         self._opened = False
-        self._told = False
+        self._printed = False
         self.ended = False
 
     def begin_record(self) -> None:
@@ -55,9 +55,9 @@ class Ending:
         if self._place.is_main and self._handover is not None:
             (self._handover / OPENED).touch()
 
-    def told(self) -> None:
+    def printed(self) -> None:
         """Record that the outcome was printed."""
-        self._told = True
+        self._printed = True
         if self._place.is_main and self._handover is not None:
             with suppress(OSError):
                 (self._handover / TOLD).touch()
@@ -112,7 +112,7 @@ class Ending:
             with suppress(OSError):  # a full disk is reported already, and ``handover`` is another place
                 outcome.write(self._job.folder)
         if self._handover is None:
-            if place.is_main and not self._told and outcome.status in ("preempted", "interrupted"):
+            if place.is_main and not self._printed and outcome.status in ("preempted", "interrupted"):
                 print(outcome.message, flush=True)
         elif place.is_local_main or outcome.message:  # the node's first rank may be the lost one
             with suppress(OSError):  # the launcher has ended

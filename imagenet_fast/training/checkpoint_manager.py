@@ -109,9 +109,9 @@ class CheckpointManager:
         if self._writer is None:
             return True
         self._saved_at, self._told = time.monotonic(), False
-        if is_sound := self.is_sound(state):
+        if may_save := self.may_save(state):
             self._save(self._writer, state, evaluated)
-        return is_sound
+        return may_save
 
     def stop(self, state: TrainState) -> NoReturn:
         """Save a checkpoint, if there is a writer, and stop; every rank must call it.
@@ -165,14 +165,14 @@ class CheckpointManager:
             if self._world.is_main:
                 warn(f"{error.in_short}; training goes on, and it is tried again")
 
-    def is_sound(self, state: TrainState) -> bool:
+    def may_save(self, state: TrainState) -> bool:
         """Settle ``state`` and return whether it may replace earlier checkpoints: it is finite.
 
         Always true if the recipe's ``nonfinite_steps`` is 0. Every rank must call it.
         """
         here.enter("checkpoint")
         state.settle()
-        return self._job.recipe.nonfinite_steps == 0 or state.is_sound()
+        return self._job.recipe.nonfinite_steps == 0 or state.is_finite()
 
     def last_saved(self) -> int:
         """Wait for the checkpoint that is being written, and return ``saved_step``."""

@@ -192,7 +192,7 @@ class Meter:
                 predicted_ms={p.engine: 1e3 * p.step_s for p in decision},
                 exact={p.engine: p.exact for p in decision},
             )  # fmt: skip
-        if scale := self._scale.told(*scaling):
+        if scale := self._scale.metrics(*scaling):
             record("precision", step, **scale)
         record("train", step, epoch=interval.epoch, loss=loss / of, lr=interval.lr)
         if spoilt:

@@ -99,7 +99,7 @@ class LossScaler:
         """The scale, and the number of steps skipped in this run; both on the device."""
         return self.scale, self._skipped
 
-    def told(self, scale: float, skipped: float) -> dict[str, float]:
+    def metrics(self, scale: float, skipped: float) -> dict[str, float]:
         """Return what to log of ``scale`` and ``skipped``, the values of ``state`` as read by the host.
 
         Values that are always 1 and 0 are left out.

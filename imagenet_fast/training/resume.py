@@ -69,8 +69,8 @@ class ResumePoint:
         state.outcome.gap_s += self.gap_s
         measured = [top1 is not None for top1 in (state.outcome.top1_mirror, state.outcome.top1_shift)]
         otherwise = recipe.target_mirrored and measured != [recipe.eval_mirror, recipe.eval_shift > 0]
-        state.unjudged = checkpoint.manifest.top1 is None or otherwise
-        if state.unjudged:
+        state.needs_eval = checkpoint.manifest.top1 is None or otherwise
+        if state.needs_eval:
             state.outcome.reopen()
 
     def without_weights(self) -> ResumePoint:

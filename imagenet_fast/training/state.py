@@ -51,7 +51,7 @@ class TrainState:
     """Number of steps taken."""
     sent_bytes: int = 0
     """Bytes this rank has sent in these steps, for gradients and, if the model is divided, for activations."""
-    unjudged: bool = False
+    needs_eval: bool = False
     """True if the weights are of a checkpoint without an evaluation: a stop may have cut the evaluation off."""
 
     def settle(self) -> None:
@@ -59,32 +59,32 @@ class TrainState:
         self.sync.settle()
 
     @property
-    def judged(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The model to evaluate, as far as this rank holds it: the moving average if there is one, else the model."""
         return self.model if self.average is None else self.average.module
 
     @contextmanager
     def averaged_statistics(self) -> Iterator[None]:
-        """Average the batch-norm statistics of ``judged`` over all ranks that hold the same layers.
+        """Average the batch-norm statistics of ``eval_model`` over all ranks that hold the same layers.
 
         They stay so, unless an error or a stop ends the block: then all buffers are as they were.
         """
-        before = {name: buffer.clone() for name, buffer in self.judged.named_buffers()}
-        average_batch_norms(self.judged, None if self.division is None else self.division.layout.stage)
+        before = {name: buffer.clone() for name, buffer in self.eval_model.named_buffers()}
+        average_batch_norms(self.eval_model, None if self.division is None else self.division.layout.stage)
         try:
             yield
         except BaseException:
-            _copy(before, dict(self.judged.named_buffers()))
+            _copy(before, dict(self.eval_model.named_buffers()))
             raise
 
     def whole(self) -> nn.Module:
-        """Return all of ``judged``, even if the model is divided over ranks.
+        """Return all of ``eval_model``, even if the model is divided over ranks.
 
         Call ``settle`` first. Every rank must call it.
         """
-        return self.judged if self.division is None else self.division.whole(self.judged)
+        return self.eval_model if self.division is None else self.division.whole(self.eval_model)
 
-    def is_sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Return whether the last loss and all weights are finite on every rank.
 
         Call ``settle`` first. Every rank must call it; each waits for its device.

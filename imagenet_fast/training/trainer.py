@@ -215,7 +215,7 @@ class Trainer:
         self.clock.begin_training()
         self.step.meter.restart()
         try:
-            if state.unjudged and self._evaluation_is_due():
+            if state.needs_eval and self._evaluation_is_due():
                 self._evaluate_and_save()
             while state.step < steps and outcome.status != "reached":
                 if state.step % self.steps_per_epoch == 0:
@@ -313,7 +313,7 @@ class Trainer:
         assert checkpoints is not None
         try:
             self.train()
-            if outcome.status != "preempted" and not checkpoints.is_sound(self.state):
+            if outcome.status != "preempted" and not checkpoints.may_save(self.state):
                 raise NonFiniteLoss
         except NonFiniteLoss:
             raise JobAborted(nonfinite_message(self.step, checkpoints, self.world)) from None
@@ -358,7 +358,7 @@ class Trainer:
                 told = data_advice(job.recipe.data, job.data, outcome.data_wait_pct or 0.0, world) if starved else []
                 self.metrics("end", outcome.steps, **vars(outcome), advice=told)
                 self.metrics.close()
-                ending.told()
+                ending.printed()
 
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""

@@ -48,7 +48,7 @@ def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without():
 @pytest.mark.parametrize("every", [1, 2, 5, 20])
 def test_a_rounds_first_step_is_saved_and_the_next_rounds_again(every: int, tmp_path: Path):
     warmup, outcome = 2, SimpleNamespace(epochs=1, top1=None)
-    state: Any = SimpleNamespace(settle=lambda: None, is_sound=lambda: True, shared=dict, own=dict, outcome=outcome)
+    state: Any = SimpleNamespace(settle=lambda: None, is_finite=lambda: True, shared=dict, own=dict, outcome=outcome)
     recipe = step_recipe("resnet18", 32, 2, "fp32", False)
     with closing(Saving(recipe, tests.world(0, 1), state, tmp_path, every, warmup)) as saving:
         saves = []

@@ -151,7 +151,7 @@ def test_batch_norm_has_the_statistics_of_accumulation():
 def test_statistics_are_averaged_over_the_ranks_that_hold_a_layer(layout: str) -> None:
     loop = Loop("alexnet_bn", LAYOUTS[layout][1], global_batch=12, model={"kind": "alexnet_bn"})
     state, rank = loop.begin(small_model("alexnet_bn")).state, dist.get_rank()
-    running = [buffer for name, buffer in state.judged.named_buffers() if "running" in name]
+    running = [buffer for name, buffer in state.eval_model.named_buffers() if "running" in name]
     for buffer in running:
         buffer.fill_(rank)
     mean = 1.5 if layout == "tp2dp2" else rank // 2 * 2 + 0.5

@@ -20,7 +20,7 @@ from tests.training.jobs import job_of
 def trained(step: int) -> Any:
     """A state that is sound, after this step."""
     outcome = SimpleNamespace(epochs=1, top1=None)
-    return SimpleNamespace(step=step, outcome=outcome, settle=bool, is_sound=lambda: True, shared=dict, own=dict)
+    return SimpleNamespace(step=step, outcome=outcome, settle=bool, is_finite=lambda: True, shared=dict, own=dict)
 
 
 class Saving(CheckpointManager):

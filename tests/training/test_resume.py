@@ -125,7 +125,7 @@ def _trained(
             take_step(loop.batches(step), 0.05)
         state = take_step.state
         state.settle()
-    found = {name: tensor.clone() for name, tensor in state.judged.state_dict().items()}
+    found = {name: tensor.clone() for name, tensor in state.eval_model.state_dict().items()}
     found |= {f"momentum {number}": v.clone() for number, v in enumerate(state.optimizer.velocity.values())}
     state.sync.close()
     return found
