@@ -133,8 +133,8 @@ class Scheduler(SyncEngine):
         self._await([number for number in self._plan.of_slot[slot] if number in self._in_flight])
 
     def has_arrived(self, slot: ParamSlot) -> bool:
-        """Return whether all messages of ``slot`` have been waited for."""
-        return self._in_flight.keys().isdisjoint(self._plan.of_slot[slot])
+        """Return whether all messages of ``slot`` have been waited for, or were sent to no one, as on one rank."""
+        return not any(self._in_flight[n].last for n in self._plan.of_slot[slot] if n in self._in_flight)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, quantisation errors and the compressor's memory; empty if there is none of these.

@@ -144,8 +144,9 @@ class PendingUpdate:
             _refuse_recording()
             for slot in due:
                 self._engine.wait(slot)
-            if not self._lockstep:
-                due += self._arrived_neighbours(due)
+            for slot in () if self._lockstep else self._arrived_neighbours(due):
+                self._engine.wait(slot)  # which counts its messages
+                due.append(slot)
             kinds = [self._waiting.pop(slot.param)[1] for slot in due]
             try:
                 self._carry_out(due)

@@ -25,7 +25,7 @@ from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
-from imagenet_fast.sync.pending import PendingUpdate, Update, hooks_in_front, read_unseen
+from imagenet_fast.sync.pending import Pending, PendingUpdate, Update, hooks_in_front, read_unseen
 from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
 from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
@@ -157,7 +157,7 @@ class GradientPool:
             self._adopt_learned()
             self.current = Step(self)
             for slot in self.slots:
-                if slot.param.grad is not None:
+                if not isinstance(slot.param, Pending) and slot.param.grad is not None:
                     slot.param.grad = None
 
     def _adopt_learned(self) -> None:

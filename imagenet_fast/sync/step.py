@@ -118,25 +118,29 @@ class Step:
         pool, engine = self._pool, self._pool.engine
         elements = engine.sent_slices()
         limited: Update = update if elements is None else lambda params: update(params, elements)
-        if self.phase is Phase.MEANS:
-            limited([slot.param for slot in pool.gradients.slots if slot.param.grad is not None])
-        elif engine.defers and not at_once:
+        slots = pool.gradients.slots
+        if engine.defers and not at_once and self.phase is Phase.SENT:
             pool.defer(limited, self.used)
         else:
-            self._wait()
-            limited(self.used(pool.gradients.slots))
+            if self.phase is Phase.SENT:
+                self._wait()
+                due = self.used(slots)
+            else:
+                due = [slot.param for slot in slots if slot.param.grad is not None]
+            limited(due)
+            if engine.sends_part or engine.defers:
+                _forget_gradients(slots)
         self.phase = Phase.DONE
-        if engine.sends_part or engine.defers:
-            _forget_gradients(pool.gradients.slots)
 
     def drop(self) -> None:
-        """Send zeros for what has not been sent, wait for all, and forget it."""
+        """Send zeros for what has not been sent, and NaN last, which tells a rank that takes the step; forget it all."""
         contract.check(self.phase, "drop")
         pool = self._pool
         self._started()
         for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 pool.engine.store_gradient(pool.gradients.extent(slot), None)
+        pool.gradients.extent(pool.gradients.slots[-1])[:-1] = math.nan
         self._push_all()
         self._any_overflow()
         self.stats = pool.engine.finish()

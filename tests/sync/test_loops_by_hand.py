@@ -57,6 +57,29 @@ def test_a_dropped_step_is_thrown_away(engine: str) -> None:
         same_on_ranks(weights_of(model))
 
 
+@pytest.mark.parametrize("guarded", [True, False])
+@pytest.mark.parametrize("engine", tiers(["lazy", "lazy int8"], ["hybrid", "powersgd", "dear fp8"]))
+@with_ranks(2)
+@unmeasured()
+def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(engine: str, guarded: bool) -> None:
+    """A guard has all skip it; without one, weights that are not finite tell."""
+    model, pool, optimizer = started(ENGINES[engine], loops.ours)
+    if guarded:
+        pool.guard(3e38)
+    train(model, pool, optimizer)
+    begin(model, pool, 3)
+    if dist.get_rank() == 1:
+        pool.drop()
+    else:
+        pool.end_backward()
+        optimizer.found_inf = pool.found_inf
+        pool.step(optimizer)
+    pool.settle()
+    assert weights_of(model).isfinite().all() == (guarded or dist.get_rank() == 1)
+    if guarded:
+        same_on_ranks(weights_of(model))
+
+
 @with_ranks(2)
 @unmeasured()
 def test_a_lost_message_stays_lost() -> None:
