@@ -588,7 +588,8 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
     model, pool, optimizer = elected()
     saved, weights = copy.deepcopy(pool.state_dict()), state(model)
     momenta, ends = copy.deepcopy(optimizer.state_dict()), []
-    for again, loaded, other in (started(ENGINES["auto"]), elected()):
+    train(model, pool, optimizer)
+    for again, loaded, other in (started(ENGINES["auto"]), (model, pool, optimizer)):
         again.load_state_dict(weights)
         other.load_state_dict(copy.deepcopy(momenta))
         loaded.load_state_dict(copy.deepcopy(saved))
