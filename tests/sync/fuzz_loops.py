@@ -273,7 +273,6 @@ class Loop:
         self.violations: list[str] = []
         self._kept = list(self.model.parameters())
         self._line = 0
-        self._replaced = False
 
     def _synchroniser(self, model: nn.Module) -> Synchroniser:
         if self.engine is None:
@@ -288,7 +287,7 @@ class Loop:
                 self._try(line.op, str(line.op))
             self._line = len(self.program.lines)
             self._try(Look("settle"), "the end")
-            self._record("the weights in the end", self._weights(), shared=True)
+            self._record("the weights in the end", self.model.parameters(), shared=True)
         finally:
             torch.set_default_dtype(torch.float32)
         self.sync.close()
@@ -304,16 +303,11 @@ class Loop:
         number = sum(record.line == self._line for record in self.records)
         self.records.append(Record(self._line, number, what, [t.detach().clone() for t in tensors], shared))
 
-    def _weights(self) -> list[Tensor]:
-        return list(self.model.parameters())
-
     def _do(self, op: Op) -> None:
         match op:
-            case ops.ZeroGrad():
-                self._replaced = False
-                if op.also:
-                    for optimizer in self.optimizers:
-                        optimizer.zero_grad(set_to_none=False)
+            case ops.ZeroGrad(also):
+                for optimizer in self.optimizers if also else ():
+                    optimizer.zero_grad(set_to_none=False)
                 self.sync.zero_grad()
             case Backward():
                 with nullcontext() if op.sync else self.sync.no_sync():
@@ -339,16 +333,14 @@ class Loop:
                 if violation := self.sync.look_under_way(writes):
                     self._violate(violation)
             case ops.Finished(how, which):
-                self._finish()
-                self._replaced = bool(how)
-                if how:
-                    self._change(how, which)
+                self.sync.finish()
+                self._change(how, which)
             case ops.Step(numbers, by_pool):
                 chosen = [self.optimizers[number] for number in numbers or range(len(self.optimizers))]
                 if by_pool:
                     self.sync.step(chosen)
                 else:
-                    self._finish()
+                    self.sync.finish()
                     for optimizer in chosen:
                         optimizer.step()
             case ScaledStep():
@@ -434,27 +426,22 @@ class Loop:
             case "log":
                 self._record("gradients after finish()", [p.grad for p in params if p.grad is not None])
             case _:
-                for number, param in enumerate(params):
+                for number, param in enumerate(params if how else ()):
                     if param.grad is not None:
                         _change_one(param, how, number)
-
-    def _finish(self) -> None:
-        """Unless gradients were replaced since, which is refused."""
-        if not self._replaced:
-            self.sync.finish()
 
     def _scaled_step(self, op: ScaledStep) -> None:
         if self.scaler is None:
             self.sync.step(self.optimizers)
             return
         if op.clips:
-            self._finish()
+            self.sync.finish()
             self.scaler.unscale_(self.optimizers[0])
             torch.nn.utils.clip_grad_norm_(self.sync.params, 0.1)
         if op.by_pool:
             self.sync.step(self.optimizers, self.scaler)
         else:
-            self._finish()
+            self.sync.finish()
             for optimizer in self.optimizers:
                 self.scaler.step(optimizer)
             self.scaler.update()
@@ -560,6 +547,7 @@ class Loop:
     def _train_twin(self, twin: Net, synchroniser: Callable[[nn.Module], Synchroniser], op: Look) -> None:
         """A step of a copy that has nothing of the pool's."""
         assert _names(twin) == _names(Net(self.program.model))
+        assert {type(param) for param in twin.parameters()} == {nn.Parameter}
         sync, optimizers = synchroniser(twin), _optimizers(self.program, list(twin.parameters()))
         sync.zero_grad()
         batch = self._batch(op.data)
@@ -627,8 +615,6 @@ class Loop:
                 _shrink(param for optimizer in self.optimizers for param in _params_of(optimizer))
             case "shrink by modules":
                 _shrink(own)
-            case "double" | "float":
-                getattr(model, what)()
             case "contiguous":
                 model.to(memory_format=torch.contiguous_format)
             case "float64":
@@ -636,70 +622,22 @@ class Loop:
             case "vector":
                 vector = torch.nn.utils.parameters_to_vector(model.parameters())
                 torch.nn.utils.vector_to_parameters(0.99 * vector.detach(), model.parameters())
-            case "average" | "average and look" | "swap average":
-                self._do_with_average(what)
-
-    def _do_with_average(self, what: str) -> None:
-        average = self.average
-        assert average is not None
-        match what:
-            case "average":
-                average.update_parameters(self.model)
-            case "average and look":
-                average.update_parameters(self.model)
-                average.eval()
-                with torch.no_grad():
-                    self._record("the average's output", [average(self._batch(0))])
-                average.train()
+            case "average" | "average and look":
+                self.average.update_parameters(model)
+                if what == "average and look":
+                    with torch.no_grad():
+                        self._record("the average's output", [self.average.eval()(self._batch(0))])
+                    self.average.train()
             case "swap average":
-                before = [p.detach().clone() for p in self.model.parameters()]
-                _fill(self.model.parameters(), average.module.parameters())
+                before = [p.detach().clone() for p in model.parameters()]
+                _fill(model.parameters(), self.average.module.parameters())
                 with self._evaluating():
-                    self._record("the output with the average's weights", [self.model(self._batch(0))])
-                _fill(self.model.parameters(), before)
+                    self._record("the output with the average's weights", [model(self._batch(0))])
+                _fill(model.parameters(), before)
 
 
 class _Own(optim.SGD):
     """torch does not know that it updates parameters one by one."""
-
-
-class Signs(optim.Optimizer):
-    """Somebody's own optimizer."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad.sign() * self._rate(group))
-
-    def _rate(self, group: dict[str, Any]) -> Any:
-        return group["lr"]
-
-
-class Counting(Signs):
-    """Counts its steps in the group, in place in a tensor of it, and in itself; the rate falls with the count."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr)
-        self.one_by_one = True
-        self.steps = 0
-        for group in self.param_groups:
-            group |= {"step": 0, "total": torch.zeros(()), "seen": []}
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        self.steps += 1
-        for group in self.param_groups:
-            group["step"] += 1
-            group["total"] += 1
-            group["seen"].append(self.steps)
-        super().step()
-
-    def _rate(self, group: dict[str, Any]) -> Any:
-        return group["lr"] / (group["step"] + group["total"] + self.steps)
 
 
 class _Wrapper(optim.Optimizer):
@@ -726,7 +664,7 @@ def _optimizer(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> optim.Op
     ]
     kinds: dict[str, Callable[..., optim.Optimizer]] = {
         "sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop, "own": _Own,
-        "hooked": optim.SGD, "counting": Counting, "wrapped": optim.AdamW, "our sgd": optimizers.SGD,
+        "hooked": optim.SGD, "wrapped": optim.AdamW, "our sgd": optimizers.SGD,
         "our lars": partial(optimizers.LARS, trust_coefficient=0.01, eps=1e-9),
     }  # fmt: skip
     made = kinds[optimizer.kind](groups, **settings)

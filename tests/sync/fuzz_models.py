@@ -28,7 +28,7 @@ Kind = Literal[
 ]  # fmt: skip
 Rare = Literal[
     "pruned", "hooked weight norm", "hooked spectral norm", "reads early", "target", "shared memory", "cuts", "doubled",
-    "orthogonal", "lstm", "reentrant",
+    "orthogonal", "lstm", "reentrant", "scripted",
 ]  # fmt: skip
 """Of named programs alone, as not every operation can be done to them."""
 Place = tuple[Literal["forward", "backward"], int]
@@ -206,6 +206,7 @@ def _part(block: Block, before: list[nn.Module]) -> nn.Module:
         "shared memory": _SharedMemory,
         "cuts": lambda: _Cuts(doubled=False),
         "doubled": lambda: _Cuts(doubled=True),
+        "scripted": lambda: torch.jit.script(nn.Sequential(linear, nn.Tanh(), nn.Linear(WIDTH, WIDTH))),
     }
     return made.get(block.kind, lambda: linear)()
 

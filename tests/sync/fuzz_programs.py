@@ -150,7 +150,7 @@ class Line(Written):
 
 @operation
 class Optimizer(Written):
-    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "counting", "wrapped", "our sgd", "our lars"]
+    kind: Literal["sgd", "adam", "adamw", "rmsprop", "own", "hooked", "wrapped", "our sgd", "our lars"]
     settings: tuple[tuple[str, Any], ...]
     groups: int = 1
 

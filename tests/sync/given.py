@@ -145,7 +145,3 @@ def applied(sync: GradientSync, forward: Callable[..., Tensor], *given: Gradient
             forward(gradients).backward()
     forward(given[-1]).backward()
     return ended(sync)[0]
-
-
-def engine_of(pool: GradientPool) -> Any:
-    return pool.engine

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
-from imagenet_fast.sync import (
-    EngineSettings,
-    GradientPool,
-    LazySync,
-    ParamSlot,
-    PowerSgdSync,
-    SparseSync,
-    SyncEngine,
-    SyncStats,
-)
-from imagenet_fast.sync.engine import Stopwatch
+from imagenet_fast.sync import EngineSettings, GradientPool, LazySync, ParamSlot, PowerSgdSync, SparseSync
+from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.training.clock import Clock
 from tests.ranks import run, with_ranks
 from tests.sync.given import pooled
@@ -30,14 +21,12 @@ from tests.sync.loops import ours
 class Listener(SyncEngine):
     """Notes what it is handed."""
 
-    def __init__(self) -> None:
-        self.pushed: list[str] = []
-        self.buffer: Callable[[], torch.Tensor] = lambda: torch.empty(0)
-        self.at_push: list[torch.Tensor] = []
+    def __init__(self, gradients: GradientBuffer) -> None:
+        self.gradients = gradients
+        self.pushed: list[tuple[ParamSlot, torch.Tensor]] = []
 
     def gradient_ready(self, slot: ParamSlot) -> None:
-        self.pushed.append(slot.name)
-        self.at_push.append(self.buffer()[slot.start : slot.flag].clone())
+        self.pushed.append((slot, self.gradients.values[slot.start : slot.flag].clone()))
 
     def finish(self) -> SyncStats:
         return SyncStats(Stopwatch(torch.device("cpu")))
@@ -49,20 +38,13 @@ def network() -> nn.Sequential:
     return layers.to(memory_format=torch.channels_last)
 
 
-def listened(model: nn.Module) -> tuple[GradientPool, Listener]:
-    listener = Listener()
-    pool = GradientPool(model, lambda _: listener)
-    listener.buffer = lambda: pool.buffer
-    return pool, listener
-
-
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
 
 @with_ranks(2)
 def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
     model = network()
-    pool, _ = listened(model)
+    pool = GradientPool(model, lambda gradients: Listener(gradients))
     names = [name for name, _ in model.named_parameters()]
     assert [slot.name for slot in pool.slots] == names[::-1]
     stops = [0, *(slot.stop for slot in pool.slots)]
@@ -76,19 +58,19 @@ def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
 @with_ranks(2)
 def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
     model = network()
-    pool, listener = listened(model)
+    pool = GradientPool(model, lambda gradients: Listener(gradients))
+    pushed = pool.engine.pushed
     for _ in range(2):
-        listener.pushed.clear()
-        listener.at_push.clear()
+        pushed.clear()
         pool.zero_grad()
         with pool.no_sync():
             model(IMAGES).sum().backward()
-        assert listener.pushed == []
+        assert pushed == []
         model(IMAGES).sum().backward()
-        assert len(listener.pushed) == len(pool.slots) - 1, "all leave within backward but one, which tells of its end"
+        assert len(pushed) == len(pool.slots) - 1, "all leave within backward but one, which tells of its end"
         pool.finish()
-        assert listener.pushed == [slot.name for slot in pool.slots]
-        for slot, seen in zip(pool.slots, listener.at_push, strict=True):
+        assert [slot for slot, _ in pushed] == pool.slots
+        for slot, seen in pushed:
             assert slot.param.grad is not None
             assert torch.equal(pool.buffer[slot.start : slot.flag], seen)
 

@@ -21,7 +21,7 @@ from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import engine_of, pooled, same_on_ranks, weights_of
+from tests.sync.given import pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
 
 DEFERRED = pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear"]))
@@ -86,7 +86,7 @@ def test_a_lost_message_stays_lost() -> None:
     """No later read takes what its buffer holds, which no rank has averaged, for means."""
     model, pool, optimizer = started(ENGINES["hybrid"].model_copy(update={"fuse_mb": 1}))
     train(model, pool, optimizer, range(8))  # until messages are in flight after a step
-    in_flight = engine_of(pool)._in_flight
+    in_flight = pool.engine._in_flight
     assert in_flight
     sent = dict(in_flight)
     for number, message in sent.items():
@@ -125,11 +125,14 @@ def test_a_failing_close_is_a_note_on_the_users_exception():
 @DEFERRED
 @with_ranks(2)
 def test_layers_are_updated_one_by_one_as_a_forward_gets_there(engine: str) -> None:
-    """Also where a model asks ``next(self.parameters()).dtype``."""
+    """Also where a model asks ``next(self.parameters()).dtype``, by a method of its own that takes no arguments."""
     updated: list[list[nn.Parameter]] = []
     seen: list[int] = []
 
     class Asking(Layers):
+        def parameters(self) -> Any:
+            return (param for _, param in self.named_parameters())
+
         def forward(self, x: Tensor) -> Tensor:
             see()
             x = x.to(next(self.parameters()).dtype)

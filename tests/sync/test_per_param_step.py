@@ -15,7 +15,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from imagenet_fast.sync.per_param_step import needs_all, snapshot_step
 from tests.conftest import tiers
-from tests.sync.fuzz_loops import Counting, Signs
 
 STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
@@ -268,6 +267,20 @@ def test_a_part_has_the_name_of_a_step_in_profiles():
     assert [event.name for event in profile.events()].count("Optimizer.step#SGD.step") == 2
 
 
+class Signs(optim.Optimizer):
+    """Somebody's own optimizer."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * param.grad.sign())
+
+
 def test_custom_optimizer_at_once_unless_one_by_one():
     params = parameters()
     before = params[0].detach().clone()
@@ -301,6 +314,15 @@ class Searching(Signs):
 def test_a_step_that_requires_a_closure_is_refused(kind: type[Optimizer]):
     with pytest.raises(ValueError, match=rf"{kind.__name__}\.step\(\) requires a closure .* take an optimizer"):
         snapshot_step(kind(parameters(), 0.5))
+
+
+class Counting(Signs):
+    one_by_one = True
+
+    def step(self, closure: object = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
 
 
 def test_an_optimizer_that_counts_in_its_groups_is_refused_unless_it_is_run_at_once():

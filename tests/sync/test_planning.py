@@ -25,7 +25,7 @@ from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
-from tests.sync.given import engine_of, mean_over_ranks, pooled, same_on_ranks, weights_of
+from tests.sync.given import mean_over_ranks, pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, unmeasured
 
 
@@ -136,7 +136,7 @@ def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
             pool = pooled(model, sync.SparseSync(wire="fp32", dense_epochs=0.0))
         stats = take_step(model, pool, optimizer, images_of(step, 60_000))
         chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
-    engine = engine_of(pool) if by_hand else engine_of(pool).now
+    engine = pool.engine if by_hand else pool.engine.now
     assert isinstance(engine, Sparse)
     assert 0 < len(engine.sent) < len(pool.buffer) // 32768
     return chosen, weights_of(model)
@@ -162,7 +162,7 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
         for param, old, own in zip(model.parameters(), before, alone.parameters(), strict=True):
             mean = mean_over_ranks(own.grad)
             assert (old - 0.1 * mean - param.detach()).norm() <= 0.1 * (4e-2 * mean.norm() + 1e-6), step
-    assert engine_of(pool).chosen == "hybrid int8"
+    assert pool.engine.chosen == "hybrid int8"
     pool.close()
 
 
@@ -208,5 +208,5 @@ def test_auto_changes_engines_between_steps_and_not_in_backward() -> None:
             loss.backward()
         dist.all_reduce(loss.detach())
         pool.step(optimizer)
-    assert engine_of(pool).chosen
+    assert pool.engine.chosen
     same_on_ranks(weights_of(model))

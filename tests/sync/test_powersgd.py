@@ -54,7 +54,7 @@ def in_memory_order(values: Tensor) -> Tensor:
 
 def kept(pool: GradientPool, which: str) -> dict[int, Tensor]:
     """Errors, or Q, by layer."""
-    everything = given.engine_of(pool).state_dict()["kept"]
+    everything = pool.engine.state_dict()["kept"]
     return {int(name.split(".")[1]): own[which] for name, own in everything.items()}
 
 

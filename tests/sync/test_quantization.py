@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.engine_table import Codes, Collective
-from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync, SyncEngine
+from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Packer, decode, encode
 from tests.conftest import tiers
 from tests.ranks import lending, run, with_ranks
-from tests.sync.given import Given, applied, engine_of, pooled, same_on_ranks
+from tests.sync.given import Given, applied, pooled, same_on_ranks
 from tests.sync.loops import unmeasured
 
 WIRES = (torch.int8, torch.float8_e4m3fn)
@@ -101,17 +101,13 @@ class Steps:
                 self.applied[param] += moved[param]
         return self
 
-    @property
-    def engine(self) -> SyncEngine:
-        return engine_of(self.pool)
-
     def state(self) -> dict[str, Any]:
-        return copy.deepcopy(self.engine.state_dict())
+        return copy.deepcopy(self.pool.engine.state_dict())
 
     @property
     def lost(self) -> float:
         """Of all gradients of all ranks, what was neither applied nor left behind; at most, in one value."""
-        kept = self.engine.state_dict()["kept"]
+        kept = self.pool.engine.state_dict()["kept"]
         lost = 0.0
         for slot in self.pool.slots:
             total = self.given[slot.param].clone()
@@ -168,7 +164,7 @@ PLANNING = {
 def test_an_engine_that_plans_loses_nothing_when_messages_change(name: str) -> None:
     steps = Steps(PLANNING[name]).take(10)
     assert steps.lost == 0.0
-    assert any(own["residual"].any() for own in steps.engine.state_dict()["kept"].values())
+    assert any(own["residual"].any() for own in steps.pool.engine.state_dict()["kept"].values())
 
 
 GOING_ON = {
@@ -202,7 +198,7 @@ def test_a_rank_alone_keeps_what_several_have_left():
 @unmeasured()
 def _alone_again(state: dict[str, Any]) -> None:
     steps = Steps(LazySync(wire="int8", bf16_steps=1))
-    steps.engine.load_state_dict(state)
+    steps.pool.engine.load_state_dict(state)
     after = steps.take(2).state()
     assert after["step"] == state["step"] + 2
     assert after["kept"].keys() == state["kept"].keys()

@@ -114,6 +114,9 @@ REFUSALS |= {
         r"cannot hold torch\.complex64.*view_as_real", lambda: nn.Linear(2, 2, dtype=torch.complex64)
     ),
     "nothing to train": made_of("no trainable parameter", nn.ReLU, lambda: Layers().requires_grad_(False)),
+    "a model wrapped in DDP": made_of(
+        "DistributedDataParallel averages gradients itself; give the pool", lambda: DistributedDataParallel(Layers())
+    ),
     "parameters that are shards": made_of(
         "weight is a DTensor, as fully_shard makes them",
         lambda: changed(lambda model: setattr(model.layer0, "weight", Sharded(model.layer0.weight.detach()))),
@@ -328,41 +331,26 @@ def a_gradient_that_is_replaced_on_its_way(settings: EngineSettings) -> Wrong:
     yield (pool.finish,)
 
 
-def a_new_head(model: Layers) -> None:
-    model.layer4 = nn.Linear(8, 8)
+UNPOOLED: dict[str, Callable[[Layers], object]] = {
+    "a new head": lambda model: setattr(model, "layer4", nn.Linear(8, 8)),
+    "assigned weights": lambda model: model.load_state_dict(state(model), assign=True),
+    "unfrozen layers": lambda model: model.requires_grad_(True),
+    "a weight norm": lambda model: nn.utils.parametrizations.weight_norm(model.layer2),
+}
 
 
-def assigned_weights(model: Layers) -> None:
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-
-
-def unfrozen_layers(model: Layers) -> None:
-    model.requires_grad_(True)
-
-
-def a_weight_norm(model: Layers) -> None:
-    nn.utils.parametrizations.weight_norm(model.layer2)
-
-
-def begun_after(change: Callable[[Layers], None], settings: EngineSettings) -> tuple[Layers, GradientPool]:
-    model = changed(lambda model: model.layer0.requires_grad_(False))
-    pool = pooled(model, settings)
-    change(model)
-    begin(model, pool, 0)
-    return model, pool
-
-
-def stepped_after(change: Callable[[Layers], None]) -> Refusal:
+def stepped_after(change: Callable[[Layers], object]) -> Refusal:
     def loop(settings: EngineSettings) -> Wrong:
-        model, pool = begun_after(change, settings)
+        model = changed(lambda model: model.layer0.requires_grad_(False))
+        pool = pooled(model, settings)
+        change(model)
+        begin(model, pool, 0)
         yield pool.step, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
 
-    engines = ("lazy", "hybrid", "dear") if change is a_new_head else ("lazy",)
-    return Refusal(loop, "in no gradient pool", engines, abandons=True)
+    return Refusal(loop, "in no gradient pool", abandons=True)
 
 
-for change in (a_new_head, assigned_weights, unfrozen_layers, a_weight_norm):
-    REFUSALS[change.__name__.replace("_", " ")] = stepped_after(change)
+REFUSALS |= {name: stepped_after(change) for name, change in UNPOOLED.items()}
 
 
 @refused(r"a hook took the gradient of layer2\.weight away before it was averaged", error=RuntimeError)
@@ -375,11 +363,6 @@ def an_optimizer_that_steps_in_backward(settings: EngineSettings) -> Wrong:
     pool.drop()
     hook.remove()
     train(model, pool, sgd(model))
-
-
-@refused("DistributedDataParallel averages gradients itself; give the pool")
-def a_model_wrapped_in_ddp(settings: EngineSettings) -> Wrong:
-    yield GradientPool, DistributedDataParallel(Layers()), settings
 
 
 @refused("DistributedDataParallel calls the model of this gradient pool", error=RuntimeError)
@@ -516,8 +499,7 @@ def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
     return model, pool, optimizer
 
 
-LATER = ("assigned weights", "unfrozen layers", "a weight norm")  # "a new head" is refused by the same check
-FIRST = [(name, refusal.engines[0]) for name, refusal in REFUSALS.items() if name not in LATER]
+FIRST = [(name, refusal.engines[0]) for name, refusal in REFUSALS.items() if name not in [*UNPOOLED][1:]]
 EVERY = [(name, engine) for name, refusal in REFUSALS.items() for engine in refusal.engines]
 
 
@@ -538,23 +520,6 @@ def _refused(name: str, engine: str) -> None:
 
 
 # What looks odd and can be done
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("engine", ["lazy", "hybrid", "dear"])
-@with_ranks(2)
-@unmeasured()
-def test_a_compiled_model_is_pooled_as_the_model_that_it_compiles(engine: str) -> None:
-    torch._dynamo.reset()
-    (expected, plain, other), model = started(ENGINES["lazy"]), Layers()
-    compiled = torch.compile(model, backend="eager")
-    pool, optimizer = pooled(compiled, ENGINES[engine]), sgd(model)
-    assert {slot.name for slot in pool.slots} == dict(model.named_parameters()).keys()
-    train(compiled, pool, optimizer, range(5))
-    train(expected, plain, other, range(5))
-    pool.settle()
-    assert alike(state(model), state(expected))
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("engine", ["sparse", "hybrid"])
@@ -597,18 +562,6 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
         loaded.settle()
         ends.append(weights_of(again))
     assert torch.equal(*ends)
-
-
-@pytest.mark.parametrize("engine", ["lazy", "hybrid"])
-@with_ranks(2)
-def test_an_update_ends_the_backward_itself(engine: str) -> None:
-    """Without ``end_backward`` before it, ranks applied gradients of their own."""
-    model, pool, _ = started(ENGINES[engine])
-    for step in range(3):
-        begin(model, pool, step)
-        pool.update(lambda params: [param.data.sub_(0.1 * param.grad) for param in params])
-    pool.settle()
-    same_on_ranks(weights_of(model))
 
 
 PROGRAM = """

@@ -24,7 +24,7 @@ from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.ranks import with_ranks
 from tests.sync import loops
-from tests.sync.given import Given, engine_of, mean_over_ranks, pooled, same_on_ranks, weights_of
+from tests.sync.given import Given, mean_over_ranks, pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, ours
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
@@ -71,7 +71,7 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
     size = 20 * CHUNK + 37
     model = Given([(size,)])
     pool, (weight,) = pooled(model, settings(sparsity=0.8)), model.weights
-    engine = engine_of(pool)
+    engine = pool.engine
     generator = torch.Generator().manual_seed(rank)
     produced, applied = torch.zeros(size), torch.zeros(size)
     for _ in range(15):
@@ -127,7 +127,7 @@ def test_no_chunk_starves() -> None:
         pool.zero_grad()
         model([gradient.flatten()[:-1]]).backward()
         pool.finish()
-        for part in engine_of(pool).sent:
+        for part in pool.engine.sent:
             for chunk in range(part.start // CHUNK, part.stop // CHUNK):
                 last_sent[chunk] = step
         turn = math.ceil(chunks / math.ceil(0.15 * chunks))
@@ -166,14 +166,14 @@ def test_corrected_momentum_is_that_of_deep_gradient_compression() -> None:
             model([0.25 * gradients[rank]]).backward()
         model([0.75 * gradients[rank]]).backward()
         pool.finish()
-        for part in engine_of(pool).sent:
+        for part in pool.engine.sent:
             assert weight.grad is not None
             part = slice(part.start, min(part.stop, size))
             assert torch.equal(weight.grad[part], residual.mean(0)[part]), step
             residual[:, part] = 0.0
             if step >= 3:
                 velocity[:, part] = 0.0
-        assert torch.equal(of_only(engine_of(pool), "velocity"), velocity[rank]), step
+        assert torch.equal(of_only(pool.engine, "velocity"), velocity[rank]), step
 
 
 @with_ranks(2)
@@ -252,7 +252,7 @@ def test_gradients_are_the_means_of_what_was_sent() -> None:
     before = torch.cat([pool.buffer[slot.start : slot.flag] for slot in pool.slots])
     pool.finish()
     gradients = [slot.param.grad.as_strided((slot.param.numel(),), (1,)) for slot in pool.slots]  # as they lie there
-    shown, sent = torch.cat(gradients), engine_of(pool).sent_slices()
+    shown, sent = torch.cat(gradients), pool.engine.sent_slices()
     for slot, gradient in zip(pool.slots, gradients, strict=True):
         for part in sent.get(slot.param, ()):
             gradient[part] = 0
@@ -300,7 +300,7 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed() -> None:
     """Also under streams: `tests/gpu/test_streams.py`."""
     model = Layers()
     pool = pooled(model, settings(sparsity=0.5, chunk=16, timing="hybrid"))
-    engine = engine_of(pool)
+    engine = pool.engine
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()
         engine._topology.stream((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())

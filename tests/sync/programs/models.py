@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.sync.fuzz_models import Block, Kind, Model, Rare, model
 from tests.sync.fuzz_programs import OUR_SGD, SGD, Backward, Finished, Look, Optimizer, Program, ZeroGrad, program
-from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping, step
+from tests.sync.programs.common import ADAMW, LARS, STEP, WITH_ALL, skipping, step
 
 IDLE = [((), ()), ((1,), (1,)), ((1,), (1,)), ((1,), ()), ((1,), (1,)), ((), ()), ((1,), (1,)), ((), (1,))]
 """On which ranks layer 1 has nothing to do, step for step."""
@@ -48,5 +48,6 @@ PROGRAMS = [
     idle("a layer that is idle, under AdamW", ADAMW),
     idle("a layer that is idle, under SGD of ours", OUR_SGD),
     idle("a layer that is idle, under an optimizer with a hook", replace(SGD, kind="hooked")),
-    idle("a layer that is idle, under LARS", replace(SGD, kind="our lars")),
+    idle("a layer that is idle, under LARS", LARS),
+    trained("a block read in C++, where nobody sees it", model("linear", "scripted", "linear"), nearly=True),
 ]  # fmt: skip

@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from tests.sync.fuzz_models import model
-from tests.sync.fuzz_programs import (
-    OUR_SGD,
-    SGD,
-    Backward,
-    Do,
-    Finished,
-    Look,
-    Optimizer,
-    Refused,
-    ScaledStep,
-    Step,
-    ZeroGrad,
-    program,
-    unseen,
-)
-from tests.sync.programs.common import ADAMW, STEP, skipping, step
+from tests.sync.fuzz_programs import Backward, Do, Finished, Look, Refused, ScaledStep, Step, ZeroGrad, program, unseen
+from tests.sync.programs.common import ADAMW, LARS, STEP, TWO, skipping, step
 
 EVALUATE = Look("inference forward")
 SCALED, OVERFLOWN = ((ZeroGrad(), Backward(overflows=rank), ScaledStep()) for rank in (None, 0))
@@ -48,11 +34,11 @@ PROGRAMS = [
         *(Look("part in train"), ZeroGrad(), Backward(between=(Look("part"),)), Look("part"), Finished()) * 3,
         *(*STEP, ZeroGrad(), Backward(), Look("part"), Finished(), Look("part in train"), Step(), EVAL) * 4,
     ),
-    program("two optimizers", *STEP * 7, optimizers=(SGD, ADAMW)),
+    program("two optimizers", *STEP * 7, optimizers=TWO),
     program("two optimizers in two calls", *(*STEP, Refused(Step(), "give .* every optimizer in one call")) * 3),
     program(
         "one of two optimizers in turn", *(*step(Backward(), optimizers=(0,)), *step(Backward(), optimizers=(1,))) * 4,
-        optimizers=(SGD, ADAMW),
+        optimizers=TWO,
     ),
     program("accumulation", *step(Backward(sync=False), Backward(sync=False), Backward()) * 7),
     program("a rate that rises and falls", *(*STEP, Do("schedule")) * 8, schedule="one cycle"),
@@ -64,7 +50,7 @@ PROGRAMS = [
     program("a loss scale", *(*SCALED * 2, *OVERFLOWN, *SCALED) * 2, scaled=True),
     program(
         "a loss scale for two optimizers, stepped by hand",
-        *(ZeroGrad(), Backward(), ScaledStep(by_pool=False)) * 6, optimizers=(SGD, ADAMW), scaled=True,
+        *(ZeroGrad(), Backward(), ScaledStep(by_pool=False)) * 6, optimizers=TWO, scaled=True,
     ),
     program(
         "a loss scale, and clipping", *(
@@ -79,7 +65,7 @@ PROGRAMS = [
     program(
         "updates at once on three ranks", *(*STEP, Do("schedule"), Look("settle")) * 8, ranks=3,
         schedule="exponential", model=model("conv", "batch norm", "linear", "linear"),
-        optimizers=(Optimizer("our lars", OUR_SGD.settings),),
+        optimizers=(LARS,),
     ),
     program("two pools of a model", *STEP * 8, pools=2),
     program(
