@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
@@ -111,23 +110,8 @@ def test_of_a_queue_so_many_are_under_way_at_a_time_and_share_the_wire():
         assert step_s(messages, "read", SECOND) - 2.0 == pytest.approx(late)
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A slot, whose messages wait for others of their engine."""
-
-    index: int
-    layer: str = "layer"
-    shape: tuple[int, ...] = ()
-    connected: bool = False
-    start: int = 0
-    stop: int = 1
-
-
-LAYERS = [Layer(number) for number in range(4)]
-
-
-def chunk(layer: int, collective: Collective = "pairwise", lane: str = "", after: int | None = None) -> Any:
-    return BucketChunk([LAYERS[layer]], slice(0, 1), collective, None, lane, Task(0, 1.0, (0,), after))
+def chunk(layer: Any, collective: Collective = "pairwise", lane: str = "", after: int | None = None) -> Any:
+    return BucketChunk([layer], slice(0, 1), collective, None, lane, Task(0, 1.0, (0,), after))
 
 
 def waits(awaits: Awaits, messages: list[Any], releases: list[list[int]], prioritized: bool = False) -> list[list[int]]:

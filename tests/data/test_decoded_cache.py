@@ -31,20 +31,10 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import differences, digest, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
-from tests.conftest import make_images, refusal_of, tables
+from tests.conftest import make_images, refusal_of, tables, tiers
+from tests.data import small
 from tests.data.encoded import BAD, IMAGES
-from tests.data.small import (
-    FORMATS,
-    as_format,
-    cut,
-    image_data,
-    one_class,
-    opened,
-    put,
-    replaced,
-    same,
-    with_bad_images,
-)
+from tests.data.small import as_format, cut, image_data, one_class, opened, put, replaced, same, with_bad_images
 from tests.e2e.command import wait_for
 
 SIDE = 60  # of images of 70 to 140 pixels
@@ -163,7 +153,7 @@ def test_several_processes_fill_it_and_when_one_is_killed_the_others_go_on(image
     assert all(np.array_equal(cache.pixels(index), expected(split, index)) for index in range(40))
 
 
-@pytest.mark.parametrize("kind", [FORMATS[0], *(pytest.param(kind, marks=pytest.mark.ci) for kind in FORMATS[1:])])
+@pytest.mark.parametrize("kind", tiers(small.FORMATS[:1], small.FORMATS))
 def test_it_is_the_same_cache_however_the_data_is_named(tmp_path: Path, kind: str, monkeypatch, capfd):
     root = as_format(make_images(tmp_path / "the data é", train=9, val=3), kind, tmp_path / "shards")
     (tmp_path / "link").symlink_to(root)

@@ -27,7 +27,7 @@ from imagenet_fast.training.trainer import Trainer
 from tests.conftest import refusal_of, tables
 from tests.data.encoded import BAD, JPEG
 from tests.data.small import FORMATS, as_format, image_data, opened, put
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 ONE = Batching(1, 1, 1)
 MODEL = ResNet(kind="resnet18")
@@ -145,16 +145,14 @@ def test_what_is_quarantined_counts_as_gone(root: Path):
     assert differences(before, contents_of(root)) == ["5 training images for 6"]
 
 
-def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path):
-    run(1, _train_rename_and_resume, root, tmp_path / "run")
-
-
-def _train_rename_and_resume(root: Path, folder: Path) -> None:
+@with_ranks(1)
+def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path) -> None:
     def trainer(epochs: int) -> Trainer:
         data = image_data(image_size=32, resize=32).model_dump()
         small = {"model": {"kind": "cifarnet", "widths": [8, 8, 8]}, "schedule": {"kind": "step", "milestones": []}}
         recipe = parse_recipe("test", tables(ranks=1, global_batch=6, epochs=epochs, data=data, **small))
-        return Trainer(Job("test", recipe, split_batch(recipe, 1), root, folder, resume=epochs > 1), tests.world())
+        job = Job("test", recipe, split_batch(recipe, 1), root, tmp_path / "run", resume=epochs > 1)
+        return Trainer(job, tests.world())
 
     assert trainer(1).run().status == "finished"
     rename_class(root)

@@ -28,28 +28,16 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 from tests.conftest import refusal_of
+from tests.data import small
 from tests.data.encoded import BAD, BLOBS, IMAGES, NOT_PILS, encoded
-from tests.data.small import (
-    ALONE,
-    CPU,
-    FORMATS,
-    LOADERS,
-    SYNTHETIC,
-    collect,
-    image_data,
-    one_class,
-    opened,
-    put,
-    same,
-    with_bad_images,
-)
+from tests.data.small import ALONE, CPU, LOADERS, SYNTHETIC, collect, image_data, one_class, opened, put, same
 
 BICUBIC = Image.Resampling.BICUBIC
 
 
 def test_every_loader_and_format_there_is_is_met_here():
     assert {*LOADERS} == {*get_args(ImageData.model_fields["loader"].annotation)}
-    assert {*FORMATS} == {*get_args(Format)}
+    assert {*small.FORMATS} == {*get_args(Format)}
 
 
 def apart(root: Path, batches: int, **settings: Any) -> Tensor:
@@ -266,7 +254,7 @@ EPOCHS = 4
 
 @pytest.fixture
 def damaged(image_dir: Path, tmp_path: Path) -> Path:
-    return with_bad_images(image_dir, tmp_path / "damaged é")
+    return small.with_bad_images(image_dir, tmp_path / "damaged é")
 
 
 @ALL

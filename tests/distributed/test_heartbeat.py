@@ -13,19 +13,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.distributed import failure_detection, watchdog
+from imagenet_fast.distributed import failure_detection, heartbeat, watchdog
 from imagenet_fast.distributed.failure_detection import leave_failure
 from imagenet_fast.distributed.flight_recorder import record_flights, write_flight_record
-from imagenet_fast.distributed.heartbeat import (
-    Heartbeat,
-    Here,
-    Phase,
-    describe_exit,
-    describe_hang,
-    describe_lost,
-    publish,
-    published,
-)  # fmt: skip
+from imagenet_fast.distributed.heartbeat import Heartbeat, Here, Phase, describe_lost, publish, published
 from imagenet_fast.distributed.process_groups import SLACK_S, set_group_timeouts
 from imagenet_fast.distributed.rank_info import ranges
 from imagenet_fast.distributed.stragglers import Stragglers, tell_slow
@@ -75,7 +66,7 @@ def test_who_is_lost_is_named_with_where_it_was_last_heard_of(
 
 @pytest.mark.parametrize(("known", "sentence"), STUCK)
 def test_where_nobody_is_lost_whoever_keeps_the_others_waiting_is_named(known: dict[int, Heartbeat], sentence: str):
-    assert describe_hang(known, "timeout.step_s") == sentence
+    assert heartbeat.describe_hang(known, "timeout.step_s") == sentence
 
 
 @pytest.mark.parametrize("lost", [range(8, 16), range(0, 512, 3), [*range(100), 511]], ids=["node", "third", "many"])
@@ -83,7 +74,7 @@ def test_a_sentence_about_512_ranks_is_short(lost: range):
     phases: tuple[Phase, ...] = ("data", "forward", "backward", "sync", "update")
     known = {rank: at(7 + rank % 2, phases[rank % 5], rank, f"node{rank // 8}") for rank in range(512)}
     assert len(describe_lost(list(lost), known)) < 600
-    assert len(describe_hang(known, "timeout.step_s")) < 600
+    assert len(heartbeat.describe_hang(known, "timeout.step_s")) < 600
     together = known | {rank: at(7, "sync", 30) for rank in range(512) if rank not in lost}
     assert "all others waited in sync for 30 s" in describe_lost(list(lost), together)
 
@@ -122,10 +113,10 @@ def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path
     store, last = HashStore(), Heartbeat("node7", 12, "backward", 3.5, 10, 4.25)
     publish(store, 2, last, tmp_path)
     assert published(store, range(4)) == {2: last}
-    assert describe_exit(2, "was killed by SIGKILL", tmp_path) == (
+    assert heartbeat.describe_exit(2, "was killed by SIGKILL", tmp_path) == (
         "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
     )
-    assert describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
+    assert heartbeat.describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
     assert leave_failure(store, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-2.json"]
 

@@ -10,14 +10,11 @@ from rich.console import Console
 import tests
 from imagenet_fast.doctor.cluster_checks import _promise, gather_results
 from imagenet_fast.doctor.report import CheckResult, by_host, findings_table
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 
 
-def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_and_of_two():
-    run(2, _measure)
-
-
-def _measure() -> None:
+@with_ranks(2)
+def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_and_of_two() -> None:
     rank = dist.get_rank()
     notes = gather_results([CheckResult("torch", "ok", "2.15")] if rank == 0 else [], tests.world(), "a")
     assert [(note.about, note.state) for note in notes] == [("torch", "ok"), ("all-reduce", "ok")]

@@ -31,12 +31,8 @@ from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
-from imagenet_fast.training.init_weights import (
-    build_initial_model,
-    chosen_checkpoint,
-    given_weights,
-    load_initial_weights,
-)
+from imagenet_fast.training import init_weights
+from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights, load_initial_weights
 from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
 from tests.conftest import tables
@@ -243,7 +239,7 @@ def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_r
     def built(classes: int, fresh_head: bool = False) -> nn.Module:
         weights = load_initial_weights(given, recipe.model, classes, world, fresh_head)
         assert (weights is not None) is world.is_main
-        return build_initial_model(recipe, classes, world, weights)
+        return init_weights.build_initial_model(recipe, classes, world, weights)
 
     model = built(10)
     assert equal(model.state_dict(), state)

@@ -16,21 +16,9 @@ import psutil
 
 from tests.conftest import make_images
 from tests.e2e.command import events_of, setting
+from tests.faults import programs
 from tests.faults.jobs import Running, digest, start_logged, train
-from tests.faults.programs import (
-    JOB,
-    OF_IMAGES,
-    SETTINGS,
-    THREE_RANKS,
-    Command,
-    Form,
-    Hurt,
-    Program,
-    Second,
-    Send,
-    Who,
-    hurt,
-)
+from tests.faults.programs import Form, Hurt, Program, hurt
 
 LIMIT_S = 120.0
 """A command that takes longer hangs; alone on two cores it takes ten seconds."""
@@ -59,13 +47,13 @@ def play(out: Path, program: Program) -> Round:
 def _job(out: Path, name: str) -> tuple[str, ...]:
     """The arguments for a setting; image files are made where it needs them."""
     kind = name.replace(",", "").split()[0]
-    changes = setting(*SETTINGS[name].replace("CACHE", str(out.absolute() / "cache")).split())
+    changes = setting(*programs.SETTINGS[name].replace("CACHE", str(out.absolute() / "cache")).split())
     if kind not in ("folder", "dali"):
-        return (*JOB, *(THREE_RANKS if "three ranks" in name else ()), "--sync", kind, *changes)
+        return (*programs.JOB, *(programs.THREE_RANKS if "three ranks" in name else ()), "--sync", kind, *changes)
     if not (out / "images").exists():
         make_images(out / "images", train=20, val=4)
     recipe = out / f"{kind}.toml"
-    recipe.write_text(OF_IMAGES.format(loader=kind))
+    recipe.write_text(programs.OF_IMAGES.format(loader=kind))
     return ("--recipe", str(recipe), "--nproc", "2", "--data", str(out / "images"), *changes)
 
 
@@ -159,19 +147,19 @@ class Round:
         for log in self.out.parent.glob(f"{self.out.name}.*.log"):
             log.unlink()
 
-    def _play(self, name: str, command: Command) -> None:
+    def _play(self, name: str, command: programs.Command) -> None:
         launch = self._begin(name, command.form)
         deadline = time.monotonic() + LIMIT_S
         while launch.steps[-1] < command.step and time.monotonic() < deadline and launch.running.command.poll() is None:
             self._watch(launch, 0.02)
         self._watch(launch, command.delay_s)
         match command.disturbance:
-            case Send(number, who, again_after_s):
+            case programs.Send(number, who, again_after_s):
                 self._send(launch, who, number)
                 if again_after_s is not None:
                     self._watch(launch, again_after_s)
                     self._send(launch, who, number)
-            case Second(form) if launch.running.command.poll() is None:
+            case programs.Second(form) if launch.running.command.poll() is None:
                 second = self._begin(f"{name}b", form)
                 launch.rival = second.rival = True
                 codes = self._end(second), self._end(launch)
@@ -208,7 +196,7 @@ class Round:
                 return
             time.sleep(min(0.05, left))
 
-    def _send(self, launch: Launch, who: Who, number: signal.Signals) -> None:
+    def _send(self, launch: Launch, who: programs.Who, number: signal.Signals) -> None:
         """To the launcher where there are no ranks yet."""
         ranks = sorted(launch.running.ranks, key=lambda rank: rank.pid)
         chosen = ranks if who == "all" else ranks[int(who[-1]) :][:1] if who != "launcher" else []

@@ -581,6 +581,8 @@ class Loop:
                 self.sync.load(self.saved[1])
             case "drop":
                 self.sync.drop()
+            case "settle":
+                self.sync.settle()
             case "renew":
                 self.sync.renew()
             case "freeze" | "unfreeze":

@@ -243,10 +243,6 @@ def program(
     return Program(name, 0, ranks, model, tuple(optimizers), schedule, tuple(lines), **more)
 
 
-SETTLE = Line(Look("settle"), 0)
-"""Without which other things would go wrong."""
-
-
 def unseen(*ops: Op) -> list[Line]:
     """Operations after which weights are as without them, under any engine."""
     return [Line(op, 0, traceless=True) for op in ops]

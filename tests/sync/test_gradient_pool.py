@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import math
+import time
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from imagenet_fast.sync import EngineSettings, GradientPool, LazySync, ParamSlot, PowerSgdSync, SparseSync
 from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.training.clock import Clock
-from tests.ranks import run, with_ranks
+from tests.ranks import with_ranks
 from tests.sync.given import pooled
 from tests.sync.loops import ours
 
@@ -112,11 +114,8 @@ COPIES: list[tuple[EngineSettings, float]] = [
 
 
 @pytest.mark.parametrize(("settings", "copies"), COPIES)
-def test_a_rank_holds_no_copy_of_a_model_that_it_does_not_need(settings: EngineSettings, copies: float):
-    assert max(run(2, _copies, settings)) == pytest.approx(copies, abs=0.1)
-
-
-def _copies(settings: EngineSettings) -> float:
+@with_ranks(2)
+def test_a_rank_holds_no_copy_of_a_model_that_it_does_not_need(settings: EngineSettings, copies: float) -> None:
     model = nn.Linear(1024, 256)
     before = bytes_of_tensors()
     pool, optimizer = pooled(model, settings), ours(model, corrected=settings.velocity_momentum is not None)
@@ -126,14 +125,19 @@ def _copies(settings: EngineSettings) -> float:
         pool.step(optimizer)
     optimizer.state.clear()
     pool.zero_grad()
-    return (bytes_of_tensors() - before) / (4 * 1024 * 256)
+    until, held = time.monotonic() + 10, math.inf
+    while held > copies + 0.1 and time.monotonic() < until:
+        time.sleep(0.01)  # sparse's thread may still send what chooses the next chunks
+        held = (bytes_of_tensors() - before) / (4 * 1024 * 256)
+    assert held == pytest.approx(copies, abs=0.1)
 
 
 def bytes_of_tensors() -> int:
-    """Of all that live in this process."""
+    """Of all that live in this process, but for those that the compiler keeps, which have no memory."""
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # some are placeholders, which refuse
-        storages = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and not isinstance(one, FakeTensor)]
+        storages = [one.untyped_storage() for one in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -151,13 +155,3 @@ def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():
             model[3](head).sum().backward()
         pool.finish()
         assert torch.equal(model[3].weight.grad, torch.full((7, 180), 2.0))
-
-
-def test_a_paused_clock_counts_run_time_only():
-    clock = Clock()
-    clock.begin_training()
-    with clock.pause() as pause:
-        while clock.run_s() < 0.02:
-            pass
-    assert pause.seconds > 0.0
-    assert clock.train_s() + pause.seconds == pytest.approx(clock.run_s(), abs=5e-3)

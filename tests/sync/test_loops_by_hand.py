@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from imagenet_fast.sync import GradientPool
 from imagenet_fast.sync.per_param_step import snapshot_step
 from tests.conftest import tiers
-from tests.ranks import lending, run, with_ranks
+from tests.ranks import lending, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled, same_on_ranks, weights_of
@@ -216,11 +216,8 @@ def test_a_pool_that_nobody_closes_is_freed_with_its_model(engine: str) -> None:
     assert known() is None
 
 
-def test_an_optimizer_outlives_its_pools_without_them():
-    assert run(2, _outlives) == [[None] * 3] * 2
-
-
-def _outlives() -> list[object]:
+@with_ranks(2)
+def test_an_optimizer_outlives_its_pools_without_them() -> None:
     model = Layers()
     optimizer, seen = sgd(model), []
     for _ in range(3):
@@ -230,4 +227,4 @@ def _outlives() -> list[object]:
         del pool
     gc.collect()
     assert optimizer.state_dict()["param_groups"]
-    return [ref() for ref in seen]
+    assert [ref() for ref in seen] == [None] * 3

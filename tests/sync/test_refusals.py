@@ -149,16 +149,13 @@ def test_a_pool_without_the_other_ranks_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.ci
-def test_a_pool_made_before_the_ranks_met_is_refused(tmp_path: Path):
-    run(2, _too_early, tmp_path / "store", fresh=True)
-
-
-def _too_early(store: Path) -> None:
+@with_ranks(2, fresh=True)
+def test_a_pool_made_before_the_ranks_met_is_refused(tmp_path: Path) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
     del os.environ["WORLD_SIZE"]
     model, pool, _ = started(ENGINES["lazy"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=rank, world_size=2)
     with pytest.raises(RuntimeError, match="this pool was made before the process group, so each of 2 ranks"):
         begin(model, pool, 0)
 

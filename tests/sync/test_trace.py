@@ -19,7 +19,7 @@ from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync, SyncStat
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import Stopwatch
 from imagenet_fast.sync.trace import Trace, TracedSteps
-from tests.ranks import run
+from tests.ranks import run, with_ranks
 from tests.sync.given import pooled
 
 
@@ -80,12 +80,9 @@ def test_of_no_step_an_empty_timeline_is_written(tmp_path: Path):
     assert {e["ph"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {"M"}
 
 
-def test_what_a_step_cost_holds_nothing_of_what_was_sent():
+@with_ranks(2)
+def test_what_a_step_cost_holds_nothing_of_what_was_sent() -> None:
     """A loop may keep the figures of many steps, and gradients would add up."""
-    run(2, _hold_figures)
-
-
-def _hold_figures() -> None:
     model = nn.Linear(64, 64)
     pool = pooled(model, DearSync(wire="fp32"))
     pool.zero_grad()

@@ -13,15 +13,8 @@ from torch import Tensor, nn
 
 from imagenet_fast.recipe.optim_config import Lars, Sgd
 from imagenet_fast.sync.per_param_step import snapshot_step
-from imagenet_fast.training.optimizers import (
-    LARS,
-    SGD,
-    build_optimizer,
-    param_groups,
-    set_rate,
-    split_parameters,
-    total_norm,
-)
+from imagenet_fast.training import optimizers
+from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, set_rate, split_parameters
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
 MU, WD, ETA = 0.9, 5e-4, 0.001
@@ -202,9 +195,9 @@ def test_a_non_finite_step_changes_no_bit(kind: str, settings: dict[str, Any]):
 
 def test_gradient_norm_is_torchs():
     optimizer = build("sgd")
-    assert total_norm(optimizer.params).item() == 0.0, "of none"
+    assert optimizers.total_norm(optimizer.params).item() == 0.0, "of none"
     give(optimizer.params[1:], gradients_of(1)[1:])
-    torch.testing.assert_close(total_norm(optimizer.params), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
+    torch.testing.assert_close(optimizers.total_norm(optimizer.params), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
 
 
 @pytest.mark.parametrize("param", [torch.ones(4, 6).chunk(2, 1)[0], torch.ones(3, 1).expand(3, 5), torch.ones(9)[::2]])

@@ -20,6 +20,7 @@ import tests
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
 from tests.e2e.command import environment, wait_for
@@ -183,3 +184,13 @@ def test_steps_micro_steps_ranks_and_seeds_have_masks_of_their_own_which_a_resum
     torch.testing.assert_close(kept.mean(1), torch.full((len(kept),), 0.5, dtype=torch.float64), rtol=0, atol=0.04)
     correlations = torch.corrcoef(kept) - torch.eye(len(kept))
     assert correlations.abs().max() < 5 / 64
+
+
+def test_a_paused_clock_counts_run_time_only():
+    clock = Clock()
+    clock.begin_training()
+    with clock.pause() as pause:
+        while clock.run_s() < 0.02:
+            pass
+    assert pause.seconds > 0.0
+    assert clock.train_s() + pause.seconds == pytest.approx(clock.run_s(), abs=5e-3)

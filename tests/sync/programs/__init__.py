@@ -6,10 +6,5 @@ from tests.sync.fuzz_programs import Program
 from tests.sync.programs import failures, gradients, models, reads, steps, writes
 
 PROGRAMS: list[Program] = [
-    *steps.PROGRAMS,
-    *failures.PROGRAMS,
-    *reads.PROGRAMS,
-    *writes.PROGRAMS,
-    *gradients.PROGRAMS,
-    *models.PROGRAMS,
+    one for about in (steps, failures, reads, writes, gradients, models) for one in about.PROGRAMS
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.sync.fuzz_models import LAYERS, model
-from tests.sync.fuzz_programs import SETTLE, Backward, Do, Finished, Look, Program, Step, ZeroGrad, program
+from tests.sync.fuzz_programs import Backward, Do, Finished, Look, Program, Step, ZeroGrad, program
 from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping, step
 
 ENCODER = model("linear", "linear", offset=True)
@@ -80,5 +80,5 @@ PROGRAMS = [
     program("a model entered by a block and by a call", *step(Backward(how="block first")) * 8, model=ENCODER),
     entered_otherwise("features"),
     entered_otherwise("forward"),
-    program("torch.func.jvp", *(SETTLE, *step(Backward(how="jvp"))) * 8),
+    program("torch.func.jvp", *(Do("settle"), *step(Backward(how="jvp"))) * 8),
 ]  # fmt: skip
