@@ -16,9 +16,9 @@ from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
 from tests.conftest import tiers
-from tests.ranks import lending, run, with_ranks
+from tests.ranks import run, with_ranks
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.given import SMALL, Given, integers, weights_of
+from tests.sync.given import SMALL, Given, integers, pooled, weights_of
 
 LARGEST = torch.finfo(torch.float16).max
 SCALES = {
@@ -45,7 +45,7 @@ def gradients(step: int, rank: int) -> list[Tensor]:
 
 
 def guarded(model: nn.Module, settings: EngineSettings, largest: float) -> GradientPool:
-    pool = GradientPool(model, settings, topology=lending())
+    pool = pooled(model, settings)
     pool.guard(largest)
     return pool
 
@@ -79,7 +79,6 @@ def test_a_step_that_overflows_in_one_layer_of_one_rank_is_skipped_by_all(engine
         pool.end_backward()
         optimizer.found_inf, optimizer.grad_scale = pool.found_inf, scale.end_step(pool.found_inf)
         pool.step(optimizer)
-    pool.close()
     assert torch.equal(weights_of(model), by_hand(LossScaler(precision, wire, torch.device("cpu"))))
 
 
@@ -110,7 +109,6 @@ def _sparsely(timing: Any) -> tuple[list[bool], list[Tensor]]:
         if step % 3 == 0 or step >= 20:
             pool.settle()
             steps.append(weights_of(model))
-    pool.close()
     return skipped, steps
 
 
