@@ -133,7 +133,7 @@ class Step:
         self.phase = Phase.DONE
 
     def drop(self) -> None:
-        """Send zeros for what has not been sent, and NaN last, which tells a rank that takes the step; forget it all."""
+        """Send zeros for what has not been sent, and last NaN, for a rank that takes the step. Forget it all."""
         contract.check(self.phase, "drop")
         pool = self._pool
         self._started()
