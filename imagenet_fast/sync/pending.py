@@ -38,9 +38,8 @@ _METADATA = frozenset({
         "shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "grad_fn", "ndim", "_version",
         "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_nested", "is_quantized", "itemsize", "nbytes",
     )),
-    vars(torch._C.TensorBase)["grad"].__set__, Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride,
-    Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex, Tensor.element_size, Tensor.__len__,
-    Tensor.nelement,
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.nelement,
 })  # fmt: skip
 """The functions that do not depend on a parameter's values, and do not change them."""
 

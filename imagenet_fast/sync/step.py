@@ -64,8 +64,9 @@ class Step:
     def on_gradient(self, param: nn.Parameter) -> None:
         """Copy the gradient of ``param``, which backward has produced, into the pool, and push what is due."""
         pool, slot = self._pool, self._pool.gradients.slot_of[param]
-        if not pool.syncing and self.phase is Phase.DONE:
-            return  # of another network's loss: it stays where autograd has put it, until the next zero_grad
+        if not pool.syncing and self.phase >= Phase.MEANS:  # of another network's loss, after the optimizer's own step
+            self.phase = Phase.DONE
+            return
         contract.check(self.phase, "backward")
         contract.check_gradient(slot, pool.gradients.values, pool.gradients.strides[slot.index])
         if not pool.syncing and pool.engine.sends_part:
@@ -133,7 +134,7 @@ class Step:
         self.phase = Phase.DONE
 
     def drop(self) -> None:
-        """Send zeros for what has not been sent, and NaN last, which tells a rank that takes the step; forget it all."""
+        """Send zeros for what has not been sent, and last NaN, for a rank that takes the step. Forget it all."""
         contract.check(self.phase, "drop")
         pool = self._pool
         self._started()

@@ -210,4 +210,5 @@ def _on_host(values: Tensor) -> Tensor:
     """Return a host copy that is valid once the stream has reached it; the host does not wait."""
     if not values.is_cuda:
         return values
-    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+    host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    return host.copy_(values, non_blocking=True)
