@@ -300,7 +300,10 @@ def register(pool: object, params: Iterable[nn.Parameter]) -> None:
 
 
 def forget(pool: object, params: Iterable[nn.Parameter]) -> None:
-    """Record that ``params`` are no longer in ``pool``. Entries of other pools stay."""
+    """Record that ``params`` are no longer in ``pool``, and that it steps no scaler. Entries of other pools stay."""
+    for scaler, known in [*_POOL_OF_SCALER.items()]:
+        if known() is pool:
+            del _POOL_OF_SCALER[scaler]
     for param in params:
         known = _POOL_OF.get(param)
         if known is not None and known() is pool:
