@@ -52,11 +52,13 @@ class Pending(Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Carry out the updates of all parameters among the arguments, unless ``func`` only reads metadata."""
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+        if func not in _METADATA:
+            tensors = [*_tensors_in((*args, *(kwargs or {}).values()))]
+            settle_all(tensors)
+            if not any(isinstance(tensor, Pending) for tensor in tensors):  # else it is called in the update itself
                 return func(*args, **(kwargs or {}))
-        settle_all(_tensors_in((*args, *(kwargs or {}).values())))
-        return func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy after the update."""

@@ -122,7 +122,7 @@ def run_blocks(page: str, texts: list[str], folder: Path) -> None:
     names: dict[str, Any] = {"torch": torch, "criterion": nn.functional.cross_entropy}
     names["batches"] = [(torch.randn(4, 8), torch.randint(0, 3, (4,))) for _ in range(3)]
     for number, text in enumerate(texts):
-        if re.search(r"GradientPool\(model\)|attach\(model", text):
+        if re.search(r"GradientPool\(model|attach\(model", text):
             torch.manual_seed(0)
             names["model"] = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
         with redirect_stdout(io.StringIO()):
