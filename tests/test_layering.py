@@ -150,11 +150,11 @@ LINES = {
     "imagenet_fast/parallel": 764,
     "imagenet_fast/plan": 1499,
     "imagenet_fast/recipe": 2285,
-    "imagenet_fast/sync": 5867,
+    "imagenet_fast/sync": 5910,
     "imagenet_fast/training": 2894,
-    "imagenet_fast": 37943,
-    "tests": 28784,
-    "tests/sync": 6892,
+    "imagenet_fast": 37986,
+    "tests": 28440,
+    "tests/sync": 6612,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

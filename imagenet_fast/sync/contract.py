@@ -351,6 +351,16 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
         )
 
 
+def check_strays(model: nn.Module | None, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
+    """Raise RuntimeError if a parameter of ``model`` has a gradient and is in no pool, as after it was unfrozen."""
+    for name, param in () if model is None else model.named_parameters():
+        if param not in in_pool and param.requires_grad and param.grad is not None and not is_pooled(param):
+            raise RuntimeError(
+                f"{name} has a gradient but is in no gradient pool, so every rank would train it for itself; make the "
+                "pool after the last change of the model's parameters"
+            )
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], engine: SyncEngine) -> None:
     """Check that the optimizers of a step apply what ``engine`` sends, and no more.
 

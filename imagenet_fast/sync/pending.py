@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit import ScriptModule
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.hooks import RemovableHandle
 
 from imagenet_fast.sync.engine import SyncEngine
@@ -78,12 +79,17 @@ def settle_all(params: Iterable[Tensor]) -> None:
         pending: PendingUpdate | None = getattr(param, "_pending_update", None)
         if pending is not None:
             pending.settle([param])
+        elif isinstance(param, Pending):  # made of another one by its class
+            param.__class__ = type(param).__mro__[2]
 
 
 @cache
 def _pending_class(kind: type[Tensor]) -> type[Tensor]:
     """Return the class of parameters of this class while their update is pending."""
-    return type(f"Pending{kind.__name__}", (Pending, kind), {})
+    made = type(f"Pending{kind.__name__}", (Pending, kind), {})
+    if kind in _foreach_supported_types:  # else torch's optimizers update tensor by tensor on GPUs
+        _foreach_supported_types.append(made)  # type: ignore[arg-type]
+    return made
 
 
 class PendingUpdate:
@@ -152,7 +158,7 @@ class PendingUpdate:
             try:
                 self._carry_out(due)
             except BaseException:
-                self._failed = [(slot, slot.param._version) for slot in due]
+                self._failed += [(slot, slot.param._version) for slot in due]
                 raise
             finally:
                 for slot, kind in zip(due, kinds, strict=True):

@@ -154,7 +154,7 @@ def _numbers(attributes: Mapping[str, Any]) -> _Settings:
     return {name: value for name, value in attributes.items() if type(value) in (int, float) and name[0] != "_"}
 
 
-def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+def _step_all(optimizer: Optimizer, params: list[nn.Parameter], elements: Elements | None = None) -> None:
     given = set(params)
     left = sum(p.grad is not None and p not in given for group in optimizer.param_groups for p in group["params"])
     if left:
@@ -162,7 +162,13 @@ def _step_all(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
             f"{type(optimizer).__name__} updates its parameters all at once, but {left} that have a gradient are not "
             "due: see needs_all for why, and give parameters that are not in this pool an optimizer of their own"
         )
-    optimizer.step()
+    if elements is not None:
+        optimizer.elements = elements  # type: ignore[attr-defined]  # ours have it
+    try:
+        optimizer.step()
+    finally:
+        if elements is not None:
+            optimizer.elements = None  # type: ignore[attr-defined]
 
 
 @cache

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.optim.optimizer import Optimizer
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.consistency import compare_engines, compare_models
 from imagenet_fast.sync.contract import Phase
-from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import Elements, Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
@@ -114,8 +115,12 @@ class GradientPool:
         self.current = Step(self)
         self.gradients.check_range = _weak(self._check_range)
         contract.register(self, trainable.values())
+        self._params = list(trainable.values())
         on_gradient = _weak(self._on_gradient)
-        self._hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in trainable.values()]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(on_gradient, number))
+            for number, param in enumerate(self._params)
+        ]
         self._unseen = read_unseen(self.slots)
         if model is not None and called is not None:
             self._hooks += [model.register_forward_pre_hook(contract.refuse_ddp), *hooks_in_front(called)]
@@ -209,6 +214,7 @@ class GradientPool:
         """
         with self.lock:
             self.current.means()
+            contract.check_strays(self.gradients.model, self.gradients.slot_of)
             return self.current.end_backward()
 
     def step(
@@ -225,7 +231,7 @@ class GradientPool:
             *optimizers: Optimizers of torch, or with the same interface, in the order in which they step.
             scaler: Unscales gradients, skips a step that overflowed on any rank, and is updated: do not call its
                 ``step`` and ``update`` as well. Nothing is deferred then.
-            then: What else is to be done with parameters after their update, such as a moving average.
+            then: Functions that get the list of parameters that were just updated, such as a moving average's.
 
         Returns:
             The cost of the step's synchronisation on this rank.
@@ -245,10 +251,10 @@ class GradientPool:
             stats = self.finish()
             self.update(_scaled(scaler, optimizers, then))
             return stats
-        updates = [*map(snapshot_step, optimizers), *then]
+        updates = [*map(snapshot_step, optimizers)]
         for optimizer in optimizers:
             settle_before_state(optimizer)
-        self.update(_in_turn(updates), at_once=any(map(needs_all, optimizers)))
+        self.update(_in_turn(updates, then), at_once=any(map(needs_all, optimizers)))
         return self.end_backward()
 
     def update(self, apply: Update, at_once: bool = False) -> None:
@@ -327,7 +333,10 @@ class GradientPool:
         users = sys.exc_info()[1]
         while self._hooks:
             self._hooks.pop().remove()
-        contract.forget(self, self.gradients.slot_of)
+        contract.forget(self, self._params)
+        if self.current.phase is Phase.SENDING:
+            for param in self._params:
+                param.grad = None  # it may be a placeholder
         try:
             try:
                 self.settle()
@@ -338,9 +347,10 @@ class GradientPool:
                 raise
             users.add_note(f"closing the pool failed as well: {error}")
 
-    def _on_gradient(self, param: nn.Parameter) -> None:
+    def _on_gradient(self, number: int, _: object) -> None:
+        """Handle a gradient; torch passes on what the hook before has returned in place of the parameter."""
         with self.lock:
-            self.current.on_gradient(param)
+            self.current.on_gradient(self._params[number])
 
     def _check_range(self) -> None:
         self.current.check_range()
@@ -361,14 +371,14 @@ def _weak(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _in_turn(updates: Sequence[Update]) -> Update:
-    """Return one update that calls ``updates`` in their order."""
-    if len(updates) == 1:
-        return updates[0]
+def _in_turn(updates: Sequence[Update], then: Sequence[Update]) -> Update:
+    """Return one update that calls ``updates`` in their order, and ``then`` with the parameters alone."""
 
-    def apply(*given: Any) -> None:
+    def apply(params: list[nn.Parameter], *elements: Elements) -> None:
         for update in updates:
-            update(*given)
+            update(params, *elements)
+        for update in then:
+            update(params)
 
     return apply
 

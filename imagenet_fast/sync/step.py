@@ -18,7 +18,7 @@ from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
-from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.pending import PendingUpdate, Update
 
 
@@ -71,8 +71,11 @@ class Step:
         contract.check_gradient(slot, pool.gradients.values, pool.gradients.strides[slot.index])
         if not pool.syncing and pool.engine.sends_part:
             return  # such an engine adds a gradient to its residual, so it takes one only once a step
+        is_first = self._late is None
         if slot in self._started():
             contract.refuse_late(slot)
+        if is_first and self._late:  # a later forward of this step may read them, now that they are updated
+            torch.autograd.Variable._execution_engine.queue_callback(self._late.clear)
         if self._ready[slot.index]:
             contract.refuse_second_backward(slot)
         self._take(slot)
@@ -141,7 +144,9 @@ class Step:
         for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 pool.engine.store_gradient(pool.gradients.extent(slot), None)
-        pool.gradients.extent(pool.gradients.slots[-1])[:-1] = math.nan
+        last = next(slot for slot in reversed(pool.gradients.slots) if slot.param.numel())
+        pool.gradients.extent(last)[:-1] = math.nan
+        pool.gradients.values[last.flag] = USED
         self._push_all()
         self._any_overflow()
         self.stats = pool.engine.finish()

@@ -207,7 +207,7 @@ def test_what_comes_after_an_update_sees_what_it_has_updated(timing: str) -> Non
         averaged.append(set())
         pool.zero_grad()
         labelled_loss(model, step).backward()
-        pool.step(optimizer, then=[lambda params, elements, seen=averaged[-1]: seen.update(params)])
+        pool.step(optimizer, then=[lambda params, seen=averaged[-1]: seen.update(params)])
         pool.settle()
     assert averaged == [set(model.parameters())] * 3
 

@@ -72,7 +72,7 @@ PROGRAMS = [
         "a layer first used in a later micro-step", *STEP * 2, *(
             ZeroGrad(), Backward(skipped=WITHOUT_1), Step(), ZeroGrad(), Backward(sync=False, skipped=WITHOUT_1),
             Backward(sync=False, skipped=skipping((1,), ())), Backward(skipped=WITHOUT_1), Step(),
-        ) * 4,
+        ) * 8,
     ),
     program("another default dtype", *STEP, *unseen(Do("float64")), *STEP * 7),
 ]  # fmt: skip
