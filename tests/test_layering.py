@@ -153,7 +153,7 @@ LINES = {
     "imagenet_fast/sync": 5910,
     "imagenet_fast/training": 2894,
     "imagenet_fast": 37986,
-    "tests": 28440,
+    "tests": 28431,
     "tests/sync": 6612,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
