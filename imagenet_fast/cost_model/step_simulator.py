@@ -189,7 +189,7 @@ class _Wire:
         self._served = 0.0
         """Seconds of the whole wire that a message in flight from the beginning would have had."""
         self._ends: list[tuple[float, int]] = []
-        """By message, the value of ``_served`` at which it is through, as a heap."""
+        """A heap: for each message, the value of ``_served`` at which it has passed."""
 
     @property
     def busy(self) -> bool:

@@ -1,4 +1,4 @@
-"""What a training loop may do, and give to a pool; the only place that refuses, and says what to do instead.
+"""Refuse what a training loop may not do with a pool, and say what to do instead; nothing else refuses.
 
 One check is a record of which parameters are in a pool: a parameter that is trained but is in none would silently
 diverge between ranks.

@@ -84,9 +84,8 @@ class Step:
             param.grad = pool.gradients.placeholders[slot.index]
             self._ready[slot.index] = True
             pool.order.note(slot)
-            self._push(
-                len(pool.gradients.slots) - 1
-            )  # the last waits for ``end_backward``, or a rank's lone backward would pass
+            # The last waits for ``end_backward``, or a rank's lone backward would pass.
+            self._push(len(self._ready) - 1)
 
     def end_backward(self) -> SyncStats:
         """Send what backward did not reach, with a gradient of zero, and all that is left."""
