@@ -125,7 +125,7 @@ def lending(ranks_per_node: int | None = None) -> Topology:
     """All ranks, with streams that pools use one after the other, also those of later cases: connecting takes longer
     than most of what tests do with them. Every rank must make the first call alike."""
     if ranks_per_node not in _lent:
-        _lent[ranks_per_node] = Topology(torch.get_default_device(), ranks_per_node=ranks_per_node, lends=True)
+        _lent[ranks_per_node] = Topology(torch.get_default_device(), None, ranks_per_node)
     return _lent[ranks_per_node]
 
 

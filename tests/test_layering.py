@@ -150,11 +150,11 @@ LINES = {
     "imagenet_fast/parallel": 764,
     "imagenet_fast/plan": 1499,
     "imagenet_fast/recipe": 2285,
-    "imagenet_fast/sync": 5909,
+    "imagenet_fast/sync": 5881,
     "imagenet_fast/training": 2894,
-    "imagenet_fast": 37985,
-    "tests": 28431,
-    "tests/sync": 6612,
+    "imagenet_fast": 37957,
+    "tests": 28421,
+    "tests/sync": 6602,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

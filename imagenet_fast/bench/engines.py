@@ -273,7 +273,7 @@ def _measure(
     parts = len(engines) + rounds * (1 + len(wires) + len(engines))
     report_progress("measuring the network", 0, parts)
     gradients = gradients_of(profile)
-    topology = Topology(torch.device("cpu"), lends=True)
+    topology = Topology(torch.device("cpu"))
     predicted = _predictions(profile, gradients, engines, topology)
     measurements: dict[Sync | Declared | Wire | None, Callable[[], _Block]] = {
         None: partial(_compute_block, profile, gradients, steps)

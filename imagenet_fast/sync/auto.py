@@ -50,8 +50,8 @@ class Auto:
             candidates: The engines to predict. Only those that are ``electable`` may be chosen.
         """
         self._pool = pool
-        self._topology = pool.topology.anew()
-        self._network = NetworkProbe(self._topology, wire_for(pool.values.dtype, meanwhile.wire, pool.topology))
+        probed = pool.topology.anew()  # whose streams end with the choice
+        self._network = NetworkProbe(probed, wire_for(pool.values.dtype, meanwhile.wire, probed))
         self._candidates = candidates
         self._electable = {candidate.name: candidate for candidate in candidates if candidate.electable}
         self._elected: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
@@ -133,18 +133,6 @@ class Auto:
         self.now.load_state_dict(rest)
         self._time_again()
 
-    def close(self) -> None:
-        """Stop the timing, and release the engine between steps."""
-        self._timetable.close()
-        self.now.close()
-        self._topology.close()
-
-    def drop(self) -> None:
-        """Stop the timing, and release the engine in the middle of a step."""
-        self._timetable.close()
-        self.now.drop()
-        self._topology.drop()
-
     def _time_again(self) -> None:
         """Restart the timing of steps, unless a choice was made."""
         if not self.chosen:
@@ -164,7 +152,8 @@ class Auto:
         else:
             self.now = Scheduler(candidate.engine, self._pool, self._network, timing)
         before.close()
-        self._topology.close()  # on which the network was measured
+        self._network.topology.close()
+        self._network.topology = self._pool.topology
 
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
         pool = self._pool

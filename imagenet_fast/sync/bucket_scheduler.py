@@ -76,7 +76,7 @@ class Scheduler(SyncEngine):
         if engine.bucket_bytes is None and pool.topology.is_one_node:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
-        self._topology = pool.topology.anew()
+        self._topology = pool.topology
         self.is_local = self._topology.size == 1 and engine.compressor is None and not self.defers
         self._wire = wire_for(pool.values.dtype, engine.wire, self._topology)
         self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
@@ -91,7 +91,9 @@ class Scheduler(SyncEngine):
 
     def rebuild_buckets(self) -> None:
         """Rebuild all messages, and plan them or begin to time steps. Nothing may be in flight."""
-        self._watch_no_longer()
+        if self._timetable is not None:
+            self._timetable.close()
+            self._timetable = None
         plain = self._step < self._plain_steps
         self._engine = replace(self._declared, compressor=None) if plain else self._declared
         if self._residual is not None:
@@ -176,22 +178,8 @@ class Scheduler(SyncEngine):
         return is_coded(self._wire) or self._declared.compressor is not None
 
     def close(self) -> None:
-        """Wait for all messages, and close the process groups."""
-        self._watch_no_longer()
-        for transfer in self._in_flight.values():
-            transfer.wait()
-        self._topology.close()
-
-    def drop(self) -> None:
-        """Abandon all messages without waiting for them."""
-        self._watch_no_longer()
-        self._in_flight.clear()
-        self._topology.drop(self._plan, self._pool.values)
-
-    def _watch_no_longer(self) -> None:
-        if self._timetable is not None:
-            self._timetable.close()
-            self._timetable = None
+        """Wait for all messages."""
+        self._await(list(self._in_flight))
 
     def _planned(self, wire: torch.dtype) -> _Plan:
         """Build the messages of all later steps, sent as ``wire``.

@@ -206,11 +206,7 @@ class SyncEngine(Protocol):
             refuse_state_of_another(self, state, {"an engine that keeps one"})
 
     def close(self) -> None:
-        """Release the engine's resources between steps."""
-        return
-
-    def drop(self) -> None:
-        """Release the engine in the middle of a step. Wait for no message: other ranks may never send theirs."""
+        """Wait for all messages. Not called in the middle of a step, which other ranks may have left."""
         return
 
 

@@ -48,6 +48,7 @@ class GradientBuffer:
         self.alignment = math.lcm(_CACHE_LINE, topology.alignment)
         """The number of elements of which the bounds of slots are multiples."""
         self._multiple = 1
+        self._timers: list[LayerTimer] = []
         self.slots: list[ParamSlot] = []
         """In the order in which they are pushed."""
         self.before_layout: Callable[[], None] = lambda: None
@@ -110,7 +111,13 @@ class GradientBuffer:
                 "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
                 "of MiB"
             )
-        return LayerTimer(self.model, self.slots, self.topology, layers)
+        self._timers.append(LayerTimer(self.model, self.slots, self.topology, layers))
+        return self._timers[-1]
+
+    def close(self) -> None:
+        """Remove the hooks of all timers."""
+        for timer in self._timers:
+            timer.close()
 
     def view(self, slot: ParamSlot) -> Tensor:
         """Return the gradient at ``slot``, with its parameter's strides.

@@ -45,7 +45,7 @@ class NetworkProbe(Links):
             stated: The link of every collective, instead of a measurement.
             codecs: The cost of 8-bit wire dtypes, instead of measurements.
         """
-        self._topology, self.layout = topology, topology.layout
+        self.topology, self.layout = topology, topology.layout
         self._wire = PLAIN if is_coded(wire) else wire  # the cost of quantisation is not the network's
         self._stated = stated
         self._links: dict[Collective, LinkModel] = {}
@@ -55,10 +55,10 @@ class NetworkProbe(Links):
         """Return the link of ``collective``, measured at the first call; with one rank, a link without cost."""
         if self._stated is not None:
             return self._stated
-        if self._topology.size == 1:
+        if self.topology.size == 1:
             return LinkModel(0.0, 0.0)
         if collective not in self._links:
-            self._links[collective] = measure_link(collective, self._wire, self._topology)
+            self._links[collective] = measure_link(collective, self._wire, self.topology)
         return self._links[collective]
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,8 +79,8 @@ class NetworkProbe(Links):
 
         That is so for one rank, for dtypes of more than 8 bits, and with ``stated`` for dtypes not in ``codecs``.
         """
-        if wire not in self._codecs and is_coded(wire) and self._stated is None and self._topology.size > 1:
-            self._codecs[wire] = measure_codec(wire, self._topology)
+        if wire not in self._codecs and is_coded(wire) and self._stated is None and self.topology.size > 1:
+            self._codecs[wire] = measure_codec(wire, self.topology)
         return self._codecs.get(wire, NO_CODEC)
 
 

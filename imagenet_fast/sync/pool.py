@@ -77,7 +77,8 @@ class GradientPool:
             model: The model whose forward reads the parameters, where ``parameters`` are named parameters.
             steps_per_epoch: Converts those settings of the engine that are given in epochs.
             ranks_per_node: The number of ranks on each node; None: ``Topology`` finds which ranks share a node.
-            topology: The ranks and nodes, instead of ``group`` and ``ranks_per_node``.
+            topology: The ranks and nodes, instead of ``group`` and ``ranks_per_node``. ``close`` does not end its
+                streams.
             lockstep: Whether updates wait for ranks outside ``group``; see ``PendingUpdate``.
 
         Raises:
@@ -95,7 +96,7 @@ class GradientPool:
             compare_engines(engine, steps_per_epoch, ranks, contract.device_of(named))
         compare_models(named, model, ranks)
         trainable = contract.trainable(named)
-        self._lockstep = lockstep
+        self._lockstep, self._own_topology = lockstep, topology is None
         self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
         self.gradients.before_layout = _weak(self.settle)
@@ -334,18 +335,26 @@ class GradientPool:
         while self._hooks:
             self._hooks.pop().remove()
         contract.forget(self, self._params)
-        if self.current.phase is Phase.SENDING:
-            for param in self._params:
-                param.grad = None  # it may be a placeholder
+        self.gradients.close()
         try:
             try:
                 self.settle()
             finally:
-                (self.engine.close if self.current.phase is not Phase.SENDING else self.engine.drop)()
+                self._end_engine()
         except Exception as error:
             if users is None:
                 raise
             users.add_note(f"closing the pool failed as well: {error}")
+
+    def _end_engine(self) -> None:
+        if self.current.phase is Phase.SENDING:
+            for param in self._params:
+                param.grad = None  # it may be a placeholder
+            self.topology.drop(self.engine)
+            return
+        self.engine.close()
+        if self._own_topology:
+            self.topology.close()
 
     def _on_gradient(self, number: int, _: object) -> None:
         """Handle a gradient; torch passes on what the hook before has returned in place of the parameter."""

@@ -66,7 +66,7 @@ class Sparse(SyncEngine):
         """
         self.defers = settings.defers
         self._pool = pool
-        self._topology = pool.topology.anew()
+        self._topology = pool.topology
         self._wire = wire_for(pool.values.dtype, wire, self._topology)
         self._settings = settings
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
@@ -243,17 +243,10 @@ class Sparse(SyncEngine):
         return [slot.start for slot in self._pool.slots]
 
     def close(self) -> None:
-        """Wait for all messages, and end the process groups."""
+        """Wait for all messages."""
         self._await(list(self._messages))
         if self._agreed is not None:
             self._agreed.wait()
-        self._topology.close()
-
-    def drop(self) -> None:
-        """Release the engine in the middle of a step, without waiting for any message."""
-        used = (self._pool.values, self._scores, self._norms, self._ids, list(self._messages))
-        self._messages.clear()
-        self._topology.drop(used, self._measurement, self._agreement)
 
     def _clear(self, residual: Tensor, velocity: Tensor) -> None:
         """Zero what was sent in the residual and, unless all chunks were sent, in the velocity."""

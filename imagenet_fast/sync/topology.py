@@ -35,9 +35,8 @@ class Topology:
     ``GROUP_RANK`` or ``LOCAL_WORLD_SIZE``, or from the host name, which the ranks exchange. So every rank of the group
     must create the same topologies in the same order.
 
-    With ``lends``, the topologies that ``anew`` returns use the streams of this one. That is for engines of which only
-    one works at a time. Each gloo process group has a thread that wakes a hundred times a second, so the groups of many
-    idle engines disturb the one that works.
+    Pools of which only one works at a time can share a topology, and with it its streams: each gloo process group has a
+    thread that wakes a hundred times a second, and the groups of many idle pools would disturb the one that works.
     """
 
     alone: bool = False
@@ -48,14 +47,10 @@ class Topology:
     _dropped: ClassVar[list[CommStream]] = []
     """Streams that are no longer used, kept so that none is ended alone: see ``drop``."""
     _in_use: ClassVar[list[tuple[list[torch.cuda.Event], object]]] = []
-    """For each call of ``drop`` on a GPU: events after the last operations, and the buffers that these use."""
+    """For each call of ``drop`` on a GPU: events after the last operations, and what holds the memory of these."""
 
     def __init__(
-        self,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        ranks_per_node: int | None = None,
-        lends: bool = False,
+        self, device: torch.device, group: dist.ProcessGroup | None = None, ranks_per_node: int | None = None
     ) -> None:
         """Find the node of every rank.
 
@@ -63,12 +58,10 @@ class Topology:
             device: Device of the values to be sent.
             group: Process group; None: all ranks, or a single rank without torch.distributed.
             ranks_per_node: Ranks per node; None: found from the environment.
-            lends: Whether topologies made by ``anew`` share the streams.
 
         Raises:
             ValueError: The ranks are no whole number of nodes of ``ranks_per_node``.
         """
-        self.lends = lends
         self.device = device
         self.group = group
         self.alone = alone = group is None and not dist.is_initialized()
@@ -121,10 +114,9 @@ class Topology:
         return -(-elements // self.alignment) * self.alignment
 
     def anew(self) -> Topology:
-        """Return the same ranks and nodes, with streams of its own unless this topology lends its streams."""
+        """Return the same ranks and nodes, with streams of its own."""
         twin = copy.copy(self)
-        if not self.lends:
-            twin._streams = {}
+        twin._streams = {}
         return twin
 
     def stream(self, ranks: tuple[int, ...], role: str) -> CommStream:
@@ -146,25 +138,23 @@ class Topology:
         return CommStream(self.device, ranks, self.max_ctas)
 
     def close(self) -> None:
-        """End the process groups and threads, unless they are lent. Nothing may be in flight."""
-        if self.lends:
-            return
+        """End the process groups and threads. Nothing may be in flight."""
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
 
-    def drop(self, *buffers: object) -> None:
+    def drop(self, user: object) -> None:
         """Stop using the streams, on which an operation may be in flight that never ends.
 
         Their process groups end with all others. None is ended alone, because that would wait too.
 
         Args:
-            buffers: What these operations use. On a GPU it is kept until they have ended, as the allocator would give
-                the memory to the next tensor.
+            user: What holds the memory that these operations use. On a GPU it is kept until they have ended, as the
+                allocator would give the memory to the next tensor.
         """
         Topology._in_use[:] = [(ends, kept) for ends, kept in Topology._in_use if not all(end.query() for end in ends)]
         if ends := [end for stream in self._streams.values() if (end := stream.record_event()) is not None]:
-            Topology._in_use.append((ends, buffers))
+            Topology._in_use.append((ends, user))
         Topology._dropped.extend(self._streams.values())
         self._streams.clear()
 

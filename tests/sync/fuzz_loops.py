@@ -87,6 +87,8 @@ class Synchroniser:
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         """Those that were trainable in the beginning."""
+        self.sent: list[nn.Parameter] = []
+        """Those whose gradients the last backward has sent."""
 
     def zero_grad(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]:
@@ -196,7 +198,7 @@ class Pooled(Synchroniser):
             pool.drop()
 
     def look_under_way(self, writes: bool) -> str:
-        for param in self.params:
+        for param in self.sent:
             try:
                 if param.grad is None:
                     continue
@@ -314,8 +316,11 @@ class Loop:
                     loss = self._loss(op)
                     for other in op.between:
                         self._do(other)
+                    before = [p.grad for p in self.sync.params]
                     if loss.requires_grad:
                         loss.backward()
+                pairs = zip(self.sync.params, before, strict=True)
+                self.sync.sent = [p for p, grad in pairs if op.sync and p.grad is not grad]
             case ops.AutogradGrad():
                 loss = self._loss(Backward(op.data, op.skipped))
                 params = [p for p in self.sync.params if p.requires_grad]

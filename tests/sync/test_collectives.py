@@ -210,24 +210,6 @@ def test_16_bit_values_are_summed_in_fp32_between_nodes() -> None:
     assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
 
 
-@with_ranks(2)
-def test_engines_that_take_turns_share_channels() -> None:
-    apart, lends = (Topology(torch.get_default_device(), lends=lends) for lends in (False, True))
-    pair, (one, other) = (0, 1), (apart.anew(), apart.anew())
-    assert one.stream(pair, "scatter") is not other.stream(pair, "scatter")
-    first, second = lends.anew(), lends.anew()
-    stream = first.stream(pair, "scatter")
-    first.close()
-    assert second.stream(pair, "scatter") is stream
-    for topology in (second, lends.anew()):
-        tensor = values(dist.get_rank(), 300, 2, True).clone()
-        reduced(tensor, torch.bfloat16, "pairwise", topology)
-        assert torch.equal(tensor.double(), mean_of(300, 2, True))
-    lends.lends = False  # now it closes its own
-    for topology in (one, other, lends):
-        topology.close()
-
-
 @with_ranks(3)
 def test_uneven_nodes_refuse_levels_only() -> None:
     rank = dist.get_rank()

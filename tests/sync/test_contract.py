@@ -213,7 +213,10 @@ def _topologies(place: Place) -> Iterator[list[Topology]]:
     device = torch.get_default_device()
     with process_groups(*place.groups) as groups:
         mine = [group for group, ranks in zip(groups, place.groups, strict=True) if dist.get_rank() in ranks]
-        yield [Topology(device, group, place.ranks_per_node) for group in mine]
+        topologies = [Topology(device, group, place.ranks_per_node) for group in mine]
+        yield topologies
+        for topology in topologies:
+            topology.close()
 
 
 def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
