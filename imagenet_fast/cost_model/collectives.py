@@ -163,11 +163,11 @@ def row_of(collective: Collective, layout: RankLayout) -> int:
 def operations(collective: Collective, layout: RankLayout, wire: WireFormat) -> tuple[int, int]:
     """Return how many operations a host launches for a long message: inside the rows of a grid, and between them.
 
-    A row scatters and gathers. Between rows the backend adds up in one operation, but no codes; a butterfly exchanges
-    with one rank after the other.
+    A row scatters and gathers. Between rows the backend adds up in one operation; a butterfly exchanges with one rank
+    after the other.
     """
     inside = 2 if row_of(collective, layout) > 1 else 0
     if collective == "butterfly":
         return inside, 2 * math.ceil(math.log2(layout.column))
     whole = collective == "hierarchical" and wire.itemsize == 4
-    return inside, 1 if (whole or collective in ("native", "ring")) and not wire.coded else 2
+    return inside, 1 if whole or collective in ("native", "ring") else 2

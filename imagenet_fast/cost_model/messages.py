@@ -259,13 +259,13 @@ def _buckets(slots: Iterable[S], engine: Declaration[S], fuse: float) -> Iterato
 def _collective(
     engine: Declaration[S], bucket: Sequence[S], layout: RankLayout, wire: WireFormat, links: Links
 ) -> Collective:
+    usual = usual_collective(layout, wire)
     match engine.collective:
         case None:
-            usual = usual_collective(layout, wire)
             return "pairwise" if usual == "native" and engine.split_reduce_scatter else usual
-        case "native" if wire.coded:
-            return "pairwise"  # no backend adds codes
         case str():
-            return engine.collective
+            chosen = engine.collective
         case _:
-            return engine.collective(bucket, links)
+            chosen = engine.collective(bucket, links)
+    adds_no_codes = wire.coded and chosen in ("native", "ring", "butterfly", "parameter_server")
+    return usual if adds_no_codes else chosen

@@ -15,11 +15,11 @@ from torch import Tensor
 from imagenet_fast.cost_model import collectives
 from imagenet_fast.cost_model.collectives import WireFormat
 from imagenet_fast.recipe.engine_table import Collective
-from imagenet_fast.sync.butterfly import butterfly, core_of
+from imagenet_fast.sync.butterfly import butterfly
 from imagenet_fast.sync.comm_ops import CommOp, OpSequence, carry, mean_of
 from imagenet_fast.sync.comm_stream import CommStream
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, is_coded
-from imagenet_fast.sync.quantized_all_reduce import coded_butterfly, coded_pairwise
+from imagenet_fast.sync.quantized_all_reduce import coded_pairwise
 from imagenet_fast.sync.topology import Grid, Topology
 
 
@@ -33,8 +33,8 @@ def all_reduce(
     in fp32 and rounded once per level. The exception is the backend's own all-reduce (``native``, and ``ring`` between
     nodes), which adds in the wire dtype.
 
-    With an 8-bit wire, values are sent as codes and, inside a node of a collective of two levels, as 16-bit values. No
-    backend can add codes, so ``native`` and ``ring`` then work as ``pairwise``.
+    With an 8-bit wire, values are sent as codes and, inside the rows of a collective of two levels, as 16-bit values.
+    Between rows every collective then works as ``pairwise``, because no backend adds codes.
 
     ``hierarchical`` reduce-scatters inside the node, averages between ranks of the same place in their nodes, and
     gathers inside the node. So a node's link carries no more than one node's share (Mikami et al., arXiv 1811.05233,
@@ -159,20 +159,10 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
         blocks.residual.sum_shared(
             inside, lambda left: carry([CommOp(row, lambda: row.all_reduce(left), False)]).wait()
         )
-    halving = way.collective == "butterfly"
-    streams = [way.stream(ranks, role) for role in (["butterfly"] if halving else ["scatter", "gather"])]
-    if not blocks.kinds.any():
-        return  # only padding
-    owners = list(range(len(core_of(len(ranks))) if halving else len(ranks)))
-    if way.collective == "parameter_server":
-        owners = server_places(len(ranks), way.servers)
-    packing = Packer(blocks, len(owners), way.wire, shard.device, inside)
-    if halving:
-        (steps,) = streams
-        chain.add_collective(steps, lambda: coded_butterfly(shard, packing, steps))
-    else:
-        push, pull = streams
-        coded_pairwise(chain, shard, packing, push, pull, owners, way.cut)
+    push, pull = (way.stream(ranks, role) for role in ("scatter", "gather"))
+    if blocks.kinds.any():  # else there is only padding
+        packing = Packer(blocks, len(ranks), way.wire, shard.device, inside)
+        coded_pairwise(chain, shard, packing, push, pull, way.cut)
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:

@@ -226,13 +226,13 @@ class Packer:
         else:
             values.view(-1, BLOCK).copy_(self._rows[self._back])
 
-    def message(self, *owners: int) -> Tensor:
-        """Return an empty uint8 tensor of shape (*owners, width), for that many owners' rows on the wire.
+    def message(self, owners: int) -> Tensor:
+        """Return an empty uint8 tensor of shape (owners, width), for that many owners' rows on the wire.
 
         The gaps are 0, so that what is sent does not depend on what was in memory before.
         """
-        message = torch.empty(*owners, self.width, dtype=torch.uint8, device=self._device)
-        message[..., self._filled :] = 0
+        message = torch.empty(owners, self.width, dtype=torch.uint8, device=self._device)
+        message[:, self._filled :] = 0
         return message
 
     def parts(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor]:
