@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.init import current_world
-from imagenet_fast.sync import Engine, EngineSettings, HybridSync, LazySync, ParamSlot, attach
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, HybridSync, LazySync, ParamSlot
 
 
 def pair_of(slot: ParamSlot) -> int:
@@ -50,20 +50,19 @@ def train(engine: Engine | EngineSettings, device: torch.device, steps: int = 30
         All weights as one tensor, and the median time of a step in seconds.
     """
     model = small_net().to(device)
-    forward, sync = attach(model, engine)
+    pool = GradientPool(model, engine)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     seconds = []
     for step in range(steps):
         inputs = torch.randn(64, 512, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
         inputs = inputs.to(device)
         begun = time.perf_counter()
-        sync.zero_grad()
-        forward(inputs).square().mean().backward()
-        sync.step(optimizer)
+        pool.zero_grad()
+        model(inputs).square().mean().backward()
+        pool.step(optimizer)
         seconds.append(time.perf_counter() - begun)
-    sync.settle()
+    pool.close()
     weights = torch.cat([param.detach().flatten() for param in model.parameters()])
-    sync.close()
     return weights, median(seconds)
 
 

@@ -35,7 +35,7 @@ from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError, listed, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.all_reduce import format_of
-from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.network_benchmark import all_reduces
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.units import SIZE, UNITS, geometric_range, size_text

@@ -31,18 +31,19 @@ from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.forkserver import freeze_gc
 from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.trace import Trace
+from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
-from imagenet_fast.sync import Engine, SyncStats, attach, declare
+from imagenet_fast.sync import Engine, SyncStats, declare
 from imagenet_fast.sync.all_reduce import wire_for
-from imagenet_fast.sync.bucketing import step_model
-from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.bucket_scheduler import step_model
+from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import PLAIN, is_coded
 from imagenet_fast.sync.topology import Topology
-from imagenet_fast.sync.trace import Trace
 
 ENGINES = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto"
 

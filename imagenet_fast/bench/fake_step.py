@@ -31,10 +31,9 @@ from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_for
-from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
-from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.pending import Update, settle_all

@@ -26,6 +26,7 @@ from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
+from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.distributed.rank_pool import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
@@ -36,7 +37,6 @@ from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.precision import autocast, set_float32_math
 
 _MICRO_S = 0.03  # default of a rank's sleep for a micro-batch, forward and backward, on average over the ranks

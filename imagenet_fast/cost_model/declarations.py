@@ -1,6 +1,6 @@
 """Declare engines: what the settings of a recipe's ``[sync]`` table stand for, without torch.
 
-A declaration says what is sent together, when, and by which collective. ``sync/engines.py`` gives it a dtype of torch,
+A declaration says what is sent together, when, and by which collective. ``sync/factory.py`` gives it a dtype of torch,
 and ``sync/bucket_scheduler.py`` carries it out.
 """
 

@@ -1,1 +1,1 @@
-"""Divide models over ranks: the axes of parallelism besides data."""
+"""Train a model on many ranks: by a pool, by torch's DDP, or divided into shards and stages."""

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.distributed.process_groups import ProcessGroups, build_mesh
 from imagenet_fast.models.stages import LocalStages, split_model
+from imagenet_fast.parallel.ddp import GradientSync
 from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,9 @@ from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import PipelinedStatistics
 from imagenet_fast.models.stages import LocalStages
+from imagenet_fast.parallel.ddp import DdpPeer, GradientSync
 from imagenet_fast.parallel.pool_group import ActivationTraffic
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
-from imagenet_fast.sync import GradientSync
-from imagenet_fast.sync.ddp import DdpPeer
 
 Pass = Literal["forward", "backward"]
 Observe = Callable[[Pass, int], AbstractContextManager[object]]

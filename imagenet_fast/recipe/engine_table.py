@@ -1,7 +1,7 @@
 """The keys that engines' ``[sync]`` tables share, and the properties that other modules query.
 
 No other module needs to know which engine it is, except the ``match`` that declares it
-(``cost_model/declarations.py``) and the code that builds it (``sync/engines.py``, ``sync/factory.py``).
+(``cost_model/declarations.py``) and the code that builds it (``sync/factory.py``).
 """
 
 from __future__ import annotations

@@ -22,10 +22,8 @@ from imagenet_fast.recipe.sync_config import (
     RingSync,
     SparseSync,
 )
-from imagenet_fast.sync.attach import GradientSync, attach
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
-from imagenet_fast.sync.engines import declare
-from imagenet_fast.sync.factory import EngineSettings
+from imagenet_fast.sync.factory import EngineSettings, declare
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.pool import GradientPool
 
@@ -37,7 +35,6 @@ __all__ = [
     "Engine",
     "EngineSettings",
     "GradientPool",
-    "GradientSync",
     "HybridSync",
     "LazySync",
     "ParamSlot",
@@ -46,6 +43,5 @@ __all__ = [
     "SparseSync",
     "SyncEngine",
     "SyncStats",
-    "attach",
     "declare",
 ]

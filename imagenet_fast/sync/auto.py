@@ -9,8 +9,7 @@ from typing import Any
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.sync.all_reduce import wire_for
-from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from imagenet_fast.cost_model import messages
 from imagenet_fast.cost_model.collectives import slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import as_ready
-from imagenet_fast.cost_model.step_prediction import releases_of, thresholds, waits_for
+from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thresholds, waits_for
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
-from imagenet_fast.sync.bucketing import BucketChunk, step_model
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.compressor import phases_by_round
 from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
@@ -32,6 +32,10 @@ _ON_ONE_NODE = 2.0**22
 Measuring would gain little there. Also, a backend's rounding depends on how messages are cut, so measured sizes would
 let two identical runs end with different bits.
 """
+
+
+BucketChunk = messages.BucketChunk[ParamSlot]
+"""One message: a piece of a bucket, or one half of that piece's all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -270,3 +274,21 @@ class Scheduler(SyncEngine):
                     transfer.wait()  # a message that is lost stays in flight
             self._stats.add(label, *transfer.traffic)
             del self._in_flight[number]
+
+
+def step_model(
+    engine: Engine, pool: GradientBuffer, wire: torch.dtype, network: NetworkProbe, share: float = 1.0
+) -> StepModel[ParamSlot]:
+    """Return a model of the engine's step, which builds its messages and predicts its time.
+
+    Args:
+        engine: The engine's declaration. If it has a bucket size of its own, only that is predicted.
+        pool: The pool whose gradients are sent.
+        wire: Dtype in which values are sent.
+        network: The costs of collectives and codecs, measured when they are first needed.
+        share: Share of the values that the engine sends.
+    """
+    return StepModel(
+        engine, pool.slots, pool.alignment, pool.topology.layout, format_of(wire), network, lambda: network.codec(wire),
+        share,
+    )  # fmt: skip

@@ -283,7 +283,7 @@ def check_state(state: object, ranks: int) -> None:
     if theirs != ranks and any(by_name(state["engine"]).get("kept", {}).values()):
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
-            "merge the states of all by imagenet_fast.sync.reshard_state.reshard_sync_state"
+            "merge the states of all by imagenet_fast.sync.kept_state.reshard_sync_state"
         )
 
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
+from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.recipe.engine_table import Awaits
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.compressor import Compressor
-from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Elements = dict[nn.Parameter, list[slice]]

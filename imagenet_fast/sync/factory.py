@@ -1,4 +1,4 @@
-"""Make engines of settings."""
+"""Make engines of settings, by the declarations of ``cost_model/declarations.py`` with a wire dtype of torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import cast, get_args
 
 import torch
 
+from imagenet_fast.cost_model.declarations import DeclaredSettings, declaration_of
 from imagenet_fast.recipe.engine_table import Codes, CodingTable, EngineTable, PoolTable, Wire
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
+    DdpSync,
     DearSync,
     HybridSync,
     LazySync,
@@ -22,10 +24,16 @@ from imagenet_fast.recipe.sync_config import (
 )
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
+from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.engine import Engine, SyncEngine
-from imagenet_fast.sync.engines import declare, wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
+from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.sync.sparse import Sparse
+
+_DTYPES: dict[Wire, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
 
 EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
 
@@ -56,6 +64,31 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
             return cast(SyncEngine, Auto(pool, declare(meanwhile), candidates))
         case _:
             return Scheduler(declare(engine), pool)
+
+
+def declare(settings: DeclaredSettings) -> Engine:
+    """Return the ``Engine`` that the settings stand for.
+
+    ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
+    """
+    bf16_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
+    ours = {"wire": wire_dtype(settings.wire), "bf16_steps": bf16_steps, "compressor": _compressor(settings)}
+    return Engine(**{**vars(declaration_of(settings)), **ours})
+
+
+def _compressor(settings: DeclaredSettings) -> Compressor | None:
+    match settings:
+        case PowerSgdSync():
+            return PowerSGD(settings.rank)
+        case DdpSync(powersgd_rank=rank) if rank:
+            return PowerSGD(rank)
+        case _:
+            return None
+
+
+def wire_dtype(wire: Wire) -> torch.dtype:
+    """Return the torch dtype of a wire dtype's name."""
+    return _DTYPES[wire]
 
 
 def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -> list[Candidate]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +14,10 @@ from imagenet_fast.cost_model.messages import places_in_pool
 from imagenet_fast.sync.engine import Elements
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.param_slot import USED, ParamSlot, move
+from imagenet_fast.sync.pending import PendingGrad
 from imagenet_fast.sync.topology import Topology
 
 _CACHE_LINE = 16  # elements: slots start on 64-byte lines in fp32, which keeps the fast path of vectorised kernels
-
-_METADATA = frozenset({
-    *(getattr(Tensor, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse", "requires_grad", "grad_fn",
-        "is_leaf", "ndim", "grad", "nbytes", "itemsize",
-    )),
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.storage_offset, Tensor.element_size,
-    Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.__len__, Tensor.nelement,
-})  # fmt: skip
-"""The functions that are allowed: they do not depend on values."""
 
 
 class GradientBuffer:
@@ -175,29 +165,6 @@ class GradientBuffer:
 def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
     """Return the parameter's strides; if it has gaps or overlaps in memory, those that a copy would have."""
     return torch.empty_like(param, device="meta").stride()
-
-
-class PendingGrad(Tensor):
-    """A placeholder for a gradient between backward and ``pool.finish()``.
-
-    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. With DDP, ``p.grad`` holds means at this
-    time. Here messages may still be in flight: a read would give neither the local gradient nor the mean, and a write
-    might reach some ranks and not others.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Allow metadata, and raise RuntimeError for everything else."""
-        if func in _METADATA:
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func is Tensor.__repr__:
-            return "PendingGrad(on its way to the other ranks)"
-        raise RuntimeError(
-            "a gradient was used while it is on its way to the other ranks; call pool.finish() after backward, before "
-            "gradients are read, clipped, unscaled, zeroed or applied, and begin steps with pool.zero_grad()"
-        )
 
 
 class ArrivalOrder:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
+from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.front import after_forward, before_forward, fronts
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology

@@ -13,10 +13,10 @@ from torch import Tensor
 from imagenet_fast.cost_model.collectives import cost_of, piece_bytes, piece_elements
 from imagenet_fast.cost_model.messages import Links, lane_of
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, CodecCost, LinkModel
+from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, format_of
 from imagenet_fast.sync.comm_ops import carry
-from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.sync.quantization import PLAIN, Packer, all_coded, decode, encode, is_coded
 from imagenet_fast.sync.topology import Topology
 

@@ -40,9 +40,9 @@ _METADATA = frozenset({
         "is_cuda", "is_cpu", "is_sparse", "is_meta", "is_nested", "is_quantized", "itemsize", "nbytes",
     )),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.nelement,
+    Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.nelement, Tensor.storage_offset,
 })  # fmt: skip
-"""The functions that do not depend on a parameter's values, and do not change them."""
+"""The functions that do not depend on a tensor's values, and do not change them."""
 
 
 class Pending(Tensor):
@@ -194,6 +194,29 @@ class PendingUpdate:
             params = self._used(slots)
             self._apply(params)
             increment_version(params)  # fused optimizers do not, and autograd would miss a stale read
+
+
+class PendingGrad(Tensor):
+    """A placeholder for a gradient between backward and ``pool.finish()``.
+
+    Any use except of its metadata (shape, dtype, ...) raises RuntimeError. With DDP, ``p.grad`` holds means at this
+    time. Here messages may still be in flight: a read would give neither the local gradient nor the mean, and a write
+    might reach some ranks and not others.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Allow metadata, and raise RuntimeError for everything else."""
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if func is Tensor.__repr__:
+            return "PendingGrad(on its way to the other ranks)"
+        raise RuntimeError(
+            "a gradient was used while it is on its way to the other ranks; call pool.finish() after backward, before "
+            "gradients are read, clipped, unscaled, zeroed or applied, and begin steps with pool.zero_grad()"
+        )
 
 
 def hooks_in_front(model: nn.Module) -> list[RemovableHandle]:

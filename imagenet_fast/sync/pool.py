@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from imagenet_fast.distributed.consistency import compare_engines, compare_models
 from imagenet_fast.sync import contract
-from imagenet_fast.sync.consistency import compare_engines, compare_models
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import Elements, Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine

@@ -17,14 +17,14 @@ from imagenet_fast.data.rng import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult
+from imagenet_fast.metrics.trace import TracedSteps
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
+from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.sync import GradientSync, attach
-from imagenet_fast.sync.trace import TracedSteps
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.loss import build_loss

@@ -17,6 +17,7 @@ from torchvision.models import resnet18
 
 import tests
 from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.evaluate import judge
@@ -24,7 +25,6 @@ from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.sync.device_timer import record_timestamp, seconds_between
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.optimizers import LARS
 from imagenet_fast.training.train_step import build_step, seed_step

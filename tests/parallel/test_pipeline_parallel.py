@@ -16,11 +16,12 @@ from imagenet_fast.distributed.process_groups import end_group, new_group
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages, split_model
+from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.parallel.parallelize import join_stages
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
-from imagenet_fast.sync import DdpSync, GradientPool, ParamSlot, SyncEngine, SyncStats, attach
+from imagenet_fast.sync import DdpSync, GradientPool, ParamSlot, SyncEngine, SyncStats
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.ranks import with_ranks

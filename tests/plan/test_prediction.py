@@ -27,7 +27,7 @@ from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
-from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL
 from tests.conftest import refusal_of, tiers

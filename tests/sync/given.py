@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncStats
+from imagenet_fast.parallel.ddp import GradientSync
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats
 from imagenet_fast.sync.topology import Topology
 from tests.ranks import at_end, lending
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, GradientSync, attach
+from imagenet_fast.parallel.ddp import GradientSync, attach
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool
 from imagenet_fast.training import optimizers
 from tests.sync.fuzz_models import Fails
 from tests.sync.given import pooled

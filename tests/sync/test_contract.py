@@ -24,10 +24,11 @@ from imagenet_fast import sync as engines
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
+from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, GradientSync, SyncEngine, attach, declare
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.engines import wire_dtype
+from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.parallel.ddp import DdpPeer
 from imagenet_fast.recipe.schema import Float16, Full
 from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync
-from imagenet_fast.sync.ddp import DdpPeer
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
 from tests.conftest import tiers

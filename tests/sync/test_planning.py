@@ -18,7 +18,7 @@ from imagenet_fast.cost_model.step_simulator import NO_CODEC, LinkModel
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import AutoSync, GradientPool, LazySync, SyncStats, declare
 from imagenet_fast.sync.auto import Auto, Candidate
-from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.sync import DdpSync, GradientPool, PowerSgdSync, attach
+from imagenet_fast.parallel.ddp import attach
+from imagenet_fast.sync import DdpSync, GradientPool, PowerSgdSync
 from imagenet_fast.sync.powersgd import _each_orthonormal, matrix_shape
 from tests.conftest import tiers
 from tests.ranks import run, with_ranks

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, RingSync, attach, declare
-from imagenet_fast.sync.consistency import _digests
+from imagenet_fast.distributed.consistency import _digests
+from imagenet_fast.parallel.ddp import attach
+from imagenet_fast.sync import DdpSync, GradientPool, LazySync, PowerSgdSync, RingSync, declare
 from tests.ranks import with_ranks
 from tests.sync.given import pooled, process_groups
 from tests.sync.loops import Layers

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync, attach
+from imagenet_fast.parallel.ddp import attach
+from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
 from imagenet_fast.sync.pending import Pending
 from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.training.optimizers import LARS

@@ -18,7 +18,7 @@ from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import Engine, GradientPool, LazySync, declare
-from imagenet_fast.sync.bucketing import step_model
+from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from pydantic import BaseModel
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.reductions import first_difference, is_plain
-from imagenet_fast.sync.engine import Engine
 
 _CHUNK = 2**20
 _ODD = 0x5851F42D4C957F2D
@@ -73,12 +71,12 @@ def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, g
 
 
 def compare_engines(
-    settings: BaseModel | Engine, steps_per_epoch: int, group: dist.ProcessGroup | None, device: torch.device
+    settings: object, steps_per_epoch: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> None:
     """Check that all ranks of ``group`` use the same engine and settings. All of them must call it.
 
     Args:
-        settings: A ``[sync]`` table, or an engine.
+        settings: A ``[sync]`` table, or the dataclass of an engine.
         steps_per_epoch: Compared as well.
         group: The ranks to compare; None: all.
         device: Where the model is.
@@ -88,10 +86,7 @@ def compare_engines(
     """
     if _is_alone(group):
         return
-    if isinstance(settings, Engine):
-        knobs = {"kind": "Engine"} | {field.name: getattr(settings, field.name) for field in fields(settings)}
-    else:
-        knobs = dict(settings)
+    knobs = dict(settings) if isinstance(settings, BaseModel) else {"kind": type(settings).__name__} | vars(settings)
     told = [(name, _text(value)) for name, value in knobs.items()]
     if said := first_difference([*told, ("steps_per_epoch", str(steps_per_epoch))], _engine_difference, device, group):
         raise ValueError(said)

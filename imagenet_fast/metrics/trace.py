@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.sync.engine import SyncStats
 
 TRACKS = ("compute", "wait", "wire")
