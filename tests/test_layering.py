@@ -150,11 +150,11 @@ LINES = {
     "imagenet_fast/parallel": 1033,
     "imagenet_fast/plan": 1499,
     "imagenet_fast/recipe": 2285,
-    "imagenet_fast/sync": 5035,
+    "imagenet_fast/sync": 5055,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 37780,
-    "tests": 28430,
-    "tests/sync": 6487,
+    "imagenet_fast": 37800,
+    "tests": 28463,
+    "tests/sync": 6520,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -54,9 +54,9 @@ class Pending(Tensor):
     ) -> Any:
         """Carry out the updates of all parameters among the arguments, unless ``func`` only reads metadata."""
         if func not in _METADATA:
-            tensors = [*_tensors_in((*args, *(kwargs or {}).values()))]
-            settle_all(tensors)
-            if not any(isinstance(tensor, Pending) for tensor in tensors):  # else it is called in the update itself
+            params = [t for t in _tensors_in((*args, *(kwargs or {}).values())) if isinstance(t, Pending)]
+            (settle_all if torch.compiler.is_compiling() else _settle_each)(params)
+            if not any(isinstance(param, Pending) for param in params):  # else it is called in the update itself
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -75,12 +75,16 @@ class Pending(Tensor):
 @torch._disable_dynamo  # type: ignore[attr-defined]  # the public one loads the compiler
 def settle_all(params: Iterable[Tensor]) -> None:
     """Carry out the pending updates of ``params``, outside of code that is being compiled."""
+    _settle_each(params)
+
+
+def _settle_each(params: Iterable[Tensor]) -> None:
     for param in params:
         pending: PendingUpdate | None = getattr(param, "_pending_update", None)
         if pending is not None:
             pending.settle([param])
-        elif isinstance(param, Pending):  # made of another one by its class
-            param.__class__ = type(param).__mro__[2]
+        else:  # perhaps updated beside another one, or made of one by its class
+            _set_back(param)
 
 
 @cache
@@ -90,6 +94,12 @@ def _pending_class(kind: type[Tensor]) -> type[Tensor]:
     if kind in _foreach_supported_types:  # else torch's optimizers update tensor by tensor on GPUs
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
     return made
+
+
+def _set_back(param: Tensor) -> None:
+    """Give a pending parameter the class that it had before."""
+    if isinstance(param, Pending):
+        param.__class__ = type(param).__mro__[2]
 
 
 class PendingUpdate:
@@ -117,7 +127,7 @@ class PendingUpdate:
         """
         self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
         self._lock, self._lockstep = lock, lockstep
-        self._waiting: dict[Tensor, tuple[ParamSlot, type[Tensor]]] = {s.param: (s, type(s.param)) for s in slots}
+        self._waiting: dict[Tensor, ParamSlot] = {slot.param: slot for slot in slots}
         self._failed: list[tuple[ParamSlot, int]] = []  # whose part ended in an exception, and their versions
         for slot in slots:
             slot.param.grad = None  # still in flight
@@ -125,9 +135,9 @@ class PendingUpdate:
             slot.param.__class__ = _pending_class(type(slot.param))  # type: ignore[assignment]
 
     @property
-    def slots(self) -> set[ParamSlot]:
-        """The slots whose update is still to be carried out."""
-        return {slot for slot, _ in self._waiting.values()}
+    def unread(self) -> set[ParamSlot]:
+        """The slots whose parameters nothing has been seen to use since the step, be they updated or not."""
+        return {slot for slot in self._slots if isinstance(slot.param, Pending)}
 
     def take_failed(self) -> str:
         """Return, once, the layers whose part ended in an exception: their weights are of no step.
@@ -141,28 +151,38 @@ class PendingUpdate:
     def settle(self, params: Sequence[Tensor] | None = None) -> None:
         """Carry out the update of ``params``, or of all that are left, and of arrived neighbours.
 
+        The class of neighbours stays: who read them before, unseen, has read old weights (see ``unread``).
+
         Raises:
             RuntimeError: Operations are being recorded, as by torch.export, and the update would be among them.
         """
         with self._lock:
-            due = [self._waiting[p][0] for p in (self._waiting if params is None else params) if p in self._waiting]
-            if not due:
-                return
-            _refuse_recording()
+            asked = [slot.param for slot in self._slots] if params is None else params
+            if due := [self._waiting[param] for param in asked if param in self._waiting]:
+                self._settle(due)
+            for param in asked:
+                _set_back(param)
+
+    def _settle(self, due: list[ParamSlot]) -> None:
+        """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours."""
+        _refuse_recording()
+        for slot in due:
+            self._engine.wait(slot)
+        for slot in () if self._lockstep else self._arrived_neighbours(due):
+            self._engine.wait(slot)  # which counts its messages
+            due.append(slot)
+        for slot in due:
+            del self._waiting[slot.param]
+        try:
+            self._carry_out(due)
+        except BaseException:
+            self._failed += [(slot, slot.param._version) for slot in due]
             for slot in due:
-                self._engine.wait(slot)
-            for slot in () if self._lockstep else self._arrived_neighbours(due):
-                self._engine.wait(slot)  # which counts its messages
-                due.append(slot)
-            kinds = [self._waiting.pop(slot.param)[1] for slot in due]
-            try:
-                self._carry_out(due)
-            except BaseException:
-                self._failed += [(slot, slot.param._version) for slot in due]
-                raise
-            finally:
-                for slot, kind in zip(due, kinds, strict=True):
-                    slot.param.__class__ = kind  # type: ignore[assignment]
+                _set_back(slot.param)
+            raise
+        finally:
+            with torch._C.DisableTorchFunctionSubclass():
+                for slot in due:
                     del slot.param._pending_update  # type: ignore[attr-defined]
                     slot.param.grad = None
 

@@ -54,7 +54,7 @@ class Step:
         """The cost of the synchronisation, once all has been sent."""
         self.found_inf: Tensor | None = None
         """1 if a gradient cannot be used on any rank, else 0, once all has been sent; None if none is checked."""
-        self._late: set[ParamSlot] | None = None  # pending when the first gradient came; None before
+        self._late: set[ParamSlot] | None = None  # unread when the first gradient came; None before
         self._ready = bytearray(len(pool.gradients.slots))  # by slot: whether its gradient may be sent
         self._front = 0  # slots before this index have been pushed to the engine
         self._checked = 0  # slots before this index have been checked
@@ -178,11 +178,11 @@ class Step:
             self._checked = self._front
 
     def _started(self) -> set[ParamSlot]:
-        """Before the first gradient, carry out the updates that the forward did not reach; return their slots."""
+        """Before the first gradient, carry out the updates that are left; return the slots that no forward has read."""
         if self._late is None:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)
-            self._late = set() if pool.pending is None else pool.pending.slots
+            self._late = set() if pool.pending is None else pool.pending.unread
             pool.settle()
             pool.engine.start()
             pool.gradients.mark_used()

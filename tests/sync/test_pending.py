@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -109,6 +110,38 @@ def test_shapes_and_the_like_are_read_without_an_update_and_copies_after_it():
         assert type(copied(weight)) is nn.Parameter
     pool.close()
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
+
+
+@torch.jit.script
+def shifted(x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias
+
+
+class Unseen(nn.Module):
+    """It reads its bias where no torch function is called, before a neighbour's read settles both, or after."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.bias, self.linear = early, nn.Parameter(torch.zeros(8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(shifted(x, self.bias)) if self.early else shifted(self.linear(x), self.bias)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("engine", ["hybrid", "dear"])
+def test_a_read_that_is_not_seen_is_refused_wherever_it_is(engine: str, early: bool):
+    model = Unseen(early)
+    with closing(GradientPool(model, ENGINES[engine])) as pool:
+        for _ in range(3):
+            begin(model, pool, 0)
+            pool.step(sgd(model))
+            pool.settle()
+        begin(model, pool, 0)
+        pool.step(sgd(model))
+        with pytest.raises(RuntimeError, match=r"bias was read .* by what calls no torch function"):
+            begin(model, pool, 0)
+        pool.drop()
 
 
 def test_a_backward_of_one_rank_alone_is_applied_by_no_rank():
