@@ -147,14 +147,14 @@ LINES = {
     "imagenet_fast/launch": 2086,
     "imagenet_fast/metrics": 2385,
     "imagenet_fast/models": 1775,
-    "imagenet_fast/parallel": 1033,
+    "imagenet_fast/parallel": 1035,
     "imagenet_fast/plan": 1499,
     "imagenet_fast/recipe": 2285,
-    "imagenet_fast/sync": 5055,
+    "imagenet_fast/sync": 5049,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 37800,
-    "tests": 28463,
-    "tests/sync": 6520,
+    "imagenet_fast": 37796,
+    "tests": 28508,
+    "tests/sync": 6550,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

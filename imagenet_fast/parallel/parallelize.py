@@ -19,7 +19,7 @@ from imagenet_fast.parallel.ddp import GradientSync
 from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool
+from imagenet_fast.sync import AutoSync, DdpSync, Engine, EngineSettings, GradientPool
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ class ParallelModel:
         """Build the gradient sync of this rank's part.
 
         Shards are averaged over the ranks that hold the same shards, all other parameters over the ranks of the stage.
-        Each of the two pools has an engine of its own.
+        Each of the two pools has an engine of its own. ``auto`` may choose another one for each group of shards, so
+        there it defers nothing: the norms of whole layers are taken when all groups update.
 
         Args:
             engine: The engine, or its settings.
@@ -121,13 +122,14 @@ class ParallelModel:
         """
         if isinstance(engine, DdpSync):
             raise ValueError("torch's DDP averages all parameters over the same ranks; take an engine that has a pool")
+        at_once = engine.model_copy(update={"defer": False}) if isinstance(engine, AutoSync) else engine
         pools: list[GradientPool] = []
         with ExitStack() as opened:  # if the second pool is refused, the first is closed
-            for shards, ranks in ((True, self.layout.data), (False, self.layout.stage)):
+            for shards, ranks, settings in ((True, self.layout.data, at_once), (False, self.layout.stage, engine)):
                 chosen = [(name, p) for name, p in self.own.named_parameters() if (p in self.shards) == shards]
                 if any(param.requires_grad for _, param in chosen):
                     pool = GradientPool(
-                        chosen, engine, ranks, model=self.own, steps_per_epoch=steps_per_epoch, lockstep=shards
+                        chosen, settings, ranks, model=self.own, steps_per_epoch=steps_per_epoch, lockstep=shards
                     )
                     opened.callback(pool.close)
                     pools.append(pool)

@@ -127,20 +127,14 @@ class _Parts:
         inputs = self._inputs if elements is None else {**self._inputs, "elements": elements}
         groups = [{**self._settings[number], "params": some} for number, some in due.items()]
         own, kind = vars(self._optimizer), type(self._optimizer)
-        before = {name: own[name] for name in ("param_groups", *inputs) if name in own}
-        numbers = _numbers(own)
-        own.update(inputs, param_groups=groups)
-        try:
-            # torch's wrapper of `step` names it in profiles, which we keep, and runs hooks, which we skip: there were
-            # none when this step was taken, and those registered since are not for it.
-            with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):
-                inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))(self._optimizer)
-        finally:
-            for name in inputs.keys() - before.keys():
-                del own[name]
-            own.update(before)
+        twin = object.__new__(kind)  # with its state; its own groups are the schedule's, perhaps in another thread
+        vars(twin).update(own | inputs, param_groups=groups)
+        # torch's wrapper of `step` names it in profiles, which we keep, and runs hooks, which we skip: there were
+        # none when this step was taken, and those registered since are not for it.
+        with torch.profiler.record_function(f"Optimizer.step#{kind.__name__}.step"):
+            inspect.unwrap(kind.step, stop=lambda step: not hasattr(step, "hooked"))(twin)
         if kind not in _ONE_BY_ONE and (
-            _numbers(own) != numbers
+            _numbers(vars(twin)) != _numbers(own)
             or any(_numbers(group) != _numbers(self._settings[n]) for n, group in zip(due, groups, strict=True))
         ):
             raise RuntimeError(

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
+from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.sync import DdpSync, DearSync, EngineSettings, HybridSync, LazySync
+from imagenet_fast.sync import AutoSync, DdpSync, DearSync, EngineSettings, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
@@ -98,6 +99,20 @@ def test_what_activations_cost_is_counted_and_timed() -> None:
         assert stats.sent_bytes > sum(sent), "gradients of the other layers"
         assert stats.exposed is not None
         assert stats.exposed.seconds() > 0
+    pools.close()
+
+
+@with_ranks(2)
+def test_auto_defers_no_update_of_shards() -> None:
+    """Groups of shards may choose different engines, and LARS takes the norms of whole layers over all of them."""
+    model = small_model("tiny")
+    pools = sharded(model).synchronised(AutoSync(wire="fp32"))
+    assert isinstance(pools, Pools)
+    of_shards, of_the_rest = (
+        {candidate.engine.awaits for candidate in pool.engine._electable.values()}  # type: ignore[attr-defined]
+        for pool in pools._pools
+    )
+    assert "read" in of_the_rest - of_shards
     pools.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any
 
@@ -89,6 +89,36 @@ def test_a_second_thread_waits_for_an_update_under_way():
     begun.wait()
     assert alike(state(model), {name: value + 1.0 + 1.0 for name, value in before.items()})
     first.join()
+    pool.close()
+
+
+class Slow(torch.optim.SGD):
+    """It tells when it is at work."""
+
+    one_by_one = True
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__(params, lr=0.1)
+        self.begun = threading.Event()
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        self.begun.set()
+        time.sleep(0.2)
+        super().step()
+
+
+def test_a_schedule_can_step_while_a_second_thread_carries_out_an_update():
+    model = Layers()
+    pool, optimizer = pooled(model, HYBRID), Slow(model.parameters())
+    begin(model, pool, 0)
+    pool.step(optimizer)
+    first = threading.Thread(target=pool.settle)
+    first.start()
+    optimizer.begun.wait()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    first.join()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01]
     pool.close()
 
 
