@@ -1,10 +1,14 @@
-"""Timestamps on the clock of the device that waits for communication."""
+"""Timestamps, and a stopwatch, on the clock of the device that waits for communication."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
+
+from imagenet_fast.distributed.heartbeat import here
 
 Timestamp = float | torch.cuda.Event
 """A moment on the device's own clock: seconds for a CPU, an event for a GPU.
@@ -37,3 +41,27 @@ def seconds_between(begin: Timestamp, end: Timestamp) -> float:
         return float(begin.elapsed_time(end)) / 1e3
     assert not isinstance(end, torch.cuda.Event)
     return end - begin
+
+
+class Stopwatch:
+    """A stopwatch for ``with stopwatch(label):`` blocks, on the clock of the device that waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Create a stopwatch that has timed no block."""
+        self._device = device
+        self.blocks: list[tuple[str, Timestamp, Timestamp]] = []
+        """The label, begin and end of each block."""
+
+    @contextmanager
+    def __call__(self, label: str) -> Iterator[None]:
+        """Time the block that runs inside the context."""
+        begun = record_timestamp(self._device)
+        try:
+            with here.waiting() if self._device.type == "cpu" else nullcontext():  # with a GPU the host does not wait
+                yield
+        finally:
+            self.blocks.append((label, begun, record_timestamp(self._device)))
+
+    def seconds(self) -> float:
+        """Return the total so far. Wait for the GPU to pass the last block."""
+        return sum(seconds_between(begin, end) for _, begin, end in self.blocks)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.contract import Phase
-from imagenet_fast.sync.engine import Stopwatch, SyncStats
+from imagenet_fast.sync.engine import SyncStats
 from imagenet_fast.sync.pending import Update
 from imagenet_fast.sync.pool import GradientPool
 

@@ -28,7 +28,6 @@ class Candidate:
     """Share of the values that it sends."""
     electable: bool = True
     """True if it may be chosen; otherwise it is only there for comparison."""
-    sends_part: bool = False
     build: Callable[[GradientBuffer], SyncEngine] | None = None
     """Function that builds the engine; None if a ``Scheduler`` is enough."""
 
@@ -67,7 +66,7 @@ class Auto:
     @property
     def sends_part(self) -> bool:
         """True if its engine, or one that may still be chosen, sends only some elements."""
-        return self.now.sends_part or any(candidate.sends_part for candidate in self._to_come())
+        return self.now.sends_part or any(candidate.share < 1 for candidate in self._to_come())
 
     @property
     def has_residual(self) -> bool:

@@ -15,10 +15,11 @@ from imagenet_fast.cost_model.collectives import slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import as_ready
 from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thresholds, waits_for
+from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.compressor import phases_by_round
-from imagenet_fast.sync.engine import Engine, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
+from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import Kept, by_name, copied
 from imagenet_fast.sync.layer_timer import LayerTimer

@@ -23,10 +23,10 @@ from imagenet_fast.sync.topology import Topology
 class Round:
     """A tensor to be averaged over the ranks."""
 
-    fill: Callable[[], object]
+    fill: Callable[[], None]
     """Local work before it, which may read what the round before has averaged."""
     values: Tensor
-    """1-D; its length is a multiple of ``topology.alignment``."""
+    """1-D; its length is a multiple of ``topology.size``."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Compressed:
     """The compression of neighbouring slots of the pool: built once, run every step."""
 
     rounds: Sequence[Round]
-    land: Callable[[], object]
+    land: Callable[[], None]
     """Local work after the rounds, which leaves the same bits in the pool on every rank."""
 
 
@@ -54,7 +54,7 @@ class Compressor(Protocol):
 
 
 def phases_by_round(
-    rounds: Sequence[Round], land: Callable[[], object], topology: Topology, lane: str,
+    rounds: Sequence[Round], land: Callable[[], None], topology: Topology, lane: str,
     average: Callable[[Tensor, str], Sequence[CommOp]],
 ) -> list[list[CommOp]]:  # fmt: skip
     """Build the phases of each round; ``average`` builds those of an all-reduce in a lane.
@@ -65,13 +65,6 @@ def phases_by_round(
     phases: list[list[CommOp]] = []
     for number, one in enumerate(rounds):
         own = f"{lane}round {number} " if number else lane
-        phases.append([_locally(one.fill, topology, own + "packing"), *average(one.values, own)])
-    phases[-1].append(_locally(land, topology, lane + "unpacking"))
+        phases.append([CommOp(topology.stream((), own + "packing"), one.fill, False), *average(one.values, own)])
+    phases[-1].append(CommOp(topology.stream((), lane + "unpacking"), land, False))
     return phases
-
-
-def _locally(act: Callable[[], object], topology: Topology, role: str) -> CommOp:
-    def start() -> None:
-        act()
-
-    return CommOp(topology.stream((), role), start, False)

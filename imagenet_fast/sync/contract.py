@@ -69,14 +69,39 @@ _REFUSED: dict[str, dict[Phase, str]] = {
         Phase.DONE: "this step is over, and cannot be dropped; call pool.drop() before pool.step(), once",
     },
     "state_dict": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
+    "load_state_dict": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
 }
 """Why each call of a loop is refused, by the phase of the step; in all other phases it is allowed."""
+
+_REFUSED_OF_GRADIENT = {
+    "unseen read": (
+        "{} was read before its update, by what calls no torch function with it; call pool.settle() before such a "
+        "forward"
+    ),
+    "second backward": (
+        "a second backward reached {} in one step, after its gradient had left; wrap all but the last in "
+        "pool.no_sync(), begin steps with pool.zero_grad(), checkpoint without use_reentrant"
+    ),
+    "change": (
+        "the gradient of {} was replaced while it was on its way to the other ranks; call pool.finish() after "
+        "backward, before gradients are changed"
+    ),
+}
+_STRAY = (
+    "has a gradient but is in no gradient pool, so every rank would train it for itself; make the pool of all modules "
+    "that train, after the last change of their parameters"
+)
 
 
 def check(phase: Phase, call: str) -> None:
     """Raise RuntimeError if ``call`` is not allowed in a step that has come so far."""
     if why := _REFUSED[call].get(phase):
         raise RuntimeError(why)
+
+
+def refuse(why: str, slot: ParamSlot) -> NoReturn:
+    """Raise RuntimeError, because what backward went through, or a gradient in flight, was not as it must be."""
+    raise RuntimeError(_REFUSED_OF_GRADIENT[why].format(slot.name))
 
 
 def named_parameters(
@@ -233,30 +258,6 @@ def check_gradient(slot: ParamSlot, values: Tensor, strides: tuple[int, ...]) ->
         )
 
 
-def refuse_late(slot: ParamSlot) -> NoReturn:
-    """Raise RuntimeError, because backward went through a parameter that was read before its update."""
-    raise RuntimeError(
-        f"{slot.name} was read before its update, by what calls no torch function with it; call pool.settle() before "
-        "such a forward"
-    )
-
-
-def refuse_second_backward(slot: ParamSlot) -> NoReturn:
-    """Raise RuntimeError, because a gradient came after another one that had left."""
-    raise RuntimeError(
-        f"a second backward reached {slot.name} in one step, after its gradient had left; wrap all but the last in "
-        "pool.no_sync(), begin steps with pool.zero_grad(), checkpoint without use_reentrant"
-    )
-
-
-def refuse_changed(slot: ParamSlot) -> NoReturn:
-    """Raise RuntimeError, because a gradient was replaced or set to None while it was in flight."""
-    raise RuntimeError(
-        f"the gradient of {slot.name} was replaced while it was on its way to the other ranks; call pool.finish() "
-        "after backward, before gradients are changed"
-    )
-
-
 def refuse_failed(failed: str) -> None:
     """Raise RuntimeError if an update of the layers ``failed`` ended halfway: a loop that goes on has lost a part."""
     if failed:
@@ -333,16 +334,12 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
             if param in in_pool:
                 any_here = True
             elif param.grad is not None and not is_pooled(param):
+                named = f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)},"
                 if not param.requires_grad:
                     raise ValueError(
-                        f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)}, is frozen "
-                        "and has an old gradient, which would be applied; set its .grad to None"
+                        f"{named} is frozen and has an old gradient, which would be applied; set its .grad to None"
                     )
-                raise ValueError(
-                    f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)}, has a "
-                    "gradient but is in no gradient pool, so every rank would train it for itself; make the pool of "
-                    "all modules that train, after the last change of their parameters"
-                )
+                raise ValueError(f"{named} {_STRAY}")
     if not any_here:
         raise ValueError(
             f"{kind} has none of this pool's parameters, so the step would change nothing; give it the model's "
@@ -355,10 +352,7 @@ def check_strays(model: nn.Module | None, in_pool: Mapping[nn.Parameter, ParamSl
     """Raise RuntimeError if a parameter of ``model`` has a gradient and is in no pool, as after it was unfrozen."""
     for name, param in () if model is None else model.named_parameters():
         if param not in in_pool and param.requires_grad and param.grad is not None and not is_pooled(param):
-            raise RuntimeError(
-                f"{name} has a gradient but is in no gradient pool, so every rank would train it for itself; make the "
-                "pool after the last change of the model's parameters"
-            )
+            raise RuntimeError(f"{name} {_STRAY}")
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], engine: SyncEngine) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol, get_args
 
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
-from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
-from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.recipe.engine_table import Awaits
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.compressor import Compressor
@@ -60,30 +58,6 @@ class Engine(Declaration[ParamSlot]):
         return self.prioritized or self.bucket_bytes is None
 
 
-class Stopwatch:
-    """A stopwatch for ``with stopwatch(label):`` blocks, on the clock of the device that waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Create a stopwatch that has timed no block."""
-        self._device = device
-        self.blocks: list[tuple[str, Timestamp, Timestamp]] = []
-        """The label, begin and end of each block."""
-
-    @contextmanager
-    def __call__(self, label: str) -> Iterator[None]:
-        """Time the block that runs inside the context."""
-        begun = record_timestamp(self._device)
-        try:
-            with here.waiting() if self._device.type == "cpu" else nullcontext():  # with a GPU the host does not wait
-                yield
-        finally:
-            self.blocks.append((label, begun, record_timestamp(self._device)))
-
-    def seconds(self) -> float:
-        """Return the total so far. Wait for the GPU to pass the last block."""
-        return sum(seconds_between(begin, end) for _, begin, end in self.blocks)
-
-
 @dataclass
 class SyncStats:
     """The cost of one step's synchronisation on this rank."""
@@ -106,11 +80,6 @@ class SyncStats:
     def sent_bytes(self) -> int:
         """Bytes that this rank sent, computed from the operations that it called."""
         return sum(phase.sent_bytes for _, phases in self.transfers for phase in phases)
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that this rank received, computed from the operations that it called."""
-        return sum(phase.received_bytes for _, phases in self.transfers for phase in phases)
 
     @property
     def launches(self) -> int:

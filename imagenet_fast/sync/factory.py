@@ -116,9 +116,7 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
             if isinstance(settings, SparseSync):
                 settings = settings.model_copy(update={"max_ctas": chooser.max_ctas})
                 build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)
-            candidates.append(
-                Candidate(name, engine, settings.exact, settings.share, electable, settings.share < 1, build)
-            )
+            candidates.append(Candidate(name, engine, settings.exact, settings.share, electable, build))
     return candidates
 
 

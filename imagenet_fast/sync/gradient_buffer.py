@@ -35,7 +35,7 @@ class GradientBuffer:
         self.model = model
         self.values = torch.zeros(0, dtype=slots[0].param.dtype, device=slots[0].param.device)
         """The whole buffer, 1-D."""
-        self.alignment = math.lcm(_CACHE_LINE, topology.alignment)
+        self.alignment = math.lcm(_CACHE_LINE, topology.size)
         """The number of elements of which the bounds of slots are multiples."""
         self._multiple = 1
         self._timers: list[LayerTimer] = []

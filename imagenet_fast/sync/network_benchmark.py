@@ -133,7 +133,7 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     packings = [Packer(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
     messages = [packing.message(topology.size) for packing in packings]
     for packing in packings:
-        packing.keep_residual()
+        packing.residual = torch.zeros_like(packing.coded)
 
     def write(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)

@@ -166,7 +166,7 @@ class PendingUpdate:
     def _settle(self, due: list[ParamSlot]) -> None:
         """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours."""
         _refuse_recording()
-        for slot in due:
+        for slot in [self._slots[-1], *due]:  # the last one tells that all ranks have ended their backward
             self._engine.wait(slot)
         for slot in () if self._lockstep else self._arrived_neighbours(due):
             self._engine.wait(slot)  # which counts its messages

@@ -108,11 +108,9 @@ class GradientPool:
         """True if a backward pushes its gradients, as outside of ``no_sync``."""
         self.pending: PendingUpdate | None = None
         """The last update that was deferred."""
-        self.engine: SyncEngine
-        if callable(engine):
-            self.engine = engine(self.gradients)
-        else:
-            self.engine = build_engine(engine, self.gradients, steps_per_epoch)
+        self.engine: SyncEngine = (
+            engine(self.gradients) if callable(engine) else build_engine(engine, self.gradients, steps_per_epoch)
+        )
         self.current = Step(self)
         self.gradients.check_range = _weak(self._check_range)
         contract.register(self, trainable.values())
@@ -250,12 +248,12 @@ class GradientPool:
         if scaler is not None and scaler.is_enabled():
             contract.check_scaler(scaler, self, self.engine)
             stats = self.finish()
-            self.update(_scaled(scaler, optimizers, then))
+            self.update(_in_turn([partial(_step_scaled, scaler, optimizers)], then))
             return stats
-        updates = [*map(snapshot_step, optimizers)]
+        apply = _in_turn([*map(snapshot_step, optimizers)], then)
         for optimizer in optimizers:
             settle_before_state(optimizer)
-        self.update(_in_turn(updates, then), at_once=any(map(needs_all, optimizers)))
+        self.update(apply, at_once=any(map(needs_all, optimizers)))
         return self.end_backward()
 
     def update(self, apply: Update, at_once: bool = False) -> None:
@@ -312,8 +310,11 @@ class GradientPool:
 
         Raises:
             ValueError: The engine cannot resume from this state.
+            RuntimeError: Gradients are on their way.
         """
         contract.check_state(state, self.topology.size)
+        contract.check(self.current.phase, "load_state_dict")
+        self.settle()
         of_engine = state["engine"]
         if state.get("elected"):  # of an earlier version
             of_engine = of_engine | {"elected": state["elected"]}
@@ -392,14 +393,7 @@ def _in_turn(updates: Sequence[Update], then: Sequence[Update]) -> Update:
     return apply
 
 
-def _scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], then: Sequence[Update]) -> Update:
-    """Return the update of a step whose loss was scaled."""
-
-    def apply(params: list[nn.Parameter]) -> None:
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-        for update in then:
-            update(params)
-
-    return apply
+def _step_scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], params: list[nn.Parameter]) -> None:
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()

@@ -205,10 +205,6 @@ class Packer:
             own = (coded.flatten() + blocks.first).to(device)
             self.residual = blocks.residual.rows_of(own, coded_rows.to(device), sharing).view(self.coded.shape)
 
-    def keep_residual(self) -> None:
-        """Keep the error of the codes, for values that lie in no pool."""
-        self.residual = torch.zeros_like(self.coded)
-
     def load(self, values: Tensor) -> None:
         """Copy ``values`` into the rows, and add the residual to the rows with codes."""
         blocks = values.view(-1, BLOCK)

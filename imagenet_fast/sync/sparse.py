@@ -23,11 +23,12 @@ from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.messages import HIGH_PRIORITY
+from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
-from imagenet_fast.sync.engine import Elements, Stopwatch, SyncEngine, SyncStats, refuse_state_of_another
+from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import by_name, cut, lay
 from imagenet_fast.sync.param_slot import USED, ParamSlot, elements_in, move
@@ -267,7 +268,7 @@ class Sparse(SyncEngine):
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
         topology, chunk = self._topology, self._settings.chunk
         lane = HIGH_PRIORITY if self.defers and self._packed == len(self._selected) else ""
-        apart = last - first + 1 != count or count * chunk % topology.alignment != 0
+        apart = last - first + 1 != count or count * chunk % topology.size != 0
         values = (
             self._pool.values.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
         )

@@ -73,11 +73,11 @@ class Step:
             return  # such an engine adds a gradient to its residual, so it takes one only once a step
         is_first = self._late is None
         if slot in self._started():
-            contract.refuse_late(slot)
+            contract.refuse("unseen read", slot)
         if is_first and self._late:  # a later forward of this step may read them, now that they are updated
             torch.autograd.Variable._execution_engine.queue_callback(self._late.clear)
         if self._ready[slot.index]:
-            contract.refuse_second_backward(slot)
+            contract.refuse("second backward", slot)
         self._take(slot)
         if pool.syncing:
             self.phase = Phase.SENDING
@@ -204,7 +204,7 @@ class Step:
         gradients, gradient = self._pool.gradients, slot.param.grad
         if self._ready[slot.index]:
             if gradient is not gradients.placeholders[slot.index]:
-                contract.refuse_changed(slot)
+                contract.refuse("change", slot)
         elif gradient is None:
             self._pool.engine.store_gradient(gradients.extent(slot), None)
             self._unused.add(slot)

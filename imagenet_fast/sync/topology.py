@@ -104,14 +104,9 @@ class Topology:
         row, place = divmod(ranks.index(self.rank), width)
         return Grid(tuple(ranks[row * width : (row + 1) * width]), tuple(sorted(ranks[place::width])))
 
-    @property
-    def alignment(self) -> int:
-        """The number that a message's length in elements must be a multiple of, to be cut evenly on every level."""
-        return self.size
-
     def padded(self, elements: int) -> int:
-        """Return the length of a message that holds ``elements`` and can be cut evenly."""
-        return -(-elements // self.alignment) * self.alignment
+        """Return the length of a message that holds ``elements`` and can be cut evenly on every level."""
+        return -(-elements // self.size) * self.size
 
     def anew(self) -> Topology:
         """Return the same ranks and nodes, with streams of its own."""

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
+from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.sync import EngineSettings, GradientPool, LazySync, ParamSlot, PowerSgdSync, SparseSync
-from imagenet_fast.sync.engine import Stopwatch, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from tests.ranks import with_ranks
 from tests.sync.given import pooled

@@ -419,6 +419,21 @@ def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
         pool.close()
 
 
+@refused(r"gradients of this step are on their way.*pool\.step", "lazy", "hybrid", error=RuntimeError)
+def a_state_loaded_in_the_middle_of_a_step(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings)
+    saved = pool.state_dict()
+    begin(model, pool, 0)
+    yield pool.load_state_dict, saved
+    pool.step(optimizer)
+    saved = copy.deepcopy(pool.state_dict())
+    begin(model, pool, 1)
+    pool.step(optimizer)
+    pool.load_state_dict(saved)  # after what was put off
+    train(model, pool, optimizer, range(2, 4))
+    same_on_ranks(weights_of(model))
+
+
 @pytest.mark.parametrize("engine", ["lazy", "hybrid", "lazy int8", "sparse", "powersgd"])
 def test_a_residual_of_other_ranks_is_refused(engine: str):
     """One rank's file has one rank's residual: the others' would be lost, and its own counted too much."""
