@@ -76,7 +76,7 @@ class Pools:
         stats = [self._spent(), *(pool.end_backward() for pool in self._pools)]
         found = [pool.found_inf for pool in self._pools if pool.found_inf is not None]
         self.found_inf = self._largest(torch.stack(found).amax(0)) if found else None
-        exposed = Stopwatch(self._pools[0].buffer.device)
+        exposed = Stopwatch(self._pools[0].topology.device)
         exposed.blocks = [block for one in stats if one.exposed is not None for block in one.exposed.blocks]
         self._stats = SyncStats(exposed, [transfer for one in stats for transfer in one.transfers], stats[-1].decision)
         return self._stats

@@ -7,6 +7,7 @@ diverge between ranks.
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
@@ -135,11 +136,6 @@ def named_parameters(
     return None if model is None else _uncompiled(model), model, named
 
 
-def device_of(named: Mapping[str, nn.Parameter]) -> torch.device:
-    """Return the device of the first parameter; the CPU if there is none."""
-    return next((param.device for param in named.values()), torch.device("cpu"))
-
-
 def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """Return the parameters that train, after a check that a pool can hold them.
 
@@ -223,6 +219,15 @@ def refuse_late_group(topology: Topology) -> None:
         )
 
 
+def refuse_compiled_autograd() -> None:
+    """Raise RuntimeError if backward will be compiled, and hooks and gradients in flight with it."""
+    if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
+        raise RuntimeError(
+            "a pool sends gradients by hooks, which compiled autograd would compile; set "
+            "torch._dynamo.config.compiled_autograd = False"
+        )
+
+
 def check_gradient(slot: ParamSlot, values: Tensor, strides: tuple[int, ...]) -> None:
     """Check that the pool can hold the gradient that backward has produced.
 
@@ -300,21 +305,13 @@ def register(pool: object, params: Iterable[nn.Parameter]) -> None:
         _POOL_OF[param] = weakref.ref(pool)
 
 
-def forget(pool: object, params: Iterable[nn.Parameter]) -> None:
-    """Record that ``params`` are no longer in ``pool``, and that it steps no scaler. Entries of other pools stay."""
-    for scaler, known in [*_POOL_OF_SCALER.items()]:
-        if known() is pool:
-            del _POOL_OF_SCALER[scaler]
-    for param in params:
-        known = _POOL_OF.get(param)
-        if known is not None and known() is pool:
-            del _POOL_OF[param]
-
-
 def is_pooled(param: nn.Parameter) -> bool:
     """Return whether a parameter is in an open pool."""
-    known = _POOL_OF.get(param)
-    return known is not None and known() is not None
+    return _is_open(_POOL_OF.get(param))
+
+
+def _is_open(known: weakref.ref[Any] | None) -> bool:
+    return known is not None and (pool := known()) is not None and pool.is_open
 
 
 def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
@@ -392,7 +389,7 @@ def check_scaler(scaler: torch.amp.GradScaler, pool: object, engine: SyncEngine)
             "which needs no GradScaler, or take an engine that sends everything, such as LazySync()"
         )
     known = _POOL_OF_SCALER.get(scaler)
-    if known is not None and known() not in (None, pool):
+    if _is_open(known) and known() is not pool:
         raise ValueError(
             "another pool steps this scaler, and updates its scale; give each pool a scaler of its own, or call "
             "pool.finish() on each, scaler.step(...) for each optimizer and scaler.update() once"

@@ -93,7 +93,8 @@ class GradientPool:
         ranks = topology.group if topology else group
         contract.check_engine(engine)
         if not callable(engine):  # before checks that may fail on one rank
-            compare_engines(engine, steps_per_epoch, ranks, contract.device_of(named))
+            device = next(iter(named.values()), torch.empty(0)).device
+            compare_engines(engine, steps_per_epoch, ranks, device)
         compare_models(named, model, ranks)
         trainable = contract.trainable(named)
         self._lockstep, self._own_topology = lockstep, topology is None
@@ -113,7 +114,6 @@ class GradientPool:
         )
         self.current = Step(self)
         self.gradients.check_range = _weak(self._check_range)
-        contract.register(self, trainable.values())
         self._params = list(trainable.values())
         on_gradient = _weak(self._on_gradient)
         self._hooks = [
@@ -123,6 +123,7 @@ class GradientPool:
         self._unseen = read_unseen(self.slots)
         if model is not None and called is not None:
             self._hooks += [model.register_forward_pre_hook(contract.refuse_ddp), *hooks_in_front(called)]
+        contract.register(self, self._params)
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -130,9 +131,9 @@ class GradientPool:
         return self.current.found_inf
 
     @property
-    def buffer(self) -> Tensor:
-        """The buffer of all gradients, 1-D."""
-        return self.gradients.values
+    def is_open(self) -> bool:
+        """True until the pool is closed."""
+        return bool(self._hooks)
 
     @property
     def slots(self) -> list[ParamSlot]:
@@ -156,6 +157,7 @@ class GradientPool:
             RuntimeError: Gradients of the last step are on their way; or an update that was deferred has failed.
         """
         with self.lock:
+            contract.refuse_compiled_autograd()
             contract.check(self.current.phase, "zero_grad")
             contract.refuse_failed("" if self.pending is None else self.pending.take_failed())
             self._adopt_learned()
@@ -330,12 +332,11 @@ class GradientPool:
         In the middle of a step it does not wait for other ranks, which may have left the step. While another exception
         is handled, as in ``finally``, it raises none of its own: a failure is added to that exception as a note.
         """
-        if not self._hooks:
+        if not self.is_open:
             return
         users = sys.exc_info()[1]
         while self._hooks:
             self._hooks.pop().remove()
-        contract.forget(self, self._params)
         self.gradients.close()
         try:
             try:

@@ -55,7 +55,7 @@ def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
         assert slot.start == previous
         assert slot.start % 16 == 0
         assert slot.stop - slot.start > slot.param.numel(), "an element more says whether a rank has used it"
-    assert stops[-1] == pool.buffer.numel()
+    assert stops[-1] == pool.gradients.values.numel()
 
 
 @with_ranks(2)
@@ -75,7 +75,7 @@ def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
         assert [slot for slot, _ in pushed] == pool.slots
         for slot, seen in pushed:
             assert slot.param.grad is not None
-            assert torch.equal(pool.buffer[slot.start : slot.flag], seen)
+            assert torch.equal(pool.gradients.values[slot.start : slot.flag], seen)
 
 
 @pytest.mark.parametrize("settings", [LazySync(wire="int8"), PowerSgdSync(rank=1)], ids=lambda settings: settings.kind)
@@ -99,7 +99,7 @@ def test_one_rank_leaves_gradients_where_autograd_put_them_and_rounds_nothing(se
             expected[0].weight.grad = None
         pool.step(optimizer)
         other.step()
-        begin, end = pool.buffer.data_ptr(), pool.buffer.data_ptr() + pool.buffer.nbytes
+        begin, end = pool.gradients.values.data_ptr(), pool.gradients.values.data_ptr() + pool.gradients.values.nbytes
         for param, reference in zip(model.parameters(), expected.parameters(), strict=True):
             if param.grad is not None:
                 assert (begin <= param.grad.data_ptr() < end) == (step == 5 or settings.kind == "powersgd")

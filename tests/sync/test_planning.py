@@ -138,7 +138,7 @@ def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
         chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
     engine = pool.engine if by_hand else pool.engine.now
     assert isinstance(engine, Sparse)
-    assert 0 < len(engine.sent) < len(pool.buffer) // 32768
+    assert 0 < len(engine.sent) < len(pool.gradients.values) // 32768
     return chosen, weights_of(model)
 
 

@@ -279,6 +279,14 @@ def an_update_that_failed(settings: EngineSettings) -> Wrong:
     pool.zero_grad()
 
 
+@refused(r"set torch\._dynamo\.config\.compiled_autograd = False", error=RuntimeError)
+def compiled_autograd(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        yield (pool.zero_grad,)
+    train(model, pool, optimizer)
+
+
 @refused("this step's gradients have been sent by all ranks|need not be dropped|is over, and cannot be dropped",
          error=RuntimeError)  # fmt: skip
 def a_drop_of_gradients_that_other_ranks_have(settings: EngineSettings) -> Wrong:

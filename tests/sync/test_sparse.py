@@ -249,7 +249,7 @@ def test_gradients_are_the_means_of_what_was_sent() -> None:
     model, pool, optimizer = started(sparsity=0.5)
     pool.zero_grad()
     labelled_loss(model, 0).backward()
-    before = torch.cat([pool.buffer[slot.start : slot.flag] for slot in pool.slots])
+    before = torch.cat([pool.gradients.values[slot.start : slot.flag] for slot in pool.slots])
     pool.finish()
     gradients = [slot.param.grad.as_strided((slot.param.numel(),), (1,)) for slot in pool.slots]  # as they lie there
     shown, sent = torch.cat(gradients), pool.engine.sent_slices()
