@@ -167,20 +167,6 @@ def test_betas_that_are_tensors_are_copied_too():
     assert equal(params, others)
 
 
-def test_the_groups_are_the_users_again_afterwards_even_after_an_error():
-    params = parameters()
-    optimizer = optim.Adam(params, lr=0.1)
-    (group,) = groups = optimizer.param_groups
-    put_off(optimizer, params)(params[:2])
-    assert optimizer.param_groups is groups
-    params[0].grad = torch.ones(7, 5).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        snapshot_step(optimizer)(params[:1])
-    assert optimizer.param_groups is groups
-    assert groups[0] is group
-    assert len(group["params"]) == len(params)
-
-
 def test_parameters_of_others_are_left_alone():
     params = parameters()
     before = [param.detach().clone() for param in params]
