@@ -150,11 +150,11 @@ LINES = {
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1499,
     "imagenet_fast/recipe": 2285,
-    "imagenet_fast/sync": 4988,
+    "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 37764,
-    "tests": 28540,
-    "tests/sync": 6582,
+    "imagenet_fast": 37770,
+    "tests": 28552,
+    "tests/sync": 6594,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

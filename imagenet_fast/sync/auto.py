@@ -131,6 +131,12 @@ class Auto:
         self.now.load_state_dict(rest)
         self._time_again()
 
+    def close(self) -> None:
+        """Wait for all messages, and end the streams on which the network was measured."""
+        self.now.close()
+        if not self.chosen:
+            self._network.topology.close()
+
     def _time_again(self) -> None:
         """Restart the timing of steps, unless a choice was made."""
         if not self.chosen:

@@ -210,3 +210,15 @@ def test_auto_changes_engines_between_steps_and_not_in_backward() -> None:
         pool.step(optimizer)
     assert pool.engine.chosen
     same_on_ranks(weights_of(model))
+
+
+@with_ranks(2)
+@patch(SIZES, SMALL)
+def test_auto_that_is_closed_before_it_changes_leaves_no_process_group() -> None:
+    before, model = len(dist.distributed_c10d._world.pg_map), Layers()
+    pool, optimizer = GradientPool(model, AutoSync(wire="fp32")), torch.optim.SGD(model.parameters(), 0.01)
+    for step in range(5):
+        stats = take_step(model, pool, optimizer, torch.full((2, 8), 0.1 * step))
+    assert stats.decision
+    pool.close()
+    assert len(dist.distributed_c10d._world.pg_map) == before
