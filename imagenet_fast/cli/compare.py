@@ -169,7 +169,7 @@ def timeline(
     """
     from rich.console import Console
 
-    from imagenet_fast.metrics.timeline import draw_timelines, read_timeline, timeline_table
+    from imagenet_fast.bench.timeline import draw_timelines, read_timeline, timeline_table
 
     steps = [read_timeline(trace) for trace in traces]
     Console().print(timeline_table(steps))

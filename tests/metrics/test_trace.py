@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_fast.bench.timeline import read_timeline
 from imagenet_fast.distributed.device_timer import Stopwatch
-from imagenet_fast.metrics.timeline import read_timeline
 from imagenet_fast.metrics.trace import Trace, TracedSteps
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync, SyncStats
