@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -59,9 +59,7 @@ def prepare(
     ],
     kind: Annotated[
         str,
-        typer.Option(
-            "--format", metavar="folder|webdataset|tfrecord", help="Form of the output: image files, or shards."
-        ),
+        typer.Option("--format", metavar="folder|webdataset", help="Form of the output: image files, or shards."),
     ] = "folder",
     shard_size: Annotated[
         int | None,
@@ -101,22 +99,21 @@ def prepare(
     the positions of the sorted class names (wnids), as in torchvision. train/
     and val/ appear in --out only when they are complete. If the command is
     stopped or killed, run it again to continue. Shards hold the training images
-    in shuffled order, and have the indexes that our loaders and DALI need.
+    in shuffled order.
     """
-    from imagenet_fast.data.format_detection import Format
     from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY
     from imagenet_fast.data.prepare.prepare import prepare as fill
     from imagenet_fast.data.prepare.prepare import report
     from imagenet_fast.data.prepare.staging_dir import Settings
 
-    if kind not in get_args(Format):
-        raise UserError(f"there is no --format {kind}; there are {', '.join(get_args(Format))}")
+    if kind not in ("folder", "webdataset"):
+        raise UserError(f"there is no --format {kind}; there are folder and webdataset")
     if shard_size is not None and kind == "folder":
-        raise UserError("--shard-size is of shards; give --format webdataset or tfrecord too, or leave it out")
+        raise UserError("--shard-size is of shards; give --format webdataset too, or leave it out")
     if quality is not None and resize is None:
         raise UserError("--quality is of the images that --resize makes; give both, or neither")
     settings = Settings(
-        format=cast(Format, kind),
+        format=cast(Literal["folder", "webdataset"], kind),
         resize=resize,
         quality=None if resize is None else quality or SHRUNK_QUALITY,
         shard_size=None if kind == "folder" else shard_size or 150 * 2**20,

@@ -24,6 +24,7 @@ from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 from tests.data.encoded import BAD, JPEG
+from tests.data.records import in_records
 
 LOADERS = ("dali", "folder")
 """Of images; with ``synthetic`` these are all."""
@@ -104,12 +105,16 @@ def with_bad_images(image_dir: Path, root: Path) -> Path:
 
 def as_format(root: Path, format: str, out: Path, shard_size: int = 30_000) -> Path:
     """The folders ``root``, or shards of them in ``out``."""
-    if format != "folder":
-        settings = Settings.model_validate(
-            {"format": format, "resize": None, "quality": None, "shard_size": shard_size}
-        )
-        prepare(root, out, settings, subset=True)
-    return root if format == "folder" else out
+    match format:
+        case "folder":
+            return root
+        case "tfrecord":
+            return in_records(root, out)
+        case _:
+            prepare(
+                root, out, Settings(format="webdataset", resize=None, quality=None, shard_size=shard_size), subset=True
+            )
+            return out
 
 
 # What becomes of a file.

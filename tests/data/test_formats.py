@@ -17,8 +17,8 @@ import pytest
 
 from imagenet_fast.data import loaders
 from imagenet_fast.data.format_detection import check_folders, check_validation, open_training, open_validation
-from imagenet_fast.data.formats.shard_writer import Sample, shard_names, write_classes, write_records, write_tar
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, find_features, masked_crc32c, write_example
+from imagenet_fast.data.formats.shard_writer import write_classes, write_tar
+from imagenet_fast.data.formats.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -26,6 +26,8 @@ from tests.conftest import refusal_of
 from tests.corruption import corrupted
 from tests.data.prepare import replica
 from tests.data.prepare.replica import Members, named
+from tests.data.records import example as written
+from tests.data.records import in_records, records_of, samples_of, split_into
 from tests.data.small import CPU, FORMATS, Damage, cut, image_data, opened, overwritten, put, put_classes, same
 
 CLASSES = ["a class", "n01440764", "n01443537", "schön 'quoted'"]
@@ -57,17 +59,12 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def to_shards(folder: Path, place: Path, in_each: int = 4) -> None:
     """Beside it, in the other formats, so many images in each shard."""
+    in_records(folder, place / "tfrecord", in_each)
     for split, images in (("train", open_training(folder)), ("val", open_validation(folder))):
-        samples = [Sample(images.name(i), images.read(i), int(images.labels[i])) for i in range(len(images))]
-        cut = [range(begin, min(begin + in_each, len(samples))) for begin in range(0, len(samples), in_each)]
-        for kind in ("webdataset", "tfrecord"):
-            write_classes(place / kind, images.classes)
-            for name, numbers in zip(shard_names(kind, split, len(cut)), cut, strict=True):
-                if kind == "webdataset":
-                    write_tar(place / kind / name, [(number, samples[number]) for number in numbers])
-                else:
-                    write_records(place / kind / name, [samples[number] for number in numbers], images.classes)
-    for kind in ("webdataset", "tfrecord"):  # which leaves an index
+        write_classes(place / "webdataset", images.classes)
+        for number, samples in enumerate(split_into(samples_of(images), in_each)):
+            write_tar(place / f"webdataset/{split}-{number:06}.tar", enumerate(samples, number * in_each))
+    for kind in FORMATS[1:]:  # which leaves an index
         open_training(place / kind), open_validation(place / kind)
 
 
@@ -120,15 +117,6 @@ def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3
 
 
-@pytest.mark.usefixtures("subprocesses")  # of tar, which one of the tools asks
-def test_tars_carry_the_indexes_that_dalis_own_tool_makes(roots: dict[str, Path], tmp_path: Path):
-    wds2idx = pytest.importorskip("wds2idx")
-    for shard in islice(roots["webdataset"].glob("train-*.tar"), 3):
-        with wds2idx.IndexCreator(str(shard), str(tmp_path / "idx"), verbose=False) as creator:
-            creator.create_index()
-        assert shard.with_suffix(".idx").read_text() == (tmp_path / "idx").read_text()
-
-
 def test_tensorboards_reader_of_records_reads_ours_and_has_the_same_checksums(roots: dict[str, Path]):
     stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
     images, records = open_validation(roots["tfrecord"]), []
@@ -147,18 +135,9 @@ def test_tensorboards_reader_of_records_reads_ours_and_has_the_same_checksums(ro
 # Shards of others.
 
 
-def records_of(path: Path, *examples: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        for example in examples:
-            head = len(example).to_bytes(8, "little")
-            file.write(HEAD.pack(len(example), masked_crc32c(head)) + example + TAIL.pack(masked_crc32c(example)))
-    return path
-
-
 def example(label: int, synset: str = "", **changes: bytes | int) -> bytes:
     named = {"image/class/synset": synset.encode()} if synset else {}
-    return write_example({"image/encoded": b"a photo", "image/class/label": label, **named, **changes})
+    return written({"image/encoded": b"a photo", "image/class/label": label, **named, **changes})
 
 
 def tar_of(path: Path, files: Members, format: int = tarfile.PAX_FORMAT) -> Path:
@@ -227,7 +206,7 @@ BAD_RECORDS: list[tuple[list[bytes], Damage, str]] = [
     ([b"\x0a\x7f1"], as_it_is, "it is no Example (a field that is longer than its message)"),
     ([b"\xff" * 20], as_it_is, "it is no Example (a number that does not end)"),
     ([b"\x0b"], as_it_is, "it is no Example (a field of type 3)"),
-    ([write_example({"image/encoded": b"x"})], as_it_is, "has not one"),
+    ([written({"image/encoded": b"x"})], as_it_is, "has not one"),
     ([example(-2)], as_it_is, "its label is -2"),
     ([example(2**40)], as_it_is, "its label is 1099511627776"),
     ([], as_it_is, "no record in the 1 file(s) of the train split"),
@@ -296,7 +275,7 @@ def test_labels_from_1_on_are_those_of_tensorflows_scripts(tmp_path: Path, capsy
 
 def test_labels_from_0_on_stay(tmp_path: Path):
     """As TensorFlow Datasets writes them, under names of its own."""
-    tfds = [write_example({"file_name": b"a", "image": b"A", "label": label}) for label in (4, 0)]
+    tfds = [written({"file_name": b"a", "image": b"A", "label": label}) for label in (4, 0)]
     records_of(tmp_path / "imagenet2012-train.tfrecord-00000-of-00001", *tfds)
     train = open_training(tmp_path)
     assert train.labels.tolist() == [4, 0]

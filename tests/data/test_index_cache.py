@@ -19,11 +19,12 @@ import pytest
 from imagenet_fast.data.format_detection import open_training
 from imagenet_fast.data.formats import index_cache
 from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
-from imagenet_fast.data.formats.shard_writer import Sample, write_records, write_tar
+from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.imagefolder import check_folders, scan_training
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.corruption import corrupted
+from tests.data.records import write_records
 from tests.data.small import put, put_classes
 
 KIND = Kind("test", {"numbers": "<i8"})
@@ -76,11 +77,11 @@ def test_where_files_have_changed_it_is_made_anew_with_a_line(tmp_path: Path, ca
 
 def test_an_index_of_another_format_is_not_taken_for_ones_own(tmp_path: Path):
     """Where shards were replaced by shards of another kind."""
-    sample = Sample("a.jpg", b"image", 0)
-    write_tar(tmp_path / "train-0.tar", [(0, sample)])
+    samples = [Sample("a.jpg", b"image", 0)]
+    write_tar(tmp_path / "train-0.tar", enumerate(samples))
     assert open_training(tmp_path).read(0) == b"image"
     (tmp_path / "train-0.tar").unlink()
-    write_records(tmp_path / "train-00000-of-00001", [sample], ["cat"])
+    write_records(tmp_path / "train-00000-of-00001", samples, ["cat"])
     assert open_training(tmp_path).read(0) == b"image"
 
 

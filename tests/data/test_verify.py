@@ -21,6 +21,7 @@ from tests.conftest import refusal_of
 from tests.data.encoded import JPEG, deep_png, encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
+from tests.data.records import in_records
 from tests.data.small import FORMATS, as_format, overwritten, put
 from tests.e2e.command import in_process
 
@@ -110,10 +111,10 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(tmp_pat
 
 
 def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path):
-    (shard,) = as_format(data, "tfrecord", tmp_path / "shards", 1 << 20).glob("val/validation-*-of-00001")
+    (shard,) = in_records(data, tmp_path / "shards", in_each=99).glob("validation-*-of-00001")
     overwritten(2000, bytes([shard.read_bytes()[2000] ^ 1]))(shard)
     found = verify(tmp_path / "shards")
-    (damaged,) = (what for path, what in found.bad.items() if path.startswith("val/"))
+    (damaged,) = (what for path, what in found.bad.items() if path.startswith("validation"))
     assert damaged.startswith("unreadable: ")
     assert "its bytes are not those of its checksum" in damaged
     assert len(scan(tmp_path / "shards")[1]) == 9

@@ -16,7 +16,7 @@ from tests.e2e.command import Forked, events_of, outcome_of, setting
         pytest.param("folder", "--resize 64", marks=pytest.mark.ci),
         pytest.param("dali", "", marks=pytest.mark.weekly),
         pytest.param("folder", "--format webdataset --shard-size 100KB", marks=pytest.mark.weekly),
-        pytest.param("dali", "--format tfrecord --shard-size 100KB --resize 64", marks=pytest.mark.weekly),
+        pytest.param("dali", "--format webdataset --shard-size 100KB --resize 64", marks=pytest.mark.weekly),
     ],
 )
 def test_tars_are_prepared_verified_and_trained_on(tmp_path: Path, loader: str, how: str):

@@ -1,4 +1,4 @@
-"""Write images to shards, with the indexes that DALI's own readers need.
+"""Write images to WebDataset shards.
 
 The same images always give the same bytes. Each shard is complete or absent.
 """
@@ -11,11 +11,10 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, assert_never
+from typing import BinaryIO, NamedTuple
 
 from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.formats.shard_reader import CLASSES
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c, write_example
 from imagenet_fast.data.formats.webdataset import IMAGES
 from imagenet_fast.errors import UserError
 
@@ -30,27 +29,6 @@ class Sample(NamedTuple):
     encoded: bytes
     label: int
     """An index into the class names."""
-
-
-def shard_names(kind: Literal["webdataset", "tfrecord"], split: str, count: int) -> list[str]:
-    """Return the names of ``count`` shards of a split.
-
-    WebDataset shards are named ``train-000000.tar`` and so on. TFRecord shards are named ``train-00000-of-01024`` and
-    ``validation-...``, as TensorFlow's scripts do.
-    """
-    match kind:
-        case "webdataset":
-            return [f"{split}-{shard:06}.tar" for shard in range(count)]
-        case "tfrecord":
-            name = {"val": "validation"}.get(split, split)
-            return [f"{name}-{shard:05}-of-{count:05}" for shard in range(count)]
-        case _:
-            assert_never(kind)
-
-
-def dali_index(shard: Path) -> Path:
-    """Return the path of the index that DALI's own readers need for ``shard``."""
-    return shard.with_suffix(".idx") if shard.suffix == ".tar" else shard.with_name(f"{shard.name}.idx")
 
 
 def write_classes(folder: Path, classes: Sequence[str]) -> None:
@@ -81,43 +59,18 @@ def _lines(classes: Sequence[str]) -> bytes:
 
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
-    """Write one WebDataset shard, and DALI's index as its ``wds2idx`` does.
+    """Write one WebDataset shard.
 
     Args:
         path: The shard.
         samples: Each sample with its number, which becomes its key.
     """
-    lines: list[str] = []
     with _whole(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in samples:
-            parts = []
             for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
                 member = tarfile.TarInfo(f"{number:08}.{extension}")
                 member.size, member.mtime = len(content), _WHEN_S
-                parts.append(f"{extension} {tar.offset + tarfile.BLOCKSIZE} {len(content)} {member.name}")
                 tar.addfile(member, io.BytesIO(content))
-            lines.append(" ".join(parts))
-    _write_lines(dali_index(path), [f"v1.2 {len(lines)}", *lines])
-
-
-def write_records(path: Path, samples: Iterable[Sample], classes: Sequence[str]) -> None:
-    """Write one TFRecord shard, and DALI's index as its ``tfrecord2idx`` does."""
-    lines: list[str] = []
-    with _whole(path) as file:
-        for sample in samples:
-            example = write_example(
-                {
-                    "image/class/label": sample.label + 1,
-                    "image/class/synset": os.fsencode(classes[sample.label]),
-                    "image/encoded": sample.encoded,
-                    "image/filename": os.fsencode(sample.name),
-                    "image/format": {"jpg": "JPEG"}.get(_extension(sample), _extension(sample).upper()).encode(),
-                }
-            )
-            length = len(example).to_bytes(8, "little")
-            lines.append(f"{file.tell()} {HEAD.size + len(example) + TAIL.size}")
-            file.write(HEAD.pack(len(example), masked_crc32c(length)) + example + TAIL.pack(masked_crc32c(example)))
-    _write_lines(dali_index(path), lines)
 
 
 def _extension(sample: Sample) -> str:
@@ -125,11 +78,6 @@ def _extension(sample: Sample) -> str:
     named = Path(sample.name).suffix[1:].lower()
     known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
     return next(known, named if named in IMAGES else "jpg")
-
-
-def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    with _whole(path) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode())
 
 
 @contextmanager

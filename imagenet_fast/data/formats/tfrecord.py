@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -287,18 +287,6 @@ def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[
     return found
 
 
-def write_example(features: Mapping[str, bytes | int]) -> bytes:
-    """Return an encoded Example with one value per feature, in the order given."""
-    entries = b""
-    for key, value in features.items():
-        if isinstance(value, int):
-            feature = _message(3, _message(1, _number(value)))
-        else:
-            feature = _message(1, _message(1, value))
-        entries += _message(1, _message(1, key.encode()) + _message(2, feature))
-    return _message(1, entries)
-
-
 def _values(fetch: Fetch, feature: Span) -> Iterator[Span | int]:
     """Yield the values of a Feature: from a BytesList (field 1) or an Int64List (field 3)."""
     for bytes_list in _messages(fetch, feature, 1):
@@ -355,16 +343,3 @@ def _varint(fetch: Fetch, at: int, end: int) -> tuple[int, int]:
 
 def _signed(number: int) -> int:
     return number - (number >> 63 << 64)
-
-
-def _message(number: int, content: bytes) -> bytes:
-    return _number(number << 3 | 2) + _number(len(content)) + content
-
-
-def _number(number: int) -> bytes:
-    number &= 0xFFFFFFFFFFFFFFFF
-    written = b""
-    while number > 0x7F:
-        written += bytes([number & 0x7F | 0x80])
-        number >>= 7
-    return written + bytes([number])

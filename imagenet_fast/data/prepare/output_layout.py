@@ -20,14 +20,14 @@ from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import NamedTuple
 
-from imagenet_fast.data.formats.shard_writer import Sample, dali_index, shard_names, write_records, write_tar
+from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.prepare.jpeg_resize import shrinking_ratio, stored
 from imagenet_fast.data.prepare.source_files import SourceClass, SourceFile
 from imagenet_fast.data.prepare.staging_dir import SPLITS, Made, Piece, Settings, Splits, Tell
 from imagenet_fast.errors import UserError
 
 BYTES_AROUND = 2100
-"""Most bytes that an image takes besides its own: headers of the image and its label, padding, lines of indexes."""
+"""Most bytes that an image takes besides its own: headers of the image and its label, and padding."""
 
 _SEED = b"imagenet-fast"
 _SAMPLE = 256  # images, shrunk to estimate how many fit into a shard
@@ -80,12 +80,11 @@ def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], s
     Args:
         placed: The images of each split, in the order of ``in_shards``.
         names: The class names, in the order of labels.
-        settings: The settings of the result; the format is not ``folder``.
+        settings: The settings of the result.
 
     Raises:
         UserError: A split would have too many shards.
     """
-    assert settings.format != "folder"
     pieces = []
     for split in SPLITS:
         images = placed.get(split, ())
@@ -93,10 +92,11 @@ def shard_pieces(placed: Mapping[str, Sequence[Placed]], names: Sequence[str], s
         if len(shards) > _MOST:
             raise UserError(f"{split} would have {len(shards)} shards; give a larger --shard-size")
         begins = accumulate((len(shard) for shard in shards), initial=0)
-        for name, begin, shard in zip(shard_names(settings.format, split, len(shards)), begins, shards, strict=False):
+        for number, (begin, shard) in enumerate(zip(begins, shards, strict=False)):
+            name = f"{split}-{number:06}.tar"
             size = sum(image.file.size for image in shard)
             make = partial(_make_shard, name, begin, shard, names, settings)
-            pieces.append(Piece(split, name, (dali_index(Path(name)).name, name), size, make))
+            pieces.append(Piece(split, name, (name,), size, make))
     return pieces
 
 
@@ -164,10 +164,7 @@ def _make_shard(
             yield Sample(file.name, content, label)
             tell(file.size)
 
-    if settings.format == "webdataset":
-        write_tar(place / name, enumerate(samples(), begin))
-    else:
-        write_records(place / name, samples(), names)
+    write_tar(place / name, enumerate(samples(), begin))
     size = sum(image.file.size for image in images)
     return Made(images=len(images), size=size, undecodable=tuple(undecodable))
 

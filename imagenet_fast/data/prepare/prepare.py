@@ -151,7 +151,7 @@ def _fill_shards(rest: _Sized, before: Record, workers: WorkerPool, counted: Cal
     missing = [piece for piece in pieces if piece not in kept]
     around = BYTES_AROUND * sum(map(len, placed.values())) * len(missing) // max(1, len(pieces))
     size = sum(piece.size for piece in missing) + around
-    check_space(out, size, 2 * len(missing), settings, lambda: chain.from_iterable(map(sample_of, placed.values())))
+    check_space(out, size, len(missing), settings, lambda: chain.from_iterable(map(sample_of, placed.values())))
     made = workers.make(pieces, kept)
     write_classes(out, names)
     return before.model_copy(
@@ -264,7 +264,8 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
     record = prepared.record
     yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
     for split, classes in record.splits.items():
-        shards = f", {len(record.files[split]) // 2} shards" if split in record.files else ""  # half are indexes
+        count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
+        shards = f", {count} shards" if count else ""
         images = sum(made.images for made in classes.values())
         yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
     every = [(f"{split}/{name}", made) for split, classes in record.splits.items() for name, made in classes.items()]

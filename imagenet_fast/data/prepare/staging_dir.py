@@ -65,7 +65,7 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a split that is made in one go: a class's folder, or a shard with its index."""
+    """A part of a split that is made in one go: a class's folder, or a shard."""
 
     split: str
     name: str
@@ -92,7 +92,7 @@ class Record(Table):
     settings: Settings
     splits: Splits
     files: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
-    """Bytes of each shard and of its index, by split and file name."""
+    """Bytes of each shard, by split and file name."""
     others: tuple[str, ...] = ()
     """Files that belong to no class and were left out."""
     apart: tuple[str, ...] = ()

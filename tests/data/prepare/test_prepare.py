@@ -419,12 +419,15 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, tars: Path, refusal: Callable[..., str]):
     for options, told in (
-        ("--format zip", "there is no --format zip; there are folder, webdataset, tfrecord"),
+        *(
+            (f"--format {kind}", f"there is no --format {kind}; there are folder and web")
+            for kind in ("zip", "tfrecord")
+        ),
         ("--quality 90", "--quality is of the images that --resize makes"),
         ("--out /proc/nothing", "--out /proc/nothing cannot be made"),
-        ("--shard-size 150MB", "--shard-size is of shards; give --format webdataset or tfrecord too"),
-        ("--format tfrecord --shard-size 0", "--shard-size 0 is no size above 0; write for example 150MB"),
-        ("--format tfrecord --shard-size many", "--shard-size many is no size above 0"),
+        ("--shard-size 150MB", "--shard-size is of shards; give --format webdataset too"),
+        ("--format webdataset --shard-size 0", "--shard-size 0 is no size above 0; write for example 150MB"),
+        ("--format webdataset --shard-size many", "--shard-size many is no size above 0"),
     ):
         places = ("--source", str(tars), "--out", str(tmp_path / "out"))
         assert told in refusal("data", "prepare", *places, *options.split())
