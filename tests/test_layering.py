@@ -137,11 +137,11 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 4513,
+    "imagenet_fast/bench": 4533,
     "imagenet_fast/checkpoint": 1258,
-    "imagenet_fast/cli": 1764,
+    "imagenet_fast/cli": 1737,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 6781,
+    "imagenet_fast/data": 6148,
     "imagenet_fast/distributed": 2612,
     "imagenet_fast/doctor": 513,
     "imagenet_fast/launch": 2086,
@@ -149,11 +149,11 @@ LINES = {
     "imagenet_fast/models": 1775,
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1499,
-    "imagenet_fast/recipe": 2285,
+    "imagenet_fast/recipe": 2283,
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 37770,
-    "tests": 28552,
+    "imagenet_fast": 37128,
+    "tests": 28445,
     "tests/sync": 6594,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, assert_never, get_args
 
 import torch
@@ -22,11 +23,13 @@ from torchvision.transforms import v2
 
 from imagenet_fast.data import dali_loader
 from imagenet_fast.data.decode import decode
-from imagenet_fast.data.format_detection import find_split
+from imagenet_fast.data.format_detection import find_split, open_training
 from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.prefetch import Job, prefetched
+from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare.staging_dir import Settings
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
@@ -40,7 +43,7 @@ _SEED = 1
 _HELD = 1024
 """Number of encoded images kept in memory and decoded repeatedly."""
 
-Loader = Literal["synthetic", "folder", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
+Loader = Literal["synthetic", "folder", "pixels", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,17 @@ def bench_loading(
     device, _ = prepare_device(0)
     turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
     parts = rounds * len(loaders)
-    with measurement_bar() as show, _images(root, 2 * batch, resize) as (folder, about):
+    with (
+        _images(root, 2 * batch, resize) as (folder, about),
+        _pixels(folder, image_size, "pixels" in loaders) as stored,
+        measurement_bar() as show,
+    ):
         for turn in range(rounds):
             for number, loader in enumerate(loaders if turn % 2 == 0 else reversed(loaders)):
                 show(f"{loader}, round {turn + 1} of {rounds}", turn * len(loaders) + number, parts)
                 if loader.startswith("dali") and not dali_loader.is_installed():
                     continue
-                batches = _open(loader, folder, image_size, batch, workers, device)
+                batches = _open(loader, stored if loader == "pixels" else folder, image_size, batch, workers, device)
                 turns[loader].append(measure(batches, batch, seconds, device))
                 del batches  # its threads end now
     return [_rate(loader, turns[loader], about, image_size, batch, workers) for loader in loaders]
@@ -152,6 +159,17 @@ def _images(root: Path | None, count: int, resize: int | None) -> Iterator[tuple
         yield folder, about + (f", {resize} pixels on the shorter side" if resize is not None else "")
 
 
+@contextmanager
+def _pixels(folder: Path, image_size: int, needed: bool) -> Iterator[Path]:
+    """Yield a directory with the images of ``folder``, if needed, as `data prepare --format pixels` writes them."""
+    with TemporaryDirectory(prefix="imagenet-fast-") as stored:
+        if needed:
+            side = max(256, image_size * 8 // 7)
+            settings = Settings(format="pixels", resize=side, quality=None, shard_size=2**30)
+            prepare(folder, Path(stored), settings, subset=True)
+        yield Path(stored)
+
+
 def _open(
     loader: Loader, folder: Path, image_size: int, batch: int, workers: int, device: torch.device
 ) -> Iterator[Any]:
@@ -163,11 +181,13 @@ def _open(
                 loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
             )
             return iter(open_loader(made_up, None, order, 1, device, seed=1))
-        case "folder" | "dali":
-            images = scan_training(folder)
+        case "folder" | "dali" | "pixels":
+            images = open_training(folder)
             if len(images) < batch:
                 raise UserError(f"{folder} holds {len(images)} images, fewer than a batch; --batch {len(images)}")
-            return training_batches(loader, images, image_size, batch, workers, device)
+            return training_batches(
+                "dali" if loader == "dali" else "folder", images, image_size, batch, workers, device
+            )
         case "dali-bare":
             return bare_dali(folder, image_size, batch, workers, device)
         case "torchvision-pil":

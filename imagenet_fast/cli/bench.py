@@ -315,9 +315,10 @@ def bench_data(
         str,
         typer.Option(
             metavar="A,B",
-            help="Loaders to time: folder, dali, dali-bare, torchvision-pil, torchvision-io, decoding, synthetic.",
+            help="Loaders to time: folder, pixels (folder on decoded images), dali, dali-bare, torchvision-pil, "
+            "torchvision-io, decoding, synthetic.",
         ),
-    ] = "folder,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
+    ] = "folder,pixels,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
     data: Annotated[
         Path | None,
         typer.Option(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -59,14 +58,19 @@ def prepare(
     ],
     kind: Annotated[
         str,
-        typer.Option("--format", metavar="folder|webdataset", help="Form of the output: image files, or shards."),
+        typer.Option(
+            "--format",
+            metavar="folder|webdataset|pixels",
+            help="Form of the output: image files, shards of them, or shards of decoded images. With --resize 256, "
+            "pixels take some 330 GB, and are loaded several times as fast.",
+        ),
     ] = "folder",
     shard_size: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
             parser=_shard_bytes,
-            help="Size of each shard; 1MB is 1024 x 1024 bytes. Default: 150MB.",
+            help="Size of each shard; 1MB is 1024 x 1024 bytes. Default: 150MB, of pixels 1GB.",
         ),
     ] = None,
     resize: Annotated[
@@ -104,19 +108,19 @@ def prepare(
     from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY
     from imagenet_fast.data.prepare.prepare import prepare as fill
     from imagenet_fast.data.prepare.prepare import report
-    from imagenet_fast.data.prepare.staging_dir import Settings
+    from imagenet_fast.data.prepare.staging_dir import PreparedFormat, Settings
 
-    if kind not in ("folder", "webdataset"):
-        raise UserError(f"there is no --format {kind}; there are folder and webdataset")
+    if kind not in get_args(PreparedFormat):
+        raise UserError(f"there is no --format {kind}; there are {', '.join(get_args(PreparedFormat))}")
     if shard_size is not None and kind == "folder":
         raise UserError("--shard-size is of shards; give --format webdataset too, or leave it out")
-    if quality is not None and resize is None:
-        raise UserError("--quality is of the images that --resize makes; give both, or neither")
+    if quality is not None and (resize is None or kind == "pixels"):
+        raise UserError("--quality is of the JPEG files that --resize makes; leave it out")
     settings = Settings(
-        format=cast(Literal["folder", "webdataset"], kind),
+        format=cast(PreparedFormat, kind),
         resize=resize,
-        quality=None if resize is None else quality or SHRUNK_QUALITY,
-        shard_size=None if kind == "folder" else shard_size or 150 * 2**20,
+        quality=None if resize is None or kind == "pixels" else quality or SHRUNK_QUALITY,
+        shard_size=None if kind == "folder" else shard_size or (2**30 if kind == "pixels" else 150 * 2**20),
     )
     prepared = fill(source, out, settings, subset=subset, md5=not no_md5, workers=workers)
     for line in report(prepared, out):
@@ -178,32 +182,3 @@ def verify(
 
         draw_sizes(found.sizes, png)
         print(f"drawn to {png}")
-
-
-@data_app.command("cache")
-def cache(
-    data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the cache, the later value of data.cache.")],
-    side: Annotated[
-        int,
-        typer.Option(
-            metavar="PIXELS",
-            min=0,
-            help="Shrink images to this short side, the later value of data.cache_side. 0: keep their size.",
-        ),
-    ] = 256,
-    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads. Default: one per core.")] = None,
-) -> None:
-    """Decode all images into a cache, as the first epoch of a run would.
-
-    Prints first how much space it will take. If the command is stopped or
-    killed, or the disk is full, run it again to continue.
-    """
-    from imagenet_fast.data.decoded_cache import fill_caches
-    from imagenet_fast.distributed.cpu_affinity import usable_cores
-
-    fill_caches(data, out, side, threads or usable_cores())
-    chosen = shlex.quote(f"data.cache={out}")
-    print(f"filled {out}; train with --set data.loader=folder --set {chosen} --set data.cache_side={side}")

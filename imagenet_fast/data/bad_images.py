@@ -212,6 +212,9 @@ class _Rest:
     def read(self, index: int) -> bytes:
         return self._split.read(int(self._kept[index]))
 
+    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+        return self._split.pixels(int(self._kept[index]))
+
     def digest(self) -> str:
         return digest_of(self._split.digest().encode(), self._kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from io import BytesIO
 from typing import NamedTuple
@@ -23,6 +24,9 @@ PIL_REFUSES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 _JPEG, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
 _PNG = b"\x89PNG\r\n\x1a\n"
 _BMP = b"BM"
+PIXELS = b"P6\n"
+"""How an image begins that ``store_pixels`` wrote."""
+_PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
 _FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
 """Markers of the JPEG segment that holds the size and the number of colour components."""
 
@@ -45,6 +49,8 @@ def decode(encoded: bytes) -> Pixels:
     Raises:
         ImageDecodeError: If the bytes are no image, or not a whole one.
     """
+    if (stored := stored_pixels(encoded)) is not None:
+        return stored
     if _alike(encoded):
         try:
             pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), _AS_STORED)
@@ -53,6 +59,21 @@ def decode(encoded: bytes) -> Pixels:
         if pixels is not None:
             return pixels  # type: ignore[no-any-return]
     return _decode_slowly(encoded)
+
+
+def store_pixels(pixels: Pixels) -> bytes:
+    """Return pixels as a binary PPM, whose values ``decode`` takes as they lie in memory."""
+    return b"P6\n%d %d\n255\n" % (pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
+
+
+def stored_pixels(encoded: bytes | memoryview) -> Pixels | None:
+    """Return the pixels of a whole PPM, read-only, without a copy; None for all else."""
+    header = _PIXELS.match(encoded)
+    if header is None:
+        return None
+    width, height = map(int, header.groups())
+    values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
+    return values.reshape(height, width, 3) if len(values) == 3 * height * width > 0 else None
 
 
 def _decode_slowly(encoded: bytes) -> Pixels:

@@ -46,5 +46,8 @@ class ImageSource(Protocol):
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image ``index``. Thread-safe."""
 
+    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+        """Return the pixels of image ``index`` if they are stored, read-only; None if it must be decoded."""
+
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Announce that these images will be read next, so that a file server can be asked for all of them."""

@@ -65,6 +65,9 @@ class ImageFolder:
         """Return a digest of the names and labels of all images."""
         return digest_of(self.names, self.ends, self.labels)
 
+    def pixels(self, index: int) -> None:
+        """Return None: image files are decoded."""
+
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol, assert_never
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from imagenet_fast.data import dali_loader, format_detection
-from imagenet_fast.data.decoded_cache import some_sizes
+from imagenet_fast.data.decode import PIL_REFUSES
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.normalize import Normalizer
-from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
 from imagenet_fast.data.stall_advice import InputPipeline, advice
 from imagenet_fast.data.thread_loader import FolderLoader
@@ -206,7 +208,7 @@ def open_loader(
         seed: Seed of synthetic images.
 
     Raises:
-        UserError: If the loader or its cache cannot be used.
+        UserError: If the loader cannot be used.
     """
     match data:
         case SyntheticData():
@@ -243,7 +245,7 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
             assert root is not None
             source = format_detection.open_training(root)
             count = len(source)
-            data = data.model_copy(update={"augment": False, "loader": "folder", "cache": ""})
+            data = data.model_copy(update={"augment": False, "loader": "folder"})
         case _:
             assert_never(data)
     batch = min(count, _EXAMPLES_AT_ONCE)
@@ -271,10 +273,17 @@ def _supply(data: ImageData, root: Path, cores: int, device: torch.device) -> In
     """
     short_side = None
     if format_detection.find_split(root, "train").format == "folder":
-        sides = [min(size) for size in some_sizes(format_detection.open_training(root), _LOOKED_AT)]
+        sides = [*_some_sides(format_detection.open_training(root), _LOOKED_AT)]
         short_side = fmean(sides) if sides else None
     gpu = device.type == "cuda"
-    return InputPipeline(data, gpu, cores, dali_loader.is_installed(), short_side, root, cache_dir())
+    return InputPipeline(data, gpu, cores, dali_loader.is_installed(), short_side, root)
+
+
+def _some_sides(images: ImageSource, count: int) -> Iterator[int]:
+    """Yield the shorter sides of ``count`` images spread over the split, without those that cannot be opened."""
+    for index in np.unique(np.linspace(0, len(images) - 1, count).astype(int)).tolist():
+        with suppress(UserError, *PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:
+            yield min(image.size)
 
 
 class SyntheticLoader:

@@ -31,8 +31,6 @@ class InputPipeline:
     """Mean shorter side of some training images, in pixels; None if `data prepare` cannot shrink them."""
     root: Path
     """Data directory."""
-    caches: Path
-    """Directory in which data sets of this user are kept."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +61,12 @@ def suggestions(supply: InputPipeline) -> Iterator[Suggestion]:
         yield Suggestion("--set data.workers=0", f"decodes in all {cores} cores of a rank")
     if data.loader == "dali" and not supply.gpu:
         yield Suggestion("--set data.loader=folder", "takes less of a processor, where there is no GPU to decode on")
-    if data.loader == "folder" and not data.cache and supply.gpu and supply.dali:
+    if data.loader == "folder" and supply.gpu and supply.dali:
         yield Suggestion("--set data.loader=dali", "decodes on the GPU")
     side = max(_SHRUNK, data.resize)
     if decodes_on_gpu:
         yield from _shrink(supply, side)
         yield from _tune_dali(data)
-    yield from _cache(supply, side)
     if not decodes_on_gpu:
         yield from _shrink(supply, side)
     if data.prefetch < _NVIDIA_PREFETCH:
@@ -91,18 +88,9 @@ def _tune_dali(data: ImageData) -> Iterator[Suggestion]:
 
 def _shrink(supply: InputPipeline, side: int) -> Iterator[Suggestion]:
     """Suggest to shrink the images once, with `data prepare`."""
-    if supply.data.cache_side == 0 and supply.short_side is not None and supply.short_side > _LARGER * side:
+    if supply.short_side is not None and supply.short_side > _LARGER * side:
         root = supply.root.absolute()
         smaller = root.with_name(f"{root.name}-{side}")
         command = f"imagenet-fast data prepare --source {shlex.quote(str(root))} --out {shlex.quote(str(smaller))}"
         about = f"shorter sides are {supply.short_side:.0f} pixels on average; then train with --data on those"
         yield Suggestion(f"{command} --resize {side} --subset", about)
-
-
-def _cache(supply: InputPipeline, side: int) -> Iterator[Suggestion]:
-    if supply.data.cache:
-        return
-    switch = "" if supply.data.loader == "folder" else "--set data.loader=folder "
-    place = shlex.quote(f"data.cache={supply.caches / f'decoded-{supply.root.absolute().name}'}")
-    larger = f" --set data.cache_side={side}" if side > _SHRUNK and not supply.data.cache_side else ""
-    yield Suggestion(f"{switch}--set {place}{larger}", "decodes in the first epoch only; on a fast disk with room")

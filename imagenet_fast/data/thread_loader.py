@@ -13,8 +13,7 @@ from torch import Tensor
 
 from imagenet_fast.data.augmentation import Augmentation, augmentation_of
 from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
-from imagenet_fast.data.decode import Pixels
-from imagenet_fast.data.decoded_cache import pixels_of
+from imagenet_fast.data.decode import Pixels, decode
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.normalize import fresh
 from imagenet_fast.data.prefetch import Job, prefetched
@@ -31,7 +30,7 @@ class FolderLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Open the cache of decoded images if the recipe has one, and keep the settings.
+        """Keep the settings.
 
         Args:
             images: The images to read.
@@ -39,9 +38,6 @@ class FolderLoader:
             data: The recipe's ``[data]`` table.
             device: Device of the batches.
             threads: Number of decoding threads.
-
-        Raises:
-            UserError: If the cache cannot be used.
         """
         cv2.setNumThreads(0)  # OpenCV would split each image among its own threads
         self._order = order
@@ -49,7 +45,6 @@ class FolderLoader:
         self._data = data
         self._ahead = data.prefetch
         self._chance = augmentation_of(data, order)
-        self._pixels_of = pixels_of(images, order, data)
         self._substitution = BadImagePolicy(images, order, data)
         self._device = device
         self._threads = threads
@@ -103,6 +98,10 @@ class FolderLoader:
                 if flip:
                     cv2.flip(unflipped, 1, dst=places[number])
             yield
+
+    def _pixels_of(self, index: int) -> Pixels:
+        stored = self._images.pixels(index)
+        return decode(self._images.read(index)) if stored is None else stored
 
 
 def random_crop(

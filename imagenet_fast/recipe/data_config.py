@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from imagenet_fast.recipe.base import Table
+
+
+def _gone(value: Any) -> Any:
+    """Refuse a value of a key that is no longer there, unless it was off."""
+    if value:
+        raise ValueError(
+            "images are no longer cached while they are loaded: `imagenet-fast data prepare --format pixels --resize "
+            "256` writes decoded ones, and --data reads them; leave data.cache and data.cache_side out"
+        )
+    return value
 
 
 class DaliDecoding(Table):
@@ -105,17 +123,10 @@ class ImageData(Table):
     ``fail``: end the run with an error that names the image. ``skip``: name it in a warning. In training another image
     replaces it; in an evaluation it counts as wrong.
     """
-    cache: str = ""
-    """Directory on a disk of each node for decoded images, with ``loader`` = ``folder``; empty: no cache.
-
-    Later epochs, and later runs, crop from the decoded images.
-    """
-    cache_side: NonNegativeInt = Field(default_factory=lambda given: 256 if given.get("cache") else 0)
-    """Longest allowed shorter side, in pixels: larger images are shrunk to it before any other step; 0: never.
-
-    Applies with and without ``cache``, so that a run may resume where there is no cache. Default: 256 with ``cache``,
-    else 0. If not 0, at least ``resize``.
-    """
+    cache: Annotated[str, AfterValidator(_gone)] = Field(default="", exclude=True, repr=False)
+    """No longer a key; read in tables of earlier runs, where it was empty."""
+    cache_side: Annotated[NonNegativeInt, AfterValidator(_gone)] = Field(default=0, exclude=True, repr=False)
+    """No longer a key; read in tables of earlier runs, where it was 0."""
     dali: DaliDecoding = DaliDecoding()
     """Settings of DALI's decoder, for ``loader`` = ``dali`` on a GPU."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
@@ -157,21 +168,6 @@ class ImageData(Table):
             raise ValueError(
                 f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "
                 "which it mirrors"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _cache_serves(self) -> ImageData:
-        """Check that the loader can use the cache, and that cached images are large enough."""
-        if (self.cache or self.cache_side) and self.loader != "folder":
-            raise ValueError(
-                "cache and cache_side are for pixels, and dali takes encoded images; --set data.loader=folder, or "
-                "leave them out"
-            )
-        if 0 < self.cache_side < self.resize:
-            raise ValueError(
-                f"cache_side ({self.cache_side}) must be at least resize ({self.resize}), or 0 for whole images; "
-                f"--set data.cache_side={self.resize}"
             )
         return self
 

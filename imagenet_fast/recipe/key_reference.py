@@ -63,6 +63,8 @@ def _place(key: Key) -> tuple[int, bool]:
 
 def _of_table(table: type[Table], path: str, kinds: tuple[str, ...]) -> Iterator[Key]:
     for name, field in table.model_fields.items():
+        if field.exclude:
+            continue
         variants = [inner for inner in _alternatives(field.annotation) if _is_table(inner)]
         for inner in variants:
             yield from _of_table(inner, f"{path}{name}.", _kinds(inner) if len(variants) > 1 else ())

@@ -54,7 +54,6 @@ IN_PROCESS = (
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
-    ("data cache --data {images} --out {out}/cache --side 32 --threads 1", "--set data.cache_side=32"),
     ("bench sync --model {small} --hosts 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json", "2 hosts"),
     ("bench collectives --hosts 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0", "2 ranks, loopback"),
     (

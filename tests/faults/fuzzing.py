@@ -47,7 +47,7 @@ def play(out: Path, program: Program) -> Round:
 def _job(out: Path, name: str) -> tuple[str, ...]:
     """The arguments for a setting; image files are made where it needs them."""
     kind = name.replace(",", "").split()[0]
-    changes = setting(*programs.SETTINGS[name].replace("CACHE", str(out.absolute() / "cache")).split())
+    changes = setting(*programs.SETTINGS[name].split())
     if kind not in ("folder", "dali"):
         return (*programs.JOB, *(programs.THREE_RANKS if "three ranks" in name else ()), "--sync", kind, *changes)
     if not (out / "images").exists():

@@ -31,7 +31,7 @@ SETTINGS = {
     "sparse": "sync.dense_epochs=0.2 sync.ramp_epochs=0.2", "lazy fp16": "sync.wire=fp16",
     "hybrid int8": "sync.wire=int8", "dear int8": "sync.wire=int8", "ring fp8": "sync.wire=fp8",
     "hybrid, three ranks": "sync.fuse_mb=1", "lazy int8, three ranks": "sync.wire=int8",
-    "sparse, three ranks": "sync.dense_epochs=0.2", "folder": "", "dali": "", "folder, cached": "data.cache=CACHE",
+    "sparse, three ranks": "sync.dense_epochs=0.2", "folder": "", "dali": "",
 }  # fmt: skip
 """What is trained, and what that changes of the recipe. The first word is an engine; or a loader, whose recipe is of
 image files.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.data.decode import PIXELS, Pixels, stored_pixels
 from imagenet_fast.data.formats.index_cache import Index, moving
 from imagenet_fast.data.image_source import digest_of
 from imagenet_fast.errors import UserError
@@ -57,6 +59,7 @@ class Shards:
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
         )
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
+        self._map = lru_cache(_descriptors(len(files)))(_mapped)
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -82,6 +85,20 @@ class Shards:
             UserError: The shard ends before the image does.
         """
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
+
+    def pixels(self, index: int) -> Pixels | None:
+        """Return the pixels of image ``index`` where they are stored, in memory that all processes share."""
+        if not self._stores_pixels:
+            return None
+        begin = int(self._offsets[index])
+        return stored_pixels(self._map(self.files[self._shards[index]])[begin : begin + int(self._lengths[index])])
+
+    @cached_property
+    def _stores_pixels(self) -> bool:
+        """Whether the first image is stored as pixels: other shards are not mapped, as an error there is a SIGBUS."""
+        with suppress(OSError, UserError):
+            return self.read_at(0, int(self._offsets[0]), len(PIXELS)) == PIXELS
+        return False
 
     def digest(self) -> str:
         """Return a digest of the shards' names, and of the places and labels of all images.
@@ -136,6 +153,12 @@ class Descriptor:
         while len(content) < length and (more := os.pread(self.number, length - len(content), offset + len(content))):
             content += more
         return content
+
+
+def _mapped(path: str) -> memoryview:
+    """Return a file's bytes, read from the disk as they are used."""
+    with open(path, "rb") as file:  # noqa: PTH123
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def look_through(files: Sequence[Path], look: Callable[[Path], list[Found]]) -> Iterator[list[Found]]:

@@ -19,7 +19,7 @@ from imagenet_fast.data.formats.webdataset import IMAGES
 from imagenet_fast.errors import UserError
 
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives; tars store a time, and must always be the same
-_MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp"}
+_MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp", b"P6\n": "ppm"}
 
 
 class Sample(NamedTuple):

@@ -19,7 +19,7 @@ from imagenet_fast.data.formats.shard_reader import (
 )
 from imagenet_fast.errors import UserError
 
-IMAGES = ("jpg", "jpeg", "png", "bmp", "webp")
+IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 KIND = Kind("webdataset", COLUMNS)
 
 _DIGITS = 20  # more than any label has

@@ -1,4 +1,4 @@
-"""Shrink images once, so that every later read and decode is faster."""
+"""Shrink or decode images once, so that every later read is faster."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from io import BytesIO
 
 from PIL import Image
 
+from imagenet_fast.data.decode import decode, store_pixels
+from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.resize import shrunk as loaders_shrunk
 
 SHRUNK_QUALITY = 95
 """JPEG quality of shrunk images, unless told otherwise."""
@@ -54,11 +57,13 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
 
 
 def stored(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
-    """Return the bytes to keep of an image, and whether it could not be decoded for shrinking.
-
-    An image that cannot be decoded is kept unchanged.
-    """
+    """Return the bytes to keep of an image, and whether it could not be decoded, and so is kept unchanged."""
     content = file.read()
+    if settings.format == "pixels":
+        try:
+            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0)), False
+        except ImageDecodeError:
+            return content, True
     if settings.resize is None or settings.quality is None:
         return content, False
     try:

@@ -136,7 +136,7 @@ def _hash(name: str, file: str) -> bytes:
 def _cut(images: Sequence[Placed], settings: Settings) -> Iterator[list[Placed]]:
     """Yield the images of each shard."""
     most = settings.shard_size or 0
-    ratio = 1.0 if settings.resize is None else shrinking_ratio(sample_of(images), settings)
+    ratio = shrinking_ratio(sample_of(images), settings) if settings.decodes else 1.0
 
     def numbered() -> Iterator[tuple[int, Placed]]:
         shard, filled = 0, 0.0

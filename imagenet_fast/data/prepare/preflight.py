@@ -32,8 +32,8 @@ def check_space(
 ) -> None:
     """Raise UserError if the result does not fit into ``out``.
 
-    Images to be shrunk are first counted at their size in the source. Only if that does not fit is their new size
-    estimated from a ``sample``.
+    The size of pixels is estimated from a ``sample``. Images to be shrunk are first counted at their size in the
+    source. Only if that does not fit is their new size estimated, too.
 
     Args:
         out: A directory on the disk to check.
@@ -48,9 +48,9 @@ def check_space(
     needed = _SPARE * size
     free = shutil.disk_usage(out).free
     told = ""
-    if needed > free and settings.resize is not None:
+    if settings.format == "pixels" or (needed > free and settings.decodes):
         needed *= _SAMPLE_SPARE * shrinking_ratio(sample(), settings)
-        told = f" at --resize {settings.resize}, by a sample of them"
+        told = f" at --resize {settings.resize}, by a sample of them" if settings.resize else " as pixels"
     if needed > free:
         raise UserError(
             f"the images need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "

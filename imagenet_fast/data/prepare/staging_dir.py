@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import AliasChoices, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.data.format_detection import Format
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.units import exact_size
@@ -28,10 +27,14 @@ SPLITS = ("train", "val")
 _T = TypeVar("_T", bound=Table)
 
 
+PreparedFormat = Literal["folder", "webdataset", "pixels"]
+"""Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``decode.store_pixels``)."""
+
+
 class Settings(Table):
     """The settings that decide the bytes of the result, besides the source."""
 
-    format: Format
+    format: PreparedFormat
     resize: PositiveInt | None
     quality: PositiveInt | None
     shard_size: PositiveInt | None = None
@@ -40,8 +43,14 @@ class Settings(Table):
     def __str__(self) -> str:
         """Return the settings as command-line options."""
         shards = "" if self.shard_size is None else f" --shard-size {exact_size(self.shard_size)}"
-        shrunk = "" if self.resize is None else f" --resize {self.resize} --quality {self.quality}"
-        return f"--format {self.format}{shards}{shrunk}"
+        shrunk = "" if self.resize is None else f" --resize {self.resize}"
+        quality = "" if self.quality is None else f" --quality {self.quality}"
+        return f"--format {self.format}{shards}{shrunk}{quality}"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether images are not kept as they are."""
+        return self.resize is not None or self.format == "pixels"
 
 
 class Made(Table):

@@ -40,6 +40,7 @@ from tests.e2e.command import COMMAND, environment, in_process, wait_for
 
 SMALL = Settings(format="folder", resize=256, quality=95)
 TARS = Settings(format="webdataset", resize=256, quality=95, shard_size=40_000)
+PIXELS = Settings(format="pixels", resize=256, quality=None, shard_size=10**6)
 
 
 @pytest.fixture
@@ -149,6 +150,7 @@ def attempt(change: int, source: Path, out: Path, settings: Settings) -> bool:
     [
         pytest.param(SMALL, 5, id="folders", marks=pytest.mark.ci),
         pytest.param(TARS, 3, id="webdataset", marks=pytest.mark.ci),
+        pytest.param(PIXELS, 3, id="pixels", marks=pytest.mark.ci),
         pytest.param(SMALL, 0, id="folders, at every moment", marks=pytest.mark.weekly),
         pytest.param(TARS, 0, id="webdataset, at every moment", marks=pytest.mark.weekly),
     ],
@@ -396,6 +398,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(own_tars: P
         refused(own_tars, told, settings)
     large = encoded(replica.photo(1, 900, 1200), "JPEG")
     source = replica.image_folder(own_tars.parent / "large", {f"train/a/{number}.jpg": large for number in range(6)})
+    refused(source, r"as pixels, and the disk of .* has 100.0 kB free", PIXELS.model_copy(update={"resize": None}))
     disk(1000)
     refused(source, r"at --resize 256, by a sample of them, and the disk of .* has 1.0 kB free", SMALL)
     disk(4 * len(large))
@@ -420,10 +423,11 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, tars: Path, refusal: Callable[..., str]):
     for options, told in (
         *(
-            (f"--format {kind}", f"there is no --format {kind}; there are folder and web")
+            (f"--format {kind}", f"there is no --format {kind}; there are folder, webdataset, pixels")
             for kind in ("zip", "tfrecord")
         ),
-        ("--quality 90", "--quality is of the images that --resize makes"),
+        ("--quality 90", "--quality is of the JPEG files that --resize makes"),
+        ("--quality 90 --resize 64 --format pixels", "--quality is of the JPEG files that --resize makes"),
         ("--out /proc/nothing", "--out /proc/nothing cannot be made"),
         ("--shard-size 150MB", "--shard-size is of shards; give --format webdataset too"),
         ("--format webdataset --shard-size 0", "--shard-size 0 is no size above 0; write for example 150MB"),
