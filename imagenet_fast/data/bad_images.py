@@ -7,12 +7,16 @@ names the image. With "skip", the batch keeps its size:
   choice is a function of (seed, epoch, image), so it is the same on any number of ranks.
 - In an evaluation, no other image can replace it. A bad image is black and has the label -1, which no prediction
   equals. So it counts, as wrong.
+
+An image whose file cannot be read is not bad: a server that is away for a moment would make every later evaluation
+wrong. It is read again for some seconds, and then the run ends.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +39,16 @@ NO_CLASS = -1
 """Label of an image that is missing."""
 
 _ATTEMPTS = 100
+_PAUSES_S = (0.1, 1.0, 5.0)
+"""The times between tries to read an image."""
 
 
 QUARANTINE = "quarantine.json"
 """File name of the list, in the data directory beside the splits."""
+
+
+class _Unreadable(Exception):
+    """An image cannot be read, also some seconds later."""
 
 
 @dataclass(slots=True)
@@ -64,8 +74,7 @@ class BadImagePolicy:
     def usable(self, index: int, epoch: int, make: Callable[[int], T]) -> LoadedImage[T] | None:
         """Load image ``index`` with ``make``, or a replacement if it is bad.
 
-        An image is bad if ``make`` raises ImageDecodeError, OSError (it cannot be read) or UserError (its shard is
-        damaged).
+        An image is bad if ``make`` raises ImageDecodeError or UserError (its shard is damaged).
 
         Args:
             index: Index of the image.
@@ -76,18 +85,19 @@ class BadImagePolicy:
             The result of ``make`` with the index and label it belongs to; None for a bad image in an evaluation.
 
         Raises:
-            UserError: If the image is bad and ``data.on_bad_image`` is "fail", or if in training all 100 replacements
-                are bad too.
+            UserError: If the image cannot be read; if it is bad and ``data.on_bad_image`` is "fail"; or if in training
+                all 100 replacements are bad too.
         """
         for candidate in self._candidates(index, epoch):
             if candidate in self._bad:
                 continue
             try:
-                return LoadedImage(make(candidate), candidate, int(self._images.labels[candidate]))
+                made = self._readable(candidate, make)
+                return LoadedImage(made, candidate, int(self._images.labels[candidate]))
             except ImageDecodeError as error:
                 self.exclude(candidate, f"cannot be decoded ({error})")
-            except OSError as error:
-                self.exclude(candidate, f"cannot be read ({error.strerror or error})")
+            except _Unreadable as error:
+                raise UserError(str(error)) from None
             except UserError as error:  # from a damaged shard; its message says where
                 if not self._skips:
                     raise
@@ -98,6 +108,20 @@ class BadImagePolicy:
                 "the data with `imagenet-fast data verify`"
             )
         return None
+
+    def _readable(self, index: int, make: Callable[[int], T]) -> T:
+        """Return ``make(index)``, tried again for some seconds while the image cannot be read."""
+        for pause in (*_PAUSES_S, None):
+            try:
+                return make(index)
+            except OSError as error:
+                if pause is None:
+                    raise _Unreadable(
+                        f"{self._images.name(index)} cannot be read ({error.strerror or error}); put that right and "
+                        "resume, or leave such files out by `imagenet-fast data verify`"
+                    ) from None
+                time.sleep(pause)
+        raise AssertionError("the last try returns or raises")
 
     def exclude(self, index: int, fault: str) -> None:
         """Record that image ``index`` is bad, and warn about it once.
