@@ -141,7 +141,7 @@ LINES = {
     "imagenet_fast/checkpoint": 1258,
     "imagenet_fast/cli": 1737,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 6172,
+    "imagenet_fast/data": 6195,
     "imagenet_fast/distributed": 2612,
     "imagenet_fast/doctor": 513,
     "imagenet_fast/launch": 2086,
@@ -152,8 +152,8 @@ LINES = {
     "imagenet_fast/recipe": 2283,
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 37152,
-    "tests": 28471,
+    "imagenet_fast": 37175,
+    "tests": 28477,
     "tests/sync": 6594,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -7,22 +7,43 @@ from typing import Any
 
 from imagenet_fast.data.bad_images import QUARANTINE
 from imagenet_fast.data.image_names import shown
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.image_source import ImageSource, digest_of
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import first_difference
 from imagenet_fast.errors import UserError
 
-Contents = dict[str, Any]
-"""Class names in label order and, for each split, the number of images and a digest of their names and labels.
+_SAMPLE = 16  # images of a split whose bytes are compared
 
-The digest does not depend on where the data lies. All values are plain, so that a checkpoint can hold them. Synthetic
+Contents = dict[str, Any]
+"""Class names in label order and, for each split, the number of images, a digest of their names and labels, and one of
+the bytes of some of them, which checkpoints of earlier versions lack.
+
+The digests do not depend on where the data lies. All values are plain, so that a checkpoint can hold them. Synthetic
 images have no names.
 """
 
 
 def contents_of_split(images: int, source: ImageSource | None) -> dict[str, Any]:
-    """Describe one split by its number of ``images`` and a digest of ``source`` (None: synthetic images)."""
-    return {"images": images, "digest": "" if source is None else source.digest()}
+    """Describe one split by its number of ``images`` and digests of ``source`` (None: synthetic images).
+
+    Raises:
+        UserError: An image cannot be read.
+    """
+    if source is None:
+        return {"images": images, "digest": "", "sample": ""}
+    count = min(images, _SAMPLE)
+    sample = [_read(source, number * images // count) for number in range(count)]
+    return {"images": images, "digest": source.digest(), "sample": digest_of(*sample)}
+
+
+def _read(source: ImageSource, index: int) -> bytes:
+    try:
+        return source.read(index)
+    except OSError as error:
+        raise UserError(
+            f"{source.name(index)} cannot be read ({error.strerror}); put that right, or leave such files out by "
+            "`imagenet-fast data verify`"
+        ) from None
 
 
 def contents(classes: Sequence[str], train: Mapping[str, Any], val: Mapping[str, Any]) -> Contents:
@@ -40,6 +61,8 @@ def differences(before: Contents, now: Contents) -> list[str]:
             found.append(f"{new['images']} {what} images for {old['images']}")
         elif old["digest"] != new["digest"] and not named:
             found.append(f"other names or labels of its {what} images")
+        elif old["digest"] == new["digest"] and old.get("sample", "") not in ("", new.get("sample", "")):
+            found.append(f"other {what} images under the same names, perhaps of another size")
     return found
 
 

@@ -25,7 +25,7 @@ from imagenet_fast.recipe.schema import ResNet
 from imagenet_fast.training.resume import ResumePoint
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import refusal_of, tables
-from tests.data.encoded import BAD, JPEG
+from tests.data.encoded import BAD, BLOBS, JPEG, encoded
 from tests.data.small import FORMATS, as_format, image_data, opened, put
 from tests.ranks import with_ranks
 
@@ -70,6 +70,12 @@ def relabel(root: Path) -> None:
         (root / f"train/{one}/{one}0.jpg").rename(root / f"train/{other}/{one}0.jpg")
 
 
+def shrink(root: Path) -> None:
+    """As a node has them that holds what `data prepare --resize` made."""
+    for path in (root / "train").rglob("*.jpg"):
+        path.write_bytes(encoded(BLOBS.resize((60, 40)), "JPEG"))
+
+
 def rename_image(root: Path) -> None:
     (root / "val/bee/bee0.jpg").rename(root / "val/bee/other.JPG")
 
@@ -81,6 +87,7 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
     (lambda root: shutil.rmtree(root / "val/dog"), "2 validation images for 3"),
     (relabel, "other names or labels of its training images"),
     (rename_image, "other names or labels of its validation images"),
+    (shrink, "other training images under the same names, perhaps of another size"),
 ]
 
 
@@ -140,7 +147,6 @@ def test_data_that_was_moved_or_copied_is_the_same(root: Path, tmp_path: Path, k
 def test_what_is_quarantined_counts_as_gone(root: Path):
     before = contents_of(root)
     (root / "train/dog/dog1.jpg").write_bytes(BAD["half a jpeg"])
-    assert differences(before, contents_of(root)) == []
     verify(root)
     assert differences(before, contents_of(root)) == ["5 training images for 6"]
 
