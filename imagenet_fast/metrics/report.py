@@ -30,9 +30,6 @@ In them engines watch steps, measure the network and plan.
 FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
 """Path of the final weights inside the directory of a finished run."""
 
-EVENT_FILES = "events.out.tfevents.*"
-"""Pattern of the names of TensorBoard's files in a run directory."""
-
 
 @dataclass(frozen=True)
 class PastRun:
