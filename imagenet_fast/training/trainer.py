@@ -21,7 +21,7 @@ from torch import nn
 from imagenet_fast.data.bad_images import left_out
 from imagenet_fast.data.fingerprint import compare_data
 from imagenet_fast.data.format_detection import find_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, data_advice, example_images
+from imagenet_fast.data.loaders import Loaders, build_loaders, example_images
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
@@ -354,9 +354,7 @@ class Trainer:
             ending.leave()
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
-                starved = world.is_main and outcome.status != "failed" and outcome.is_starved
-                told = data_advice(job.recipe.data, job.data, outcome.data_wait_pct or 0.0, world) if starved else []
-                self.metrics("end", outcome.steps, **vars(outcome), advice=told)
+                self.metrics("end", outcome.steps, **vars(outcome))
                 self.metrics.close()
                 ending.printed()
 
