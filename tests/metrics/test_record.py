@@ -31,8 +31,15 @@ from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
 from imagenet_fast.metrics.mllog import MLLog
-from imagenet_fast.metrics.plots import new_figure, plot_label
-from imagenet_fast.metrics.report import PastRun, distinct_names, draw_curves, read_run, report_table
+from imagenet_fast.metrics.report import (
+    PastRun,
+    distinct_names,
+    draw_curves,
+    new_figure,
+    plot_label,
+    read_run,
+    report_table,
+)
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
