@@ -26,7 +26,7 @@ from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
-from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
@@ -154,7 +154,8 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         self.resumed_from = found = find_resumption(job, world) if job.resume else None
         self.clock = Clock()
-        self.data = self._loaders(0 if found is None else found.step)
+        with first_of_node(world):
+            self.data = self._loaders(0 if found is None else found.step)
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
