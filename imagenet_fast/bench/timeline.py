@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.plots import new_figure, plot_label
+from imagenet_fast.metrics.report import new_figure, plot_label
 from imagenet_fast.metrics.tables import compact_table
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too

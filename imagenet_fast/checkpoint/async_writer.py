@@ -14,9 +14,9 @@ from types import TracebackType
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from imagenet_fast.checkpoint.commit import remove_old, tidied, write_checkpoint
+from imagenet_fast.checkpoint.commit import tidied, write_checkpoint
 from imagenet_fast.checkpoint.manifest import SHARED, Stamp, part_name
-from imagenet_fast.checkpoint.retention import sweep
+from imagenet_fast.checkpoint.retention import retain, sweep
 from imagenet_fast.checkpoint.serialization import Tree
 from imagenet_fast.checkpoint.staging import StagingBuffer
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankTimeout, StoreCoordinator
@@ -63,14 +63,13 @@ class CheckpointWriter:
         self._saves = 0
         self._thread: threading.Thread | None = None
         self._leaving = threading.Event()
-        self._known: dict[Path, bool] = {}
         self._written: Path | None = None
         self.written_step = 0
         """Step of the last complete checkpoint; 0 before the first."""
         self._failure: Exception | None = None
         if place.is_main:
             tidied(lambda: sweep(root))
-            remove_old(root, keep, self._known)
+            tidied(lambda: retain(root, keep))
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
         """Copy the trees as they are now, and write them in the background.
@@ -154,7 +153,7 @@ class CheckpointWriter:
             _yield_cores()
             coordinator = StoreCoordinator(PrefixStore(str(number), self._store), self._place.size, self._leaving)
             self._written = write_checkpoint(
-                self._root, self._place, coordinator, stamp, files, self._keep, self._timeout_s, self._known
+                self._root, self._place, coordinator, stamp, files, self._keep, self._timeout_s
             )
             self.written_step = stamp.step
         except Leaving:

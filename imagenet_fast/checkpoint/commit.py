@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, FileSum, Manifest, NotSaved, Stamp, write_durably
-from imagenet_fast.checkpoint.reader import Checkpoint
+from imagenet_fast.checkpoint.manifest import FileSum, Manifest, NotSaved, Stamp, write_durably
 from imagenet_fast.checkpoint.retention import new_folder, remove, retain, survey
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankReply, RankTimeout, StoreCoordinator
 from imagenet_fast.distributed.rank_info import RankInfo
@@ -35,7 +34,6 @@ def write_checkpoint(
     files: Mapping[str, Iterable[bytes | memoryview]],
     keep: int,
     timeout_s: float,
-    known: dict[Path, bool],
 ) -> Path:
     """Write this rank's files into a new checkpoint, and return its directory when all ranks have written theirs.
 
@@ -50,7 +48,6 @@ def write_checkpoint(
         files: Content of this rank's files, by name.
         keep: Checkpoints kept besides the newest and the best.
         timeout_s: Seconds for which a rank may be silent after rank 0 has written.
-        known: Which checkpoints are whole, as far as this process has written or read them; updated.
 
     Raises:
         NotSaved: On all ranks alike, if one of them could not write, or was silent for ``timeout_s``.
@@ -67,42 +64,19 @@ def write_checkpoint(
         if place.is_main:
             sealed = _conclude(root, place, coordinator, folder, stamp, timeout_s)
             if not sealed.failure:
-                known[folder] = True
                 # Before others are told: it may take long, and those that train on would wait for this rank in vain.
-                remove_old(root, keep, known)
+                tidied(lambda: retain(root, keep))
             coordinator.write("result", sealed)
         (result,) = coordinator.read(["result"], _FOR_RANK_0 * timeout_s)
     coordinator.confirm()
     if place.is_main:
         if result.failure and result.remedy == _MAKE_ROOM:
-            remove_old(root, 0, known)
+            tidied(lambda: retain(root, 0))
         coordinator.clear(min(timeout_s, _CONFIRMED_S))
     if result.failure:
         failure = f"the checkpoint of step {stamp.step} failed: {result.failure}"
         raise NotSaved(failure, result.remedy, str(result.content))
     return folder
-
-
-def remove_old(root: Path, keep: int, known: dict[Path, bool]) -> None:
-    """Remove checkpoints as ``retain`` does; a failure is only a warning.
-
-    Args:
-        root: Directory of the checkpoints.
-        keep: Checkpoints kept besides the newest and the best.
-        known: Which checkpoints are whole, so that each is read only once; updated.
-    """
-
-    def is_whole(folder: Path, manifest: Manifest) -> bool:
-        if folder not in known:
-            try:
-                Checkpoint(folder, manifest).verify()
-                known[folder] = True
-            except CorruptCheckpoint as error:
-                known[folder] = False
-                warn(f"checkpoint {folder} is damaged: {error}; it stays, and others count as the newest and the best")
-        return known[folder]
-
-    tidied(lambda: retain(root, keep, is_whole))
 
 
 def tidied(attempt: Callable[[], object]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -70,38 +69,18 @@ def new_folder(root: Path, step: int) -> Path:
     return folder
 
 
-def retain(root: Path, keep: int, is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
-    """Remove old checkpoints: keep the newest and the best that are whole, and of the others the ``keep`` newest.
+def retain(root: Path, keep: int) -> None:
+    """Remove old checkpoints: keep the newest, the best, and of the others the ``keep`` newest.
 
-    A checkpoint with a damaged manifest stays, so that its cause can be found. One that would be the newest or the best
-    but is damaged otherwise stays too.
-
-    Args:
-        root: Directory of the checkpoints.
-        keep: Checkpoints kept besides the newest and the best.
-        is_whole: Returns whether a checkpoint is whole; only called if there are checkpoints to remove.
-
-    Returns:
-        The directories that were removed.
+    A checkpoint with a damaged manifest stays, so that its cause can be found.
 
     Raises:
         OSError: ``root`` cannot be listed, or a checkpoint cannot be removed.
     """
     found, _ = survey(root)
-
-    def others(is_whole: Callable[[Path, Manifest], bool]) -> list[Path]:
-        kept = []
-        for order in ([*found], by_merit(found)):
-            for folder in order:
-                kept.append(folder)
-                if is_whole(folder, found[folder]):
-                    break
-        return [folder for folder in found if folder not in kept]
-
-    old = others(is_whole)[keep:] if others(lambda *_: True)[keep:] else []
-    for folder in old:
+    kept = [*found][:1] + by_merit(found)[:1]
+    for folder in [folder for folder in found if folder not in kept][keep:]:
         remove(folder)
-    return old
 
 
 def sweep(root: Path) -> None:

@@ -141,15 +141,6 @@ def verify(
             help="Also write the result to this file, as JSON, with every path.",
         ),
     ] = None,
-    png: Annotated[
-        Path | None,
-        typer.Option(
-            "--png",
-            metavar="FILE",
-            callback=in_a_directory,
-            help="Also draw histograms of the image sizes to this file.",
-        ),
-    ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of files to decode at a time. Default: one per core.")
     ] = None,
@@ -159,16 +150,11 @@ def verify(
     Files that no loader can read are listed in DIR/quarantine.json, and `train`
     and `eval` leave them out from then on: empty, truncated and damaged files,
     files that are not images, images of other kinds, and AppleDouble files.
-    Reported but kept are CMYK images, images that EXIF rotates, images under
-    another format's name, and duplicates.
+    Duplicates are reported, but kept.
     """
     from imagenet_fast.data.verify import as_json, summary
     from imagenet_fast.data.verify import verify as examine_all
 
-    if png is not None:
-        from imagenet_fast.metrics.plots import new_figure
-
-        new_figure(png, 1, 1)  # fail now rather than after an hour of decoding
     found = examine_all(data, workers, must_list=json_file is None)
     for line in summary(found, data):
         print(line)
@@ -177,8 +163,3 @@ def verify(
 
         write_json(as_json(found), json_file, indent=1)
         print(f"written to {json_file}")
-    if png is not None:
-        from imagenet_fast.metrics.plots import draw_sizes
-
-        draw_sizes(found.sizes, png)
-        print(f"drawn to {png}")

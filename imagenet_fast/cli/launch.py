@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -113,7 +113,6 @@ def k8s(
     out: Annotated[
         str | None, typer.Option(metavar="DIR", help="Run directory, under /runs. Default: /runs/<name>.")
     ] = None,
-    kind: Annotated[Literal["jobset", "pytorchjob"], typer.Option("--kind", help="Kind of the job.")] = "jobset",
     name: Annotated[str | None, typer.Option(help="Name of the job. Default: made from the recipe's.")] = None,
     namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = None,
     sync: SyncOption = None,
@@ -127,13 +126,9 @@ def k8s(
     """Print a JobSet for kubectl apply.
 
     Pods that are evicted start again and resume.
-
-
-    --kind pytorchjob prints a PyTorchJob instead, for clusters that still have
-    the training operator (v1).
     """
     from imagenet_fast.launch.cluster_job import check_data, hand_over, job_label, parse_time_limit
-    from imagenet_fast.launch.kubernetes import Pods, jobset_text, pytorchjob_text
+    from imagenet_fast.launch.kubernetes import Pods, jobset_text
 
     job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")
@@ -142,7 +137,7 @@ def k8s(
         job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim, out, namespace,
         not no_gpus, port, limit_s,
     )  # fmt: skip
-    hand_over(jobset_text(pods) if kind == "jobset" else pytorchjob_text(pods), file)
+    hand_over(jobset_text(pods), file)
 
 
 @launch_app.command()

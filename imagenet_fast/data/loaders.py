@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Protocol, assert_never
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from imagenet_fast.data import dali_loader, format_detection
-from imagenet_fast.data.decode import PIL_REFUSES
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.normalize import Normalizer
 from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
-from imagenet_fast.data.stall_advice import InputPipeline, advice
 from imagenet_fast.data.thread_loader import FolderLoader
-from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
@@ -32,9 +24,6 @@ from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 _EXAMPLES, _EXAMPLES_AT_ONCE = 5000, 100
 
 Batch = tuple[Tensor, Tensor]
-
-_LOOKED_AT = 50
-"""Number of images whose sizes are read, to estimate the mean of all."""
 
 _BANK = 256  # number of different images of a synthetic loader; image i is image i modulo this
 
@@ -253,37 +242,6 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     batches = min(_EXAMPLES // batch, order.steps_per_epoch)
     examples = _open(data, source, order, 1, torch.device("cpu"), seed, torch.float32, True)
     yield from (images for images, _ in islice(examples, batches))
-
-
-def data_advice(data: Data, root: Path | None, wait_pct: float, world: DistContext) -> list[str]:
-    """Return the lines to print after a run on ``world`` that waited ``wait_pct`` per cent of its training for data."""
-    if not isinstance(data, ImageData) or root is None:
-        return []
-    with suppress(UserError, OSError):  # the images may be gone by now
-        return advice(wait_pct, _supply(data, root, world.cores, world.device))
-    return []
-
-
-def _supply(data: ImageData, root: Path, cores: int, device: torch.device) -> InputPipeline:
-    """Describe a rank's input pipeline, with the sizes of some training images if they are in class folders.
-
-    Raises:
-        UserError: If the training split cannot be opened.
-        OSError: If the data directory cannot be read.
-    """
-    short_side = None
-    if format_detection.find_split(root, "train").format == "folder":
-        sides = [*_some_sides(format_detection.open_training(root), _LOOKED_AT)]
-        short_side = fmean(sides) if sides else None
-    gpu = device.type == "cuda"
-    return InputPipeline(data, gpu, cores, dali_loader.is_installed(), short_side, root)
-
-
-def _some_sides(images: ImageSource, count: int) -> Iterator[int]:
-    """Yield the shorter sides of ``count`` images spread over the split, without those that cannot be opened."""
-    for index in np.unique(np.linspace(0, len(images) - 1, count).astype(int)).tolist():
-        with suppress(UserError, *PIL_REFUSES), Image.open(BytesIO(images.read(index))) as image:
-            yield min(image.size)
 
 
 class SyntheticLoader:

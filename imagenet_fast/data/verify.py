@@ -43,13 +43,8 @@ class Verified:
     """The error of each quarantined file, by name."""
     kinds: dict[str, int]
     """Number of quarantined files by kind."""
-    notes: dict[str, list[str]]
-    """Images that need care, by kind of note."""
     duplicates: list[list[str]]
     """Groups of images with the same bytes."""
-    sizes: NDArray[np.int32]
-    """Width and height of each good image in pixels: [images, 2]."""
-
     leaks: list[list[str]]
     """Groups of duplicates that are in both the training and the validation split."""
     contradictions: list[list[str]]
@@ -120,20 +115,15 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
     if must_list and not (root / QUARANTINE).is_file():
         _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # now, not after an hour of decoding
     digests = np.zeros(len(files), np.uint64)
-    sizes = np.zeros((len(files), 2), np.int32)
     good = np.ones(len(files), np.bool_)
     bad: dict[str, str] = {}
     kinds: Counter[str] = Counter()
-    notes: dict[str, list[str]] = {}
     for index, look in enumerate(_looks(files, workers or usable_cores())):
         digests[index] = look.digest
-        sizes[index] = look.width, look.height
         if look.kind:
             good[index] = False
             bad[files.name(index)] = f"{look.kind}: {look.what}" if look.what else look.kind
             kinds[look.kind] += 1
-        for note in look.notes:
-            notes.setdefault(note, []).append(files.name(index))
     unlisted = _tried(lambda: atomic_write_text(root / QUARANTINE, quarantine_text(bad), fsync=True))
     if unlisted and _listed(root) == bad:
         unlisted = ""
@@ -145,7 +135,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
         return sorted([files.name(index) for index in group] for group in groups)
 
     return Verified(
-        _counts(files, good), bad, dict(kinds), notes, named(same), sizes[good],
+        _counts(files, good), bad, dict(kinds), named(same),
         named(group for group in same if len({files.class_of(index)[0] for index in group}) > 1),
         named(group for group in same if len({files.class_of(index)[1] for index in group}) > 1),
         _passed_over(files), unlisted,
@@ -256,7 +246,7 @@ def _look(lot: _Lot, index: int) -> Look:
         content = lot.read(index)
     except (OSError, UserError) as error:
         what = error.strerror or "" if isinstance(error, OSError) else str(error)
-        return Look("unreadable", what, (), 0, 0, 0)
+        return Look("unreadable", what, 0)
     return examine(lot.name(index).rpartition("/")[2], content)
 
 
@@ -301,11 +291,6 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
             f"{split:<5}  {sum(counts)} images in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
             f"median {counts[len(counts) // 2]}"
         )
-    if len(found.sizes):
-        (width, height), (most_wide, most_high) = np.median(found.sizes, axis=0), found.sizes.max(axis=0)
-        yield f"pixels  median {width:.0f} x {height:.0f}, at most {most_wide} wide and {most_high} high"
-    for note, paths in found.notes.items():
-        yield f"kept, but look at: {len(paths)} {note}, such as {paths[0]}"
     for what, paths in found.passed_over.items():
         yield f"ignored: {len(paths)} {what}, such as {min(paths)}"
     if found.duplicates:
@@ -330,11 +315,10 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
 
 
 def as_json(found: Verified) -> dict[str, Any]:
-    """Return the result as JSON values, without the single sizes, the counts by kind and ``unlisted``."""
+    """Return the result as JSON values, without the counts by kind and ``unlisted``."""
     return {
         "classes": found.counts,
         "quarantine": found.bad,
-        "noted": found.notes,
         "duplicates": found.duplicates,
         "in_both_splits": found.leaks,
         "in_several_classes": found.contradictions,

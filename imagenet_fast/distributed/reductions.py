@@ -150,6 +150,29 @@ def refused_together(device: torch.device) -> Iterator[None]:
         raise UserError(refusal)
 
 
+@contextmanager
+def first_of_node(world: DistContext) -> Iterator[None]:
+    """Run the block on the first rank of each node, then on the others: what it leaves on disk is there for them.
+
+    Every rank must enter it. If the block raises UserError on a first rank, the others run it all the same.
+    """
+    if not world.is_local_main:
+        _barrier()
+    try:
+        yield
+    except UserError:
+        if world.is_local_main:
+            _barrier()
+        raise
+    if world.is_local_main:
+        _barrier()
+
+
+def _barrier() -> None:
+    with here.waiting():
+        dist.barrier()
+
+
 def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
     for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))

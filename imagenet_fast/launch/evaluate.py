@@ -14,6 +14,7 @@ from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.tables import compact_table
@@ -80,10 +81,11 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     precision, note = effective_precision(recipe.precision, world.bf16)
     if world.is_main:
         print(note, end="")
-    images = open_validation(
-        recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
-        forward_dtype(precision), recipe.channels_last,
-    )  # fmt: skip
+    with first_of_node(world):
+        images = open_validation(
+            recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
+            forward_dtype(precision), recipe.channels_last,
+        )  # fmt: skip
     compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
     weights = load_initial_weights(
         evaluation.weights, recipe.model, images.classes, world, class_names=images.class_names

@@ -1,21 +1,15 @@
-"""Manifests for Kubernetes: a JobSet, or a PyTorchJob, with one pod per node whose launcher starts the node's ranks.
+"""Manifests for Kubernetes: a JobSet with one pod per node whose launcher starts the node's ranks.
 
 JobSet (jobset.x-k8s.io/v1alpha2) names a Job's pods in a headless service, ``JOBSET-REPLICATEDJOB-0-INDEX.JOBSET``. The
 launchers meet at the pod with index 0 (https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2). The Job's
 podFailurePolicy defines what an exit code means. It needs pods that do not restart their containers themselves
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy).
-
-PyTorchJob (kubeflow.org/v1) is for clusters that still have the training operator, which is being retired. The operator
-gives every pod the name of the first (MASTER_ADDR), at which the launchers meet. In RANK and WORLD_SIZE it counts pods,
-where torchrun counts ranks; so both are unset
-(https://www.kubeflow.org/docs/components/trainer/legacy-v1/user-guides/pytorch/).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -49,14 +43,13 @@ def jobset_text(pods: Pods) -> str:
     once, since it would only end the same way again.
     """
     nodes = pods.job.nodes
-    first = f"{pods.label}-{_JOB}-0-0.{pods.label}"
-    template = pods.template(_CONTAINER, [{"containerPort": pods.port}], first, restartPolicy="Never")
+    deadline = {"activeDeadlineSeconds": pods.time_limit_s} if pods.time_limit_s is not None else {}
     job: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
         "backoffLimit": _RESTARTS * nodes,
-        **pods.deadline,
+        **deadline,
         "podFailurePolicy": {
             "rules": [
                 _on_exit_code(_SHORT_OF_TARGET, "FailJob"),
@@ -65,38 +58,18 @@ def jobset_text(pods: Pods) -> str:
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
-        "template": template,
+        "template": pods.template(),
     }
     spec: dict[str, Any] = {
         "network": {"enableDNSHostnames": True},
         "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": job}}],
     }
-    return pods.text("jobset.x-k8s.io/v1alpha2", "JobSet", spec)
+    return pods.text(spec)
 
 
 def _on_exit_code(code: int, action: str) -> Any:
     """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
     return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
-
-
-def pytorchjob_text(pods: Pods) -> str:
-    """Return a manifest for ``kubectl apply``.
-
-    A container that fails or is stopped is restarted in its pod, and an evicted pod is created again. Either way the
-    run resumes from the run directory. A run that ended short of its target (exit code 3) is restarted too, until no
-    restart is left: a PyTorchJob does not distinguish exit codes below 128.
-    """
-    ports: Any = [{"name": "pytorchjob-port", "containerPort": pods.port}]  # the name that the operator looks for
-    template = pods.template("pytorch", ports, "$(MASTER_ADDR)", before=("env", "-u", "RANK", "-u", "WORLD_SIZE"))
-    counts = {"Master": 1} | ({"Worker": pods.job.nodes - 1} if pods.job.nodes > 1 else {})
-    spec: dict[str, Any] = {
-        "runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": _RESTARTS * pods.job.nodes, **pods.deadline},
-        "pytorchReplicaSpecs": {
-            kind: {"replicas": count, "restartPolicy": "OnFailure", "template": template}
-            for kind, count in counts.items()
-        },
-    }
-    return pods.text("kubeflow.org/v1", "PyTorchJob", spec)
 
 
 @dataclass(frozen=True)
@@ -131,19 +104,9 @@ class Pods:
                 f"--out {self._where} is not on --run-claim, which pods see at {RUNS}; choose a directory below that"
             )
 
-    def template(
-        self, container: str, ports: Any, first: str, before: Sequence[str] = (), **more: Any
-    ) -> dict[str, Any]:
-        """Return the template of the pods.
-
-        Args:
-            container: Name of the container.
-            ports: Ports of the container.
-            first: Host name of the first pod.
-            before: Words before the command.
-            more: Further fields of the pod's spec.
-        """
-        job = self.job
+    def template(self) -> dict[str, Any]:
+        """Return the template of the pods."""
+        job, first = self.job, f"{self.label}-{_JOB}-0-0.{self.label}"
         recipe = job.path.stem if job.shipped else f"{_RECIPES}/{self._file}"
         words = job.train(recipe, self.data_claim and DATA, str(self._where), "--join-timeout", str(_JOIN_TIMEOUT_S))
         meeting = ["--nodes", str(job.nodes), "--rdzv-endpoint", f"{first}:{self.port}"] if job.nodes > 1 else []
@@ -157,17 +120,17 @@ class Pods:
             volumes["recipe"] = _RECIPES, {"configMap": {"name": f"{self.label}-recipe"}}
         resources: dict[str, Any] = {"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if self.gpus else {}
         one: Any = {
-            "name": container,
+            "name": _CONTAINER,
             "image": self.image,
-            "command": [*before, "imagenet-fast", *map(_literal, words), *meeting],
-            "ports": ports,
+            "command": ["imagenet-fast", *map(_literal, words), *meeting],
+            "ports": [{"containerPort": self.port}],
             **resources,
             "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
         }
         return {
             "metadata": {"annotations": {"sidecar.istio.io/inject": "false"}},  # a sidecar would outlive the training
             "spec": {
-                **more,
+                "restartPolicy": "Never",
                 # Volumes are made for root, and our Dockerfile's user is another.
                 "securityContext": {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
                 "terminationGracePeriodSeconds": max(_GRACE_S, math.ceil(job.recipe.checkpoint.grace_s) + 10),
@@ -176,17 +139,12 @@ class Pods:
             },
         }
 
-    @property
-    def deadline(self) -> dict[str, Any]:
-        """Field of a job that ends it at its time limit; empty without a limit."""
-        return {"activeDeadlineSeconds": self.time_limit_s} if self.time_limit_s is not None else {}
-
-    def text(self, api_version: str, kind: str, spec: dict[str, Any]) -> str:
+    def text(self, spec: dict[str, Any]) -> str:
         """Return a manifest for ``kubectl apply``, after a ConfigMap with the recipe if the image lacks it."""
         at: dict[str, Any] = {"namespace": self.namespace} if self.namespace is not None else {}
         manifest: dict[str, Any] = {
-            "apiVersion": api_version,
-            "kind": kind,
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
             "metadata": {"name": self.label, **at},
             "spec": spec,
         }

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from imagenet_fast.metrics.event import Event
 from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.run_result import judged_name
+from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, judged_name
 from imagenet_fast.metrics.tables import compact_table, number
 
 
@@ -191,8 +191,8 @@ class ConsoleSink:
             rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
         for label, value in rows.items():
             self._print(f"  {label:<17} {value}")
-        for line in outcome.get("advice", ()):
-            self._print(line)
+        if (outcome["data_wait_pct"] or 0.0) > BEARABLE_WAIT_PCT:
+            self._print("Training waited for its images: see docs/how-to/slow-runs.md for what helps.")
 
 
 _JUDGED = {

@@ -64,7 +64,7 @@ class JsonLines:
     def write(self, event: Event) -> None:
         """Append one event."""
         line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
-        self._file.write(to_json(line) + "\n")
+        self._file.write(f"{to_json(line)}\n".encode())
 
     def close(self) -> None:
         """Close the file."""
@@ -125,8 +125,8 @@ def _refuse(constant: str) -> None:
 class AppendedFile:
     """A file opened for appending, without buffering.
 
-    A line is in the file as soon as ``write`` returns. A line that could not be written is written before the next one,
-    so that no line is lost or torn while the process lives.
+    A record is in the file as soon as ``write`` returns. One that could not be written is written before the next one,
+    so that none is lost or torn while the process lives.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,13 +134,13 @@ class AppendedFile:
         self._file = path.open("ab", buffering=0)
         self._pending = b""
 
-    def write(self, text: str) -> None:
-        """Append ``text``, after any earlier text that could not be written.
+    def write(self, record: bytes) -> None:
+        """Append ``record``, after any earlier one that could not be written.
 
         Raises:
-            OSError: The text cannot be written now; it is kept for the next call.
+            OSError: The record cannot be written now; it is kept for the next call.
         """
-        self._pending += text.encode()
+        self._pending += record
         self._flush()
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ class MLLog:
         """Write the lines of one event."""
         self._lines.clear()
         self._add_lines(event)
-        self._file.write("".join(self._lines))
+        self._file.write("".join(self._lines).encode())
 
     def _add_lines(self, event: Event) -> None:
         values = event.values

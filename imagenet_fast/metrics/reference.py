@@ -6,7 +6,6 @@ MLPerf's checker accepts a submission by the same points. They are LARS runs wit
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -64,26 +63,6 @@ def reference_at(batch: int) -> ReferencePoint | None:
             )
             return ReferencePoint(batch, mean, fewest, most, (int(below.batch), int(above.batch)))
     return None
-
-
-def doubt_epochs(recipe: Recipe, batch: int, images: int) -> str | None:
-    """Return a warning if a recipe like the reference's trains fewer epochs than that needed; else None.
-
-    Args:
-        recipe: The recipe.
-        batch: Global batch.
-        images: Number of training images.
-    """
-    if _misfit(recipe, {"train_images": images, "global_batch": batch}) is not None or _means(recipe):
-        return None
-    point, passes = reference_at(batch), _passes(images, batch)
-    if point is None or recipe.target_top1 != _TARGET or round(recipe.epochs * passes) >= point.fewest:
-        return None
-    enough = math.ceil((point.most + 1) / passes)
-    return (
-        f"MLCommons' reference needs {point.fewest:.1f} to {point.most:.1f} epochs to {_TARGET:g} % at a batch of "
-        f"{batch}, and the recipe has {recipe.epochs}: it may not get there; --set epochs={enough}"
-    )
 
 
 def judge_by_reference(run: PastRun) -> str:

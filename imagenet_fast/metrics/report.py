@@ -17,7 +17,6 @@ from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.plots import new_figure, plot_label
 from imagenet_fast.metrics.run_result import RunResult, judged_name, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
@@ -29,9 +28,6 @@ In them engines watch steps, measure the network and plan.
 
 FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
 """Path of the final weights inside the directory of a finished run."""
-
-EVENT_FILES = "events.out.tfevents.*"
-"""Pattern of the names of TensorBoard's files in a run directory."""
 
 
 @dataclass(frozen=True)
@@ -266,3 +262,21 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
         axes.set_xlim(left=0)
     accuracy.legend(loc="lower right", frameon=False, fontsize=8)
     figure.savefig(png)
+
+
+def new_figure(png: Path, width: float, height: float) -> Any:
+    """Create an empty matplotlib figure of ``width`` x ``height`` inches, to be saved as ``png``.
+
+    Raises:
+        UserError: The name does not end in .png.
+    """
+    if png.suffix != ".png":
+        raise UserError(f"--png {png} does not end in .png; give a name that does")
+    from matplotlib.figure import Figure  # half a second, for those who draw
+
+    return Figure(figsize=(width, height), dpi=120, layout="constrained")
+
+
+def plot_label(text: str) -> str:
+    """Return ``text`` for a title or a legend: no ``$`` begins a formula, no underscore keeps it out of the legend."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")

@@ -25,7 +25,7 @@ NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost"
 NOT_BEGUN = f"{NOTHING_LOST}; the same command starts it again"
 """Message of a run that was stopped before it wrote anything."""
 
-_BEARABLE_PCT = 5.0
+BEARABLE_WAIT_PCT = 5.0
 """Percent of training spent waiting for images, above which a run reports it."""
 
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
@@ -91,7 +91,7 @@ class RunResult:
     @property
     def is_starved(self) -> bool:
         """True if the run waited too long for its images: over 5 % of training."""
-        return (self.data_wait_pct or 0.0) > _BEARABLE_PCT
+        return (self.data_wait_pct or 0.0) > BEARABLE_WAIT_PCT
 
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> RunResult:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from imagenet_fast.metrics.reference import doubt_epochs
 from imagenet_fast.plan.prediction import Planned, Situation, training_images
 from imagenet_fast.recipe.batching import explain, scale_recipe
 from imagenet_fast.recipe.schema import Recipe
@@ -50,10 +49,7 @@ def dry_run(situation: Situation, row: Planned) -> DryRun:
     ]
     if recipe.target_top1 is not None:
         lines.append(f"top-1 of {recipe.target_top1:g} % is assumed to be reached: no prediction is made of accuracy")
-    warnings = list(_warnings(situation, row, batching.micro_batch))
-    if (doubt := doubt_epochs(recipe, batching.global_batch, images)) is not None:
-        warnings.append(doubt)
-    return DryRun(tuple(lines), tuple(warnings))
+    return DryRun(tuple(lines), tuple(_warnings(situation, row, batching.micro_batch)))
 
 
 def _memory(situation: Situation, micro_batch: int) -> str:

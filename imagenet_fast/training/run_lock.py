@@ -98,7 +98,7 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            # filelock locks files alone, and would leave one in a directory that must end empty or be moved aside
+            # the directory itself: a file would be left in one that must end empty or be moved aside
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)

@@ -21,12 +21,12 @@ from torch import nn
 from imagenet_fast.data.bad_images import left_out
 from imagenet_fast.data.fingerprint import compare_data
 from imagenet_fast.data.format_detection import find_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, data_advice, example_images
+from imagenet_fast.data.loaders import Loaders, build_loaders, example_images
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
-from imagenet_fast.distributed.reductions import broadcast_error
+from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
@@ -154,7 +154,8 @@ class Trainer:
         job, recipe, world = self.job, self.job.recipe, self.world
         self.resumed_from = found = find_resumption(job, world) if job.resume else None
         self.clock = Clock()
-        self.data = self._loaders(0 if found is None else found.step)
+        with first_of_node(world):
+            self.data = self._loaders(0 if found is None else found.step)
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
@@ -354,9 +355,7 @@ class Trainer:
             ending.leave()
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
-                starved = world.is_main and outcome.status != "failed" and outcome.is_starved
-                told = data_advice(job.recipe.data, job.data, outcome.data_wait_pct or 0.0, world) if starved else []
-                self.metrics("end", outcome.steps, **vars(outcome), advice=told)
+                self.metrics("end", outcome.steps, **vars(outcome))
                 self.metrics.close()
                 ending.printed()
 

@@ -268,9 +268,9 @@ def test_all_ranks_wait_while_one_removes_old_checkpoints(tmp_path: Path, monkey
     writers = together(tmp_path, tmp_path)
     retained, removing = threading.Event(), retain
 
-    def slow(*arguments: Any) -> list[Path]:
+    def slow(*arguments: Any) -> None:
         retained.wait(60)
-        return removing(*arguments)
+        removing(*arguments)
 
     monkeypatch.setattr("imagenet_fast.checkpoint.commit.retain", slow)
     save_all(writers, 4)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import errno
 import io
-import multiprocessing
 import os
 import random
 import shutil
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+import tests
 from imagenet_fast.data.format_detection import open_training
 from imagenet_fast.data.formats import index_cache
 from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.imagefolder import check_folders, scan_training
+from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.corruption import corrupted
 from tests.data.records import write_records
 from tests.data.small import put, put_classes
+from tests.ranks import with_ranks
 
 KIND = Kind("test", {"numbers": "<i8"})
 NAME = ".imagenet-fast-train.index"
@@ -87,7 +87,7 @@ def test_an_index_of_another_format_is_not_taken_for_ones_own(tmp_path: Path):
 
 def test_data_that_cannot_be_written_has_its_index_in_the_cache(tmp_path: Path, cache: Path):
     (tmp_path / "a.data").touch()
-    (tmp_path / f"{NAME}.partial").mkdir()  # even for root
+    (tmp_path / NAME).mkdir()  # which no file replaces, even for root
     made: list[int] = []
     assert kept(tmp_path, made) == kept(tmp_path, made, fill=2) == [1] * 100
     assert len(list((cache / "indexes").iterdir())) == 1
@@ -98,7 +98,7 @@ def test_data_that_cannot_be_written_has_its_index_in_the_cache(tmp_path: Path, 
 
 
 def test_where_nothing_can_be_kept_the_data_is_read_all_the_same(tmp_path: Path, cache: Path, monkeypatch):
-    (tmp_path / f"{NAME}.partial").mkdir()
+    (tmp_path / NAME).mkdir()
     (cache / "indexes").write_text("no folder")
     assert kept(tmp_path) == [1] * 100
     assert kept(tmp_path, fill=2) == [2] * 100
@@ -108,16 +108,13 @@ def test_where_nothing_can_be_kept_the_data_is_read_all_the_same(tmp_path: Path,
     assert kept(tmp_path, fill=3) == [3] * 100
 
 
-def test_nothing_is_kept_of_an_index_whose_making_fails_or_is_killed(tmp_path: Path):
+def test_nothing_is_kept_of_an_index_whose_making_fails(tmp_path: Path):
     def make() -> Index:
         raise UserError("a bad shard")
 
     for _ in range(2):
         assert refusal_of(load_or_build_index, tmp_path, "train", KIND, list, make) == "a bad shard"
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / f"{NAME}.partial").touch()
-    assert kept(tmp_path) == [1] * 100
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
 
 
 @pytest.mark.parametrize("seeds", [10, pytest.param(60, marks=pytest.mark.ci)])
@@ -138,21 +135,20 @@ def test_whatever_lies_in_its_place_is_believed_only_if_it_is_whole(tmp_path: Pa
     assert kept(tmp_path, fill=2) == [1] * 100
 
 
-def _race(root: Path, log: Path) -> list[int]:
-    made: list[int] = []
-    numbers = kept(root, made, fill=os.getpid())
-    with log.open("a") as file:
-        file.write("made\n" * len(made))
-    return numbers
+@with_ranks(3)
+def test_the_first_rank_of_a_node_makes_it_and_the_others_read_it(tmp_path: Path) -> None:
+    world, made = tests.world(), list[int]()
+    with first_of_node(world):
+        if world.is_local_main:
+            (tmp_path / "a.data").touch()
+        assert kept(tmp_path, made, fill=7 + world.rank) == [7] * 100
+    assert made == [7] * world.is_local_main
 
 
-@pytest.mark.ci
-def test_one_process_of_many_makes_it_and_the_others_wait(tmp_path: Path):
-    (tmp_path / "a.data").touch()
-    with ProcessPoolExecutor(4, multiprocessing.get_context("forkserver")) as processes:
-        found = list(processes.map(_race, repeat(tmp_path), [tmp_path / "log"] * 12))
-    assert (tmp_path / "log").read_text() == "made\n"
-    assert found == [found[0]] * 12
+@with_ranks(2)
+def test_what_is_wrong_with_the_images_is_told_by_every_rank(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no images"), first_of_node(tests.world()):
+        check_folders(put(tmp_path, "train/a/notes.txt", "val/a/notes.txt"))
 
 
 def test_a_listing_is_remembered_until_a_folder_changes(tmp_path: Path):

@@ -272,9 +272,7 @@ class Round:
         # Where it says that it goes on from an older checkpoint, as the newest is damaged, the end comes once more.
         redone = warned and self._is_hurt(Path("checkpoints"))
         if before.finished:
-            curves = {path for path in before.files if path.name.startswith("events.out.tfevents.")}
-            replaced = curves if any(path.name.startswith("events.out.tfevents.") for path in after.files) else set()
-            for path in before.files - after.files - replaced - ({Path("outcome.json")} if redone else set()):
+            for path in before.files - after.files - ({Path("outcome.json")} if redone else set()):
                 if not self._is_hurt(path):
                     self._blame(launch.name, f"{path} of a finished run is gone")
             if not redone and not self._is_hurt(Path("events.jsonl")) and (lost := before.events - after.events):

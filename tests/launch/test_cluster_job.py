@@ -201,18 +201,6 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     assert meeting == ("64", 8, "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234")
 
 
-def test_a_pytorchjob_has_one_master_and_workers():
-    manifest = yaml.safe_load(launch(*AT_64, "--kind", "pytorchjob"))
-    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    replicas = manifest["spec"]["pytorchReplicaSpecs"]
-    assert {kind: each["replicas"] for kind, each in replicas.items()} == {"Master": 1, "Worker": 63}
-    pod = replicas["Worker"]["template"]["spec"]
-    assert pod == replicas["Master"]["template"]["spec"]
-    words = pod_words(pod, MASTER_ADDR="m")
-    assert words[:6] == ["env", "-u", "RANK", "-u", "WORLD_SIZE", "imagenet-fast"]
-    assert parsed(words[6:])["rdzv_endpoint"] == "m:1234"
-
-
 def test_jobset_failure_policy_by_exit_code():
     """Short of its target it would end so again; stopped or evicted it goes on; all else counts, up to a limit."""
     manifest, job, pod = jobset(launch(*K8S, "--recipe", "smoke"))

@@ -56,16 +56,11 @@ def test_published_rows_as_json(tmp_path: Path):
     assert len(json.loads(file.read_text())) == len(all_rows())
 
 
-def test_small_batches_and_epochs_that_are_too_few_at_a_larger_one_are_warned_of():
-    for options, warnings in (
-        ("--gpus 32", ["43.8 to 45.9 epochs to 75.9 % at a batch of 12800, and the recipe has 37", "--set epochs=47"]),
-        *((f"--gpus {enough}", []) for enough in ("8", "32 --set epochs=47", "32 --scaling strong")),
-        ("--gpus 32 --set optim.kind=sgd", []),
-        ("--gpus 8 --set global_batch=64", ["the host sets the pace"]),
-    ):
-        text = planned(f"{EIGHT} {options}").output
-        assert all(warning in text for warning in warnings)
-        assert ("MLCommons' reference needs" in text) == ("--set epochs=47" in warnings)
+def test_small_batches_are_warned_of():
+    for batch in (64, 3200):
+        assert ("the host sets the pace" in planned(f"{EIGHT} --gpus 8 --set global_batch={batch}").output) == (
+            batch == 64
+        )
 
 
 def test_an_input_that_cannot_keep_up_is_warned_of(tmp_path: Path):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.errors import UserError
 
@@ -60,8 +60,8 @@ def load_or_build_index(
     """Return the index of a split under ``root``: the stored one if it is valid, else a new one.
 
     A stored index is valid if it is not damaged and describes the data as it is now. It is stored beside the data, or
-    in the cache directory if the data directory cannot be written. One of the processes that need it builds it, and the
-    others wait. If it cannot be stored anywhere, each process builds its own.
+    in the cache directory if the data directory cannot be written. Ranks of a node take turns (``first_of_node``), so
+    that one of them builds it and the others read it.
 
     Args:
         root: The data directory.
@@ -77,22 +77,14 @@ def load_or_build_index(
         if isinstance(found, Index):
             return found
         reasons += [f"{place} {found}"] * bool(found)
-    for place in places:
-        with _alone(place) as partial:
-            if partial is None:
-                continue
-            found = _read(place, kind, stamps)
-            if isinstance(found, Index):  # another process has built it
-                return found
-            if reasons:
-                _say(f"{reasons[0]}; it is made anew")
-            elif len(stamps) >= _MANY:
-                _say(f"looking through the {split} split of {root} for the first time; {place} will remember it")
-            stamps = _settled(stamp)
-            index = make()
-            _write(partial, place, kind, stamps, index)
-            return index
-    return make()
+    if reasons:
+        _say(f"{reasons[0]}; it is made anew")
+    elif len(stamps) >= _MANY:
+        _say(f"looking through the {split} split of {root} for the first time")
+    stamps = _settled(stamp)
+    index = make()
+    _write(places, kind, stamps, index)
+    return index
 
 
 def check_kept(root: Path, split: str, kind: Kind, stamps: Fingerprint, fault: Callable[[Index], str]) -> None:
@@ -160,74 +152,19 @@ def _read(place: Path, kind: Kind, stamps: Fingerprint) -> Index | str:
     return Index(about, columns)
 
 
-def _write(partial: BinaryIO, place: Path, kind: Kind, stamps: Fingerprint, index: Index) -> None:
-    """Write the index to ``partial``, which this process has locked, and rename it to ``place``.
-
-    An error such as a full disk is reported but does not end the run.
-    """
+def _write(places: Sequence[Path], kind: Kind, stamps: Fingerprint, index: Index) -> None:
+    """Write the index to the first of ``places`` that can be written; that none can is reported, and ends no run."""
     about = json.dumps({**index.about, "version": _VERSION, "kind": kind.name, "stamps": stamps}).encode()
-    try:
-        partial.truncate(0)
-        np.savez(partial, about=np.frombuffer(about, np.uint8), **dict[str, Any](index.columns))
-        partial.flush()
-        Path(partial.name).replace(place)
-    except OSError as error:
-        _say(f"{place} cannot be written ({error.strerror}); the next run will look through the data again")
-        with suppress(OSError):
-            Path(partial.name).unlink()
-
-
-@contextmanager
-def _alone(place: Path) -> Iterator[BinaryIO | None]:
-    """Yield the locked file that is to become ``place``, or None if it cannot be created or locked.
-
-    A process that waits gets its lock on a file that has been renamed or removed meanwhile, so it opens the path again.
-    Only a killed process leaves a file behind, and the next process reuses it.
-    """
-    path = place.with_name(f"{place.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _take(path)
-    except OSError:  # no write permission, or a file system without locks
-        yield None
-        return
-    try:
-        yield file
-    finally:
-        with suppress(OSError):
-            if _is(file, path):
-                path.unlink()
-        with suppress(OSError):  # on a full disk it tries again to write what is left in its buffer
-            file.close()
-
-
-def _take(path: Path) -> BinaryIO:
-    """Open and lock ``path``, and wait while another process holds it. Raises OSError."""
-    while True:
-        file = open(path, "r+b", opener=_creating)  # noqa: SIM115  (whoever calls closes it)
+    why: str | None = ""
+    for place in places:
         try:
-            # by hand: filelock would open the file a second time, but the one locked here is written and then renamed
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is(file, path):
-                return file
-        except BlockingIOError:
-            time.sleep(0.05)
-            moving()
-        except OSError:
-            file.close()
-            raise
-        file.close()
-
-
-def _creating(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-
-
-def _is(file: BinaryIO, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_path(place, shared=True) as partial, partial.open("xb") as file:
+                np.savez(file, about=np.frombuffer(about, np.uint8), **dict[str, Any](index.columns))
+            return
+        except OSError as error:
+            why = error.strerror
+    _say(f"{places[0]} cannot be written ({why}); the next run will look through the data again")
 
 
 def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:

@@ -265,7 +265,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise UserError(f"--out {folder} cannot be made ({error.strerror}); give a directory of yours") from None
-    try:  # by hand: filelock locks files alone, and would leave one among what users get
+    try:  # the directory itself: a file would be left among what users get
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
