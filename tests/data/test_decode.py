@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import struct
 import threading
+import tracemalloc
 from contextlib import suppress
 from unittest.mock import Mock
 
@@ -17,10 +18,11 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from imagenet_fast.data import decode as decoding
+from imagenet_fast.data.augmentation import Augmentation
 from imagenet_fast.data.decode import decode, to_common_format
 from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.sampler import Resolution
-from imagenet_fast.data.thread_loader import central_crop, resized
+from imagenet_fast.data.thread_loader import central_crop, random_crop, resized
 from tests.data.encoded import BAD, IMAGES, JPEG, NOT_PILS, STRAYED
 
 
@@ -110,6 +112,22 @@ def test_the_middle_is_torchvisions(shorter: int, side: int):
         ours = central_crop(np.array(image), Resolution(side, shorter))
         assert ours.shape == (side, side, 3)
         assert np.abs(ours - theirs).max() <= 1, size
+
+
+@pytest.mark.parametrize("padding", [None, 4])
+def test_a_strip_is_not_enlarged_as_a_whole(padding: int | None):
+    """One pixel high, it would take 786 MB; its middle is as of the part around it."""
+    strip = np.array(blobs(1, 4000))
+    into, size = np.empty((224, 224, 3), dtype=np.uint8), Resolution(224, 256)
+    tracemalloc.start()
+    if padding is None:
+        into[:] = central_crop(strip, size)
+        assert np.array_equal(into, central_crop(strip[:, 1990:2010], size))
+    else:
+        random_crop(strip, size, Augmentation(1, (0.1, 1), False, padding=padding), [0.5] * 22, into)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
 
 
 def test_a_thread_that_resizes_starts_no_others():
