@@ -11,7 +11,6 @@ from torch import Tensor
 
 from imagenet_fast.data.decode import Pixels
 
-
 _LONGEST = 8  # sides of what is seen of a strip, the longer one by the shorter one
 
 
