@@ -20,6 +20,7 @@ from imagenet_fast.data.format_detection import check_folders, check_validation,
 from imagenet_fast.data.formats.shard_writer import Sample, shard_names, write_classes, write_records, write_tar
 from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, find_features, masked_crc32c, write_example
 from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import refusal_of
@@ -192,12 +193,19 @@ def as_it_is(path: Path) -> None:
 
 
 LINK = named("b.jpg", tarfile.SYMTYPE, "/etc/passwd")
+NINE: Members = {f"{number}.{kind}": b"1" for number in range(9) for kind in ("jpg", "cls")}
 BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, cut(1000), "train-0.tar is no whole tar file (unexpected end of data)"),
     (GOOD, cut(0), "train-0.tar is no whole tar file (empty file)"),
     (GOOD, cut(512 * 7), "train-0.tar ends without an end mark at byte 3584"),
     (GOOD, overwritten(2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
-    (GOOD, overwritten(0, b"\x1f\x8b\x08"), "train-0.tar is no whole tar file"),
+    (GOOD, overwritten(0, b"\x1f\x8b\x08"), "train-0.tar is compressed, so"),
+    (GOOD | {"b.cls": b"1", "b.jpg": b"?"}, overwritten(2560, bytes(1024)), "train-0.tar is damaged at byte 2560"),
+    (
+        {f"{n}.{kind}": b"1" for n in range(9) for kind in ("jpg", "cls")},
+        overwritten(4096, bytes(4096)),
+        "at byte 4096",
+    ),
     (GOOD | {"b.jpg": b""}, as_it_is, "train-0.tar: b.jpg lacks its label, b.cls"),
     (GOOD | {"b.cls": b"1"}, as_it_is, "train-0.tar: b.cls lacks its image, b.jpg"),
     (GOOD | {"b.jpg": LINK}, as_it_is, "train-0.tar: b.jpg is no regular file"),
@@ -216,6 +224,7 @@ def test_a_bad_tar_is_told_with_its_place(tmp_path: Path):
         tar_of(root / "val.tar", GOOD)
         for _ in range(2):  # no index is left that would be believed
             assert sentence in refusal_of(open_training, root)
+        assert sentence in refusal_of(verify, root)
         assert not list(root.glob(".imagenet-fast*"))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_reader import (
     CLASSES,
@@ -23,7 +24,6 @@ IMAGES = ("jpg", "jpeg", "png", "bmp", "webp")
 KIND = Kind("webdataset", COLUMNS)
 
 _DIGITS = 20  # more than any label has
-_BLOCK = 512
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
 
 
@@ -121,24 +121,11 @@ def _look(shard: Path) -> list[Row]:
 
 def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a tar. Raises UserError for links and the like, or if the tar is not whole."""
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                if member.size < 0 or tar.offset <= end:
-                    raise tarfile.ReadError("a size below 0")
-                end = tar.offset
-                if not (member.isreg() or member.isdir()) or member.issparse():
-                    raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
-                if member.isreg():
-                    yield member
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise UserError(f"{shard} is no whole tar file ({error}); copy or make it again") from None
-    file.seek(end)
-    rest = file.read(_BLOCK)
-    if len(rest) < _BLOCK or any(rest):
-        what = "ends without an end mark" if len(rest) < _BLOCK else "is damaged"
-        raise UserError(f"{shard} {what} at byte {end}; copy or make it again")
+    for member in tar_members(file, str(shard), "copy or make it again"):
+        if not (member.isreg() or member.isdir()) or member.issparse():
+            raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
+        if member.isreg():
+            yield member
 
 
 def _key(name: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import io
 import multiprocessing
@@ -249,17 +250,19 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
     inner = tar_of({f"n01440764_{number}.JPEG": bytes(700) for number in range(4)})
     assert len(inner) == 20 * 512
 
-    def damaged(at: int) -> bytes:
-        return inner[:at] + b"\xff" * 512 + inner[at + 512 :]
+    def damaged(at: int, hole: bytes = b"\xff" * 512) -> bytes:
+        return inner[:at] + hole + inner[at + len(hole) :]
 
     for content, told in (
-        (whole[:-30_000], "is no tar, or damaged|breaks off"),
-        (whole[:100], "is no tar"),
-        (b"", "is no tar"),
-        (b"<html>please log in</html>" * 99, "is no tar"),
-        (tar_of({"n01440764.tar": inner[: 5 * 512]}), "'n01440764.tar' in .* is no tar, or damaged"),
-        (tar_of({"n01440764.tar": damaged(0)}), "'n01440764.tar' in .* is no tar, or damaged"),
-        (tar_of({"n01440764.tar": damaged(6 * 512)}), "'n01440764.tar' in .* is damaged after 2 members"),
+        (whole[:-30_000], "is no whole tar|breaks off"),
+        (whole[:100], "is no whole tar"),
+        (b"", "is no whole tar"),
+        (b"<html>please log in</html>" * 99, "is no whole tar"),
+        (gzip.compress(whole), "is compressed, .*; unpack it with `gunzip`"),
+        (tar_of({"n01440764.tar": inner[: 5 * 512]}), "'n01440764.tar' in .* is no whole tar"),
+        (tar_of({"n01440764.tar": damaged(0)}), "'n01440764.tar' in .* is no whole tar"),
+        (tar_of({"n01440764.tar": damaged(6 * 512)}), "'n01440764.tar' in .* is damaged at byte 3072"),
+        (tar_of({"n01440764.tar": damaged(3 * 512, bytes(2048))}), "'n01440764.tar' in .* is damaged at byte 1536"),
     ):
         outer.write_bytes(content)
         refused(own_tars, told)
