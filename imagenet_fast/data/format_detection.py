@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never, get_args
 
 from imagenet_fast.data import imagefolder
 from imagenet_fast.data.bad_images import without_quarantined
@@ -27,6 +27,7 @@ SplitName = Literal["train", "val"]
 _WORDS = {"train": ("train",), "val": ("val", "validation")}
 _TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
 _RECORDS = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
+_COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz)", re.DOTALL)
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
@@ -118,9 +119,7 @@ def find_split(root: Path, split: SplitName) -> Found:
     Raises:
         UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
     """
-    words = "|".join(_WORDS[split])
-    own = re.compile(rf"(.*[-_.])?({words})([-_.].*)?", re.DOTALL)
-    files = [entry for entry in _entries(root) if own.fullmatch(entry.name) and entry.is_file()]
+    files = [entry for entry in _entries(root) if _says(split, entry.name) and entry.is_file()]
     folders = [entry for word in _WORDS[split] for entry in _entries(root / word)]
     nested = any(is_class_name(entry.name) and entry.is_dir() for entry in folders)
     if not nested:
@@ -131,6 +130,11 @@ def find_split(root: Path, split: SplitName) -> Found:
     if nested + bool(tars) + bool(records) > 1:
         some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
         raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
+    if both := [path for path in tars + records if all(_says(name, path.name) for name in get_args(SplitName))]:
+        raise UserError(f"{both[0]} is named after both splits; name it after the one that its images belong to")
+    packed = [path for path in paths if _COMPRESSED.fullmatch(path.name) and path.with_suffix("") not in paths]
+    if packed and not nested:
+        raise UserError(f"{packed[0]} is compressed, so that no image in it can be read on its own; unpack it")
     if tars:
         _require_prepared(root, split, tars)
         return Found("webdataset", _complete(tars, _TAR))
@@ -142,6 +146,11 @@ def find_split(root: Path, split: SplitName) -> Found:
             "`imagenet-fast data prepare`"
         )
     return Found("folder")
+
+
+def _says(split: SplitName, name: str) -> bool:
+    """Return whether the split's name is a word of a file's name."""
+    return re.fullmatch(rf"(.*[-_.])?({'|'.join(_WORDS[split])})([-_.].*)?", name, re.DOTALL) is not None
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
