@@ -7,15 +7,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Literal, NamedTuple, assert_never, get_args
+from typing import Literal, NamedTuple, ParamSpec, TypeVar, assert_never, get_args
 
 from imagenet_fast.data import imagefolder
 from imagenet_fast.data.bad_images import without_quarantined
 from imagenet_fast.data.formats.shard_reader import Shards
 from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
-from imagenet_fast.data.image_names import is_class_name
+from imagenet_fast.data.image_names import is_class_name, shown
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
@@ -23,6 +24,9 @@ from imagenet_fast.recipe.data_config import Data, SyntheticData
 
 Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 _WORDS = {"train": ("train",), "val": ("val", "validation")}
 _TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
@@ -38,6 +42,21 @@ class Found(NamedTuple):
     shards: Sequence[Path] = ()
 
 
+def _in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return a function whose every OSError is a UserError."""
+
+    @wraps(look)
+    def told(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return look(*args, **kwargs)
+        except OSError as error:
+            what = shown(os.fsdecode(error.filename)) if error.filename else "the data"
+            raise UserError(f"{what} cannot be read ({error.strerror}); put that right, and start again") from None
+
+    return told
+
+
+@_in_sentences
 def check_folders(root: Path) -> None:
     """Raise UserError if ``root`` cannot be trained on; a quick check that does not look at every image."""
     train, val = find_split(root, "train"), find_split(root, "val")
@@ -51,6 +70,7 @@ def check_folders(root: Path) -> None:
     _check(val)
 
 
+@_in_sentences
 def check_validation(root: Path) -> None:
     """Raise UserError if ``root`` cannot be evaluated on; a quick check that does not look at every image."""
     val = find_split(root, "val")
@@ -62,6 +82,7 @@ def check_validation(root: Path) -> None:
         _check(val)
 
 
+@_in_sentences
 def open_training(root: Path) -> ImageSource:
     """Open the training split in any format, without the images in quarantine.
 
@@ -73,6 +94,7 @@ def open_training(root: Path) -> ImageSource:
     return without_quarantined(whole, root, "train")
 
 
+@_in_sentences
 def open_validation(root: Path) -> ImageSource:
     """Open the validation split in any format, without the images in quarantine.
 
@@ -110,6 +132,7 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
             assert_never(found.format)
 
 
+@_in_sentences
 def find_split(root: Path, split: SplitName) -> Found:
     """Find the shards of a split; without any, its format is "folder".
 

@@ -359,6 +359,11 @@ def test_classes_to_validate_on_are_those_of_training(own_tars: Path, images: Im
     assert names(own_tars.parent / "out/val") == ["n01440764"]
 
 
+def test_a_part_without_any_class_to_validate_on_is_refused(tmp_path: Path):
+    source = replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b"", "val/b/0.jpg": b""})
+    refused(source, "has a class b to validate on that train lacks")
+
+
 # What is there already.
 
 
