@@ -141,7 +141,7 @@ LINES = {
     "imagenet_fast/checkpoint": 1210,
     "imagenet_fast/cli": 1713,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 5925,
+    "imagenet_fast/data": 6049,
     "imagenet_fast/distributed": 2635,
     "imagenet_fast/doctor": 513,
     "imagenet_fast/launch": 2046,
@@ -152,8 +152,8 @@ LINES = {
     "imagenet_fast/recipe": 2283,
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2892,
-    "imagenet_fast": 36708,
-    "tests": 28379,
+    "imagenet_fast": 36832,
+    "tests": 28524,
     "tests/sync": 6594,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -21,7 +21,7 @@ from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
 from imagenet_fast.data.decode import EncodedImage, decode, encode, to_common_format
 from imagenet_fast.data.image_source import ImageDecodeError, ImageSource
 from imagenet_fast.data.prefetch import Job, prefetched
-from imagenet_fast.data.resize import middle_of, scaled_size
+from imagenet_fast.data.resize import is_strip, middle_of, scaled_size, without_ends
 from imagenet_fast.data.sampler import BatchIndices, Order, Resolution, TrainSampler, resolution
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
@@ -129,7 +129,9 @@ class DaliLoader:
 
     def _portable(self, index: int) -> EncodedImage:
         encoded = self._images.read(index)
-        return encode(decode(encoded)) if index in self._decoded else to_common_format(encoded)
+        image = encode(decode(encoded)) if index in self._decoded else to_common_format(encoded)
+        is_cut = self._chance is not None and self._chance.padding is None  # before it is resized
+        return image if is_cut or not is_strip(image.height, image.width) else encode(without_ends(decode(encoded)))
 
     def _refuse_other_than_images(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""

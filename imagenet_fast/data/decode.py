@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import struct
 import zlib
+from collections.abc import Iterator
 from io import BytesIO
 from typing import NamedTuple
 
@@ -19,16 +21,19 @@ Pixels = NDArray[np.uint8]
 
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
-PIL_REFUSES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+_JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+_FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
+"""Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
+_OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
+"""Markers of tables, applications' data and comments."""
+_ENDS_SCAN = np.array([code not in (0, *range(0xD0, 0xD8), 0xFF) for code in range(256)])
+"""Whether a byte after 0xFF is a marker that does not belong to the scan's own data."""
 
-_JPEG, _JPEG_END = b"\xff\xd8", b"\xff\xd9"
-_PNG = b"\x89PNG\r\n\x1a\n"
-_BMP = b"BM"
 PIXELS = b"P6\n"
 """How an image begins that ``store_pixels`` wrote."""
 _PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
-_FRAMES = {0xC0, 0xC1, 0xC2, 0xC3, 0xC5, 0xC6, 0xC7, 0xC9, 0xCA, 0xCB, 0xCD, 0xCE, 0xCF}
-"""Markers of the JPEG segment that holds the size and the number of colour components."""
+_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+"""Chunks of a PNG that decide its pixels."""
 
 
 NO_IMAGE = "it is no image"
@@ -51,14 +56,15 @@ def decode(encoded: bytes) -> Pixels:
     """
     if (stored := stored_pixels(encoded)) is not None:
         return stored
-    if _alike(encoded):
+    plain = _plain(encoded)
+    if _common_size(plain):
         try:
-            pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), _AS_STORED)
+            pixels = cv2.imdecode(np.frombuffer(plain, dtype=np.uint8), _AS_STORED)
         except cv2.error:  # the image may be too large for OpenCV
             pixels = None
         if pixels is not None:
             return pixels  # type: ignore[no-any-return]
-    return _decode_slowly(encoded)
+    return _decode_slowly(plain)
 
 
 def store_pixels(pixels: Pixels) -> bytes:
@@ -92,16 +98,15 @@ def _decode_slowly(encoded: bytes) -> Pixels:
 def to_common_format(encoded: bytes) -> EncodedImage:
     """Return the image in a format that every decoder decodes to the same pixels.
 
-    The bytes are returned as they are if possible, and else decoded and encoded again. Damage between an intact start
-    and an intact end is not detected here, only when the image is decoded.
+    A common image is returned as it is, but for what in a PNG is not pixels; others are decoded and encoded again.
+    Damage that leaves the image's structure intact is not detected here, only when the image is decoded.
 
     Raises:
         ImageDecodeError: If the image is not whole and cannot be decoded.
     """
-    size = _size_if_whole(encoded) if _alike(encoded) else None
-    if size is not None:
-        return EncodedImage(encoded, *size)
-    return encode(decode(encoded))
+    plain = _plain(encoded)
+    size = _common_size(plain)
+    return EncodedImage(plain, *size) if size else encode(_decode_slowly(plain))
 
 
 def encode(pixels: Pixels) -> EncodedImage:
@@ -110,73 +115,69 @@ def encode(pixels: Pixels) -> EncodedImage:
     return EncodedImage(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
 
 
-def _alike(encoded: bytes) -> bool:
-    """Return whether every decoder that can decode these bytes gets the same pixels as PIL.
+def _plain(encoded: bytes) -> bytes:
+    """Return a PNG with nothing but its pixels, and anything else as it is.
 
-    OpenCV differs from PIL for JPEGs with four colour components, and for 16-bit grey PNGs, whose values PIL clips at
-    255. For rare formats (TIFF, AVIF, ...) it differs if there is transparency, or more than 8 bits.
+    Decoders differ in what they do with a text that is long, with a wrong checksum, or with an animation.
+    """
+    chunks = list(_chunks(encoded))
+    if any(encoded[at + 4 : at + 8] not in _CHUNKS for at, _ in chunks):
+        return _PNG + b"".join(encoded[at:end] for at, end in chunks if encoded[at + 4 : at + 8] in _CHUNKS)
+    return encoded
+
+
+def _chunks(png: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where each chunk of a PNG begins and ends; none of another file."""
+    at = len(_PNG) if png.startswith(_PNG) else len(png)
+    while at < len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4])
+        yield at, end
+        at = end
+
+
+def _common_size(encoded: bytes) -> tuple[int, int] | None:
+    """Return (height, width) of an image that every decoder decodes to PIL's pixels; None for all others.
+
+    These are whole JPEGs and PNGs of the usual kinds: of formats that are rare, decoders differ in colours, in
+    transparency, in more than 8 bits, and in what they take for damage.
     """
     if encoded.startswith(_PNG):
-        bits, kind = encoded[24:26].ljust(2, b"\0")
-        return bits <= 8 or kind not in (0, 4)
-    if encoded.startswith(_JPEG):
-        frame = _frame(encoded)
-        return frame is None or frame.colours != 4
-    return encoded.startswith(_BMP) or _is_webp(encoded)
+        return _png_size(encoded)
+    return _jpeg_size(encoded) if encoded.startswith(_JPEG) else None
 
 
-def _is_webp(encoded: bytes) -> bool:
-    return encoded.startswith(b"RIFF") and encoded[8:12] == b"WEBP"
+def _png_size(png: bytes) -> tuple[int, int] | None:
+    """Return the size of a PNG whose chunks are whole; not of grey in 16 bits, whose values PIL clips at 255."""
+    end, kind = len(_PNG), b""
+    for at, end in _chunks(png):
+        kind = png[at + 4 : at + 8]
+        if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end]):
+            return None
+    width, height, bits, colours = struct.unpack_from(">IIBB", png.ljust(26, b"\0"), 16)
+    whole = end == len(png) and kind == b"IEND"
+    return (height, width) if whole and (bits <= 8 or colours not in (0, 4)) else None
 
 
-def _size_if_whole(encoded: bytes) -> tuple[int, int] | None:
-    """Return (height, width) of an image with an intact start and end; None for a rare format or a broken image."""
-    if encoded.startswith(_JPEG):
-        frame = _frame(encoded) if encoded.endswith(_JPEG_END) else None
-        return (frame.height, frame.width) if frame is not None and frame.height else None
-    if encoded.startswith(_PNG):
-        width, height = encoded[16:20], encoded[20:24]
-        return (int.from_bytes(height), int.from_bytes(width)) if _sums_are_right(encoded) else None
-    if encoded.startswith(_BMP):
-        return _size_by_pil(encoded) if int.from_bytes(encoded[2:6], "little") == len(encoded) else None
-    if _is_webp(encoded):
-        return _size_by_pil(encoded) if int.from_bytes(encoded[4:8], "little") + 8 == len(encoded) else None
-    return None
+def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
+    """Return the size of a JPEG of 8 bits in one or three colours, whose segments follow one another to its end.
 
-
-def _sums_are_right(png: bytes) -> bool:
-    """Return whether every chunk of a PNG has the right checksum: some decoders reject a wrong one."""
-    at = len(_PNG)
-    while at + 12 <= len(png):
-        end = at + 8 + int.from_bytes(png[at : at + 4])
-        if zlib.crc32(memoryview(png)[at + 4 : end]) != int.from_bytes(png[end : end + 4]):
-            return False
-        if png[at + 4 : at + 8] == b"IEND":
-            return end + 4 == len(png)
-        at = end + 4
-    return False
-
-
-def _size_by_pil(encoded: bytes) -> tuple[int, int] | None:
-    try:
-        with Image.open(BytesIO(encoded)) as image:
-            return image.height, image.width
-    except Exception:  # many types, as above
-        return None
-
-
-class _Frame(NamedTuple):
-    height: int
-    width: int
-    colours: int
-
-
-def _frame(jpeg: bytes) -> _Frame | None:
-    """Find the size and colour components in a JPEG, by skipping the segments before them; None if not found."""
-    at = 2
-    while jpeg.startswith(_JPEG) and at + 9 < len(jpeg) and jpeg[at] == 0xFF:
-        if jpeg[at + 1] in _FRAMES:
-            height, width = jpeg[at + 5 : at + 7], jpeg[at + 7 : at + 9]
-            return _Frame(int.from_bytes(height), int.from_bytes(width), jpeg[at + 9])
-        at += 1 if jpeg[at + 1] == 0xFF else 2 + int.from_bytes(jpeg[at + 2 : at + 4])
-    return None
+    A decoder that meets another marker in a scan stops there, and says so or leaves the rest grey.
+    """
+    content = np.frombuffer(jpeg, dtype=np.uint8)
+    marks = np.flatnonzero(content[:-1] == 0xFF)
+    marks = marks[_ENDS_SCAN[content[marks + 1]]]
+    size, at = None, len(_JPEG)
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        kind, begin, at = jpeg[at + 1], at + 4, at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        if kind in _FRAMES and size is None and begin + 6 <= len(jpeg):
+            bits, height, width, colours = struct.unpack_from(">BHHB", jpeg, begin)
+            if bits != 8 or colours not in (1, 3) or not height:
+                return None
+            size = height, width
+        elif kind == _SCAN:
+            if (following := int(np.searchsorted(marks, at))) == len(marks):
+                return None
+            at = int(marks[following])
+        elif kind not in _OTHERS:
+            return None
+    return size if jpeg[at:] == bytes((0xFF, _END)) else None

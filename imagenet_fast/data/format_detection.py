@@ -7,15 +7,16 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, NamedTuple, ParamSpec, TypeVar, assert_never, get_args
 
 from imagenet_fast.data import imagefolder
 from imagenet_fast.data.bad_images import without_quarantined
 from imagenet_fast.data.formats.shard_reader import Shards
 from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
-from imagenet_fast.data.image_names import is_class_name
+from imagenet_fast.data.image_names import is_class_name, shown
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.errors import UserError
@@ -24,9 +25,13 @@ from imagenet_fast.recipe.data_config import Data, SyntheticData
 Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
 _WORDS = {"train": ("train",), "val": ("val", "validation")}
 _TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
 _RECORDS = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
+_COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz)", re.DOTALL)
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
@@ -37,6 +42,21 @@ class Found(NamedTuple):
     shards: Sequence[Path] = ()
 
 
+def _in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return a function whose every OSError is a UserError."""
+
+    @wraps(look)
+    def told(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return look(*args, **kwargs)
+        except OSError as error:
+            what = shown(os.fsdecode(error.filename)) if error.filename else "the data"
+            raise UserError(f"{what} cannot be read ({error.strerror}); put that right, and start again") from None
+
+    return told
+
+
+@_in_sentences
 def check_folders(root: Path) -> None:
     """Raise UserError if ``root`` cannot be trained on; a quick check that does not look at every image."""
     train, val = find_split(root, "train"), find_split(root, "val")
@@ -50,6 +70,7 @@ def check_folders(root: Path) -> None:
     _check(val)
 
 
+@_in_sentences
 def check_validation(root: Path) -> None:
     """Raise UserError if ``root`` cannot be evaluated on; a quick check that does not look at every image."""
     val = find_split(root, "val")
@@ -61,6 +82,7 @@ def check_validation(root: Path) -> None:
         _check(val)
 
 
+@_in_sentences
 def open_training(root: Path) -> ImageSource:
     """Open the training split in any format, without the images in quarantine.
 
@@ -72,6 +94,7 @@ def open_training(root: Path) -> ImageSource:
     return without_quarantined(whole, root, "train")
 
 
+@_in_sentences
 def open_validation(root: Path) -> ImageSource:
     """Open the validation split in any format, without the images in quarantine.
 
@@ -109,6 +132,7 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
             assert_never(found.format)
 
 
+@_in_sentences
 def find_split(root: Path, split: SplitName) -> Found:
     """Find the shards of a split; without any, its format is "folder".
 
@@ -118,9 +142,7 @@ def find_split(root: Path, split: SplitName) -> Found:
     Raises:
         UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
     """
-    words = "|".join(_WORDS[split])
-    own = re.compile(rf"(.*[-_.])?({words})([-_.].*)?", re.DOTALL)
-    files = [entry for entry in _entries(root) if own.fullmatch(entry.name) and entry.is_file()]
+    files = [entry for entry in _entries(root) if _says(split, entry.name) and entry.is_file()]
     folders = [entry for word in _WORDS[split] for entry in _entries(root / word)]
     nested = any(is_class_name(entry.name) and entry.is_dir() for entry in folders)
     if not nested:
@@ -131,6 +153,11 @@ def find_split(root: Path, split: SplitName) -> Found:
     if nested + bool(tars) + bool(records) > 1:
         some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
         raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
+    if both := [path for path in tars + records if all(_says(name, path.name) for name in get_args(SplitName))]:
+        raise UserError(f"{both[0]} is named after both splits; name it after the one that its images belong to")
+    packed = [path for path in paths if _COMPRESSED.fullmatch(path.name) and path.with_suffix("") not in paths]
+    if packed and not nested:
+        raise UserError(f"{packed[0]} is compressed, so that no image in it can be read on its own; unpack it")
     if tars:
         _require_prepared(root, split, tars)
         return Found("webdataset", _complete(tars, _TAR))
@@ -142,6 +169,11 @@ def find_split(root: Path, split: SplitName) -> Found:
             "`imagenet-fast data prepare`"
         )
     return Found("folder")
+
+
+def _says(split: SplitName, name: str) -> bool:
+    """Return whether the split's name is a word of a file's name."""
+    return re.fullmatch(rf"(.*[-_.])?({'|'.join(_WORDS[split])})([-_.].*)?", name, re.DOTALL) is not None
 
 
 def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from imagenet_fast.errors import UserError
+
 SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".avif", ".ppm", ".pgm",
 )  # fmt: skip
@@ -82,6 +84,28 @@ def look_into(folder: Path) -> FolderContents:
             else:
                 (images if named_so else others).append(entry.name)
     return FolderContents(sorted(images), sorted(folders), sorted(hidden), sorted(others))
+
+
+def class_folders(split: Path) -> list[str]:
+    """Return the names of the class folders in ``split``, sorted.
+
+    Raises:
+        UserError: A link leads nowhere: without its class, others would have other labels.
+        OSError: The folder, or what a link in it leads to, cannot be listed.
+    """
+    contents = look_into(split)
+    for name in contents.others:
+        if not (name.startswith(".") or (split / name).exists()):
+            raise UserError(
+                f"{split / shown(name)} is a link that leads nowhere; make it lead to its class, or remove it"
+            )
+    return contents.folders
+
+
+def read_file(path: str) -> bytes:
+    """Return the bytes of a file; none of a pipe, which would be waited for."""
+    with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        return file.read() or b""
 
 
 def images_below(folder: Path, within: str = "") -> Iterator[str]:

@@ -18,10 +18,11 @@ from imagenet_fast.data.formats.index_cache import Fingerprint, Index, Kind, che
 from imagenet_fast.data.image_names import (
     SUFFIXES,
     FolderContents,
+    class_folders,
     images_below,
-    is_class_name,
     is_image_name,
     look_into,
+    read_file,
     shown,
 )
 from imagenet_fast.data.image_source import digest_of
@@ -58,8 +59,7 @@ class ImageFolder:
 
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image ``index``."""
-        with open(self.name(index), "rb", buffering=0) as file:  # noqa: PTH123
-            return file.read()
+        return read_file(self.name(index))
 
     def digest(self) -> str:
         """Return a digest of the names and labels of all images."""
@@ -142,8 +142,7 @@ def _class_names(root: Path, split: str) -> list[str]:
         raise UserError(
             f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*, or shards of both"
         )
-    with os.scandir(root / split) as entries:
-        names = sorted(entry.name for entry in entries if is_class_name(entry.name) and entry.is_dir())
+    names = class_folders(root / split)
     if not names:
         raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
     return names

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from imagenet_fast.data.decode import Pixels
 
+_LONGEST = 8  # sides of what is seen of a strip, the longer one by the shorter one
+
 
 def shrunk(image: Pixels, shorter: int) -> Pixels:
     """Return the image with a shorter side of at most ``shorter`` pixels; unchanged if that is 0."""
@@ -27,6 +29,22 @@ def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
     """Return (height, width) with the shorter side scaled to ``shorter``, rounded as in torchvision."""
     shortest = min(height, width)
     return shorter * height // shortest, shorter * width // shortest
+
+
+def without_ends(image: Pixels) -> Pixels:
+    """Return a view of an image that is at most 8 times as long as wide: its middle, and an odd pixel more.
+
+    A strip has too many pixels once its shorter side is enlarged, and few of them are in a crop.
+    """
+    height, width = image.shape[:2]
+    most = _LONGEST * min(height, width)
+    top, left = max(0, height - most) // 2, max(0, width - most) // 2
+    return image[top : height - top, left : width - left]
+
+
+def is_strip(height: int, width: int) -> bool:
+    """Return whether ``without_ends`` takes something away from an image of this size."""
+    return max(height, width) - _LONGEST * min(height, width) > 1
 
 
 def middle_of(sides: Sequence[int], size: int) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.data.rng import bits
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -55,7 +56,7 @@ class TrainSampler:
         epoch, begin = divmod(self.first_step, self.steps_per_epoch)
         split = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
         while True:
-            order = np.random.default_rng((self.seed, epoch)).permutation(self.images)
+            order = np.argsort(bits("order", self.seed, epoch, of=np.arange(self.images)), kind="stable")
             for step in range(begin, self.steps_per_epoch):
                 start = step * self.batching.global_batch
                 batch = order[start : start + self.batching.global_batch]

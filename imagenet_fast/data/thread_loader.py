@@ -17,7 +17,7 @@ from imagenet_fast.data.decode import Pixels, decode
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.normalize import fresh
 from imagenet_fast.data.prefetch import Job, prefetched
-from imagenet_fast.data.resize import middle_of, resized, scaled_size
+from imagenet_fast.data.resize import middle_of, resized, scaled_size, without_ends
 from imagenet_fast.data.sampler import BatchIndices, Order, Resolution, resolution
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -120,7 +120,7 @@ def random_crop(
         window = chance.window(image.shape[0], image.shape[1], numbers)
         resized(image[window.rows, window.columns], shown_at.size, shown_at.size, into=into)
         return
-    image = resized(image, *scaled_size(image.shape[0], image.shape[1], shown_at.shorter))
+    image = _scaled(image, shown_at.shorter)
     window = chance.padded_window(image.shape[0], image.shape[1], shown_at.size, numbers)
     into[:] = mirror_padded(image, chance.padding)[window.rows, window.columns]
 
@@ -136,6 +136,11 @@ def mirror_padded(image: Pixels, padding: int) -> Pixels:
 def central_crop(image: Pixels, shown_at: Resolution) -> Pixels:
     """Resize an image to the shorter side ``shown_at.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = shown_at
-    image = resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))
+    image = _scaled(image, shorter)
     top, left = middle_of(image.shape[:2], size)
     return image[top : top + size, left : left + size]
+
+
+def _scaled(image: Pixels, shorter: int) -> Pixels:
+    image = without_ends(image)
+    return resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import warnings
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.data.bad_images import QUARANTINE, prefix_of, quarantine_text, quarantined
 from imagenet_fast.data.format_detection import SplitName, find_split, open_shards
-from imagenet_fast.data.image_names import is_class_name, look_into, shown
+from imagenet_fast.data.image_names import class_folders, look_into, read_file, shown
 from imagenet_fast.data.imagefolder import deeper_images
 from imagenet_fast.data.inspect_image import Look, examine
 from imagenet_fast.data.progress import progress_bars
@@ -182,14 +181,12 @@ def _folders(root: Path, split: str) -> _Lot | None:
     """Return the files of a split that loaders accept as images, and what they pass over."""
     if not (root / split).is_dir():
         return None
-    with os.scandir(root / split) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir())
-    classes = [name for name in folders if is_class_name(name)]
-    hidden = [f"{split}/{name}" for name in folders if not is_class_name(name)]
+    classes, contents = class_folders(root / split), look_into(root / split)
+    hidden = [f"{split}/{name}" for name in contents.hidden]
     files: list[str] = []
     labels: list[int] = []
     others: list[str] = []
-    apart = [f"{split}/{file}" for file in look_into(root / split).images]
+    apart = [f"{split}/{file}" for file in contents.images]
     for label, name in enumerate(classes):
         contents = look_into(root / split / name)
         files += [f"{split}/{name}/{file}" for file in contents.images]
@@ -202,7 +199,7 @@ def _folders(root: Path, split: str) -> _Lot | None:
         "hidden folders, or those of systems": hidden,
     }
     return _Lot(
-        split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: (root / files[i]).read_bytes(),
+        split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: read_file(f"{root / files[i]}"),
         passed_over,
     )  # fmt: skip
 

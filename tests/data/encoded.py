@@ -54,14 +54,30 @@ def wrong_sum(png: bytes, kind: bytes) -> bytes:
     return png[:end] + bytes([png[end] ^ 1]) + png[end + 1 :]
 
 
-def _annotated() -> bytes:
+def masked_bitmap() -> bytes:
+    """A BMP of 16 bits, five for each colour by masks: PIL and OpenCV do not scale them to 255 alike."""
+    height, width = 8, 10
+    pixels = _RANDOM.integers(0, 2**15, (height, width)).astype("<u2").tobytes()
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 16, 3, len(pixels), 0, 0, 0, 0)
+    masks = struct.pack("<III", 0x7C00, 0x3E0, 0x1F)
+    return struct.pack("<2sIHHI", b"BM", 66 + len(pixels), 0, 0, 66) + info + masks + pixels
+
+
+def strayed(jpeg: bytes, marker: int) -> bytes:
+    """With a marker in the middle of its scan that does not belong there."""
+    middle = (jpeg.rindex(b"\xff\xda") + len(jpeg)) // 2
+    return jpeg[:middle] + bytes([0xFF, marker]) + jpeg[middle + 2 :]
+
+
+def _annotated(title: str = "blobs") -> bytes:
     text = PngInfo()
-    text.add_text("Title", "blobs")
+    text.add_text("Title", title, zip=True)
     return encoded(BLOBS, "PNG", pnginfo=text, dpi=(72, 72))
 
 
 JPEG = encoded(BLOBS, "JPEG", quality=95)
 PNG = encoded(BLOBS, "PNG")
+GREY = BLOBS.convert("L")
 
 IMAGES = {
     "jpeg": JPEG,
@@ -69,14 +85,14 @@ IMAGES = {
     "odd sides": encoded(BLOBS.resize((37, 53)), "JPEG", subsampling=2),
     "progressive": encoded(BLOBS, "JPEG", progressive=True, subsampling=2),
     "stored as RGB": encoded(BLOBS, "JPEG", keep_rgb=True),
-    "grey": encoded(BLOBS.convert("L"), "JPEG"),
+    "grey": encoded(GREY, "JPEG"),
     "cmyk": encoded(BLOBS.convert("CMYK"), "JPEG", quality=95),
     "cmyk behind a long segment": encoded(BLOBS.convert("CMYK"), "JPEG", icc_profile=bytes(100_000)),
     "turned": encoded(BLOBS, "JPEG", exif=_turned()),
     "with bytes behind": JPEG + b"junk",
     "several": encoded(BLOBS, "MPO", save_all=True, append_images=[BLOBS.rotate(180)]),
     "png": PNG,
-    "grey png": encoded(BLOBS.convert("L"), "PNG"),
+    "grey png": encoded(GREY, "PNG"),
     "black and white": encoded(BLOBS.convert("1"), "PNG"),
     "palette": encoded(BLOBS.quantize(32), "PNG"),
     "four bits": encoded(BLOBS.quantize(8), "PNG", bits=4),
@@ -86,11 +102,14 @@ IMAGES = {
     "deep grey": deep_png(1),
     "deep colour": deep_png(3),
     "moving": encoded(_transparent(), "PNG", save_all=True, append_images=[_transparent().rotate(90)], duration=9),
+    "moving grey": encoded(GREY, "PNG", save_all=True, append_images=[GREY.rotate(90)], duration=9),
     "without its end": PNG[:-12],
     "pixel": encoded(BLOBS.resize((1, 1)), "PNG"),
     "jpeg pixel": encoded(BLOBS.resize((1, 1)), "JPEG"),
     "strip": encoded(BLOBS.resize((300, 2)), "PNG"),
     "bitmap": encoded(BLOBS, "BMP"),
+    "a masked bitmap": masked_bitmap(),
+    "a deep bitmap": encoded(_transparent(), "BMP"),
     "webp": encoded(BLOBS, "WEBP"),
     "transparent webp": encoded(_transparent(), "WEBP"),
     "gif": encoded(BLOBS.quantize(32), "GIF"),
@@ -98,7 +117,7 @@ IMAGES = {
     "moving gif": encoded(BLOBS, "GIF", save_all=True, append_images=[BLOBS.rotate(90)], duration=9),
     "tiff": encoded(BLOBS, "TIFF"),
     "packed tiff": encoded(BLOBS, "TIFF", compression="tiff_lzw"),
-    "grey tiff": encoded(BLOBS.convert("L"), "TIFF"),
+    "grey tiff": encoded(GREY, "TIFF"),
     "cmyk tiff": encoded(BLOBS.convert("CMYK"), "TIFF"),
     "deep tiff": encoded(BLOBS.convert("I;16"), "TIFF"),
     "floating tiff": encoded(BLOBS.convert("F"), "TIFF"),
@@ -112,8 +131,9 @@ IMAGES = {
 }
 
 NOT_PILS = {
-    "a wrong sum of a title": wrong_sum(_annotated(), b"tEXt"),
+    "a wrong sum of a title": wrong_sum(_annotated(), b"zTXt"),
     "a wrong sum of a density": wrong_sum(_annotated(), b"pHYs"),
+    "a long text": _annotated("blobs" * 300_000),
 }
 """Images that loaders read though PIL does not."""
 
@@ -129,3 +149,6 @@ BAD = {
     "text": b"404 not found " * 30,
     "a Mac's shadow of a file": b"\x00\x05\x16\x07" + bytes(500),
 }
+
+STRAYED = {f"a stray marker {marker:x}": strayed(JPEG, marker) for marker in (0x02, 0xC0, 0xC4, 0xD8, 0xDA)}
+"""Images of which some decoders show the rest in grey."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import struct
 import threading
+import tracemalloc
 from contextlib import suppress
 from unittest.mock import Mock
 
+import cv2
 import numpy as np
 import psutil
 import pytest
@@ -16,16 +18,17 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from imagenet_fast.data import decode as decoding
+from imagenet_fast.data.augmentation import Augmentation
 from imagenet_fast.data.decode import decode, to_common_format
 from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.sampler import Resolution
-from imagenet_fast.data.thread_loader import central_crop, resized
-from tests.data.encoded import BAD, IMAGES, JPEG
+from imagenet_fast.data.thread_loader import central_crop, random_crop, resized
+from tests.data.encoded import BAD, IMAGES, JPEG, NOT_PILS, STRAYED
 
 
 def test_every_kind_of_image_has_pils_pixels_also_where_it_is_encoded_anew():
-    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "deep grey", "without its end")
-    seldom_kinds = ("gif", "tiff", "avif", "pixmap", "a wrong sum")
+    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "several", "deep grey", "without its end")
+    seldom_kinds = ("bitmap", "gif", "tiff", "avif", "webp", "pixmap", "a wrong sum", "moving")
     for name, content in IMAGES.items():
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("RGB"))
@@ -37,12 +40,13 @@ def test_every_kind_of_image_has_pils_pixels_also_where_it_is_encoded_anew():
         assert (given.encoded == content) == common, name
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", BAD | STRAYED)
 def test_what_is_no_whole_image_is_refused_with_a_reason(name: str):
+    content = (BAD | STRAYED)[name]
     with pytest.raises(ImageDecodeError, match=r"it is empty|it is no image|truncated|broken"):
-        decode(BAD[name])
+        decode(content)
     with suppress(ImageDecodeError):
-        to_common_format(BAD[name])
+        to_common_format(content)
         assert name == "a png with a changed bit", "what is broken at an end is given to no other decoder"
 
 
@@ -57,8 +61,22 @@ def test_whatever_a_decoder_raises_is_a_bad_image(monkeypatch: pytest.MonkeyPatc
 
 def test_a_common_image_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decoding, "_decode_slowly", None)
-    for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent"):
+    for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent", "moving grey"):
         decode(IMAGES[name])
+
+
+def test_opencv_is_given_whole_jpegs_and_plain_pngs_alone(monkeypatch: pytest.MonkeyPatch):
+    """An animation in grey would end the process."""
+    decoder = Mock(side_effect=cv2.imdecode)
+    monkeypatch.setattr(cv2, "imdecode", decoder)
+    for content in (IMAGES | NOT_PILS | BAD | STRAYED).values():
+        with suppress(ImageDecodeError):
+            decode(content)
+    given = [call.args[0].tobytes() for call in decoder.call_args_list]
+    assert len(given) > 20
+    for content in given:
+        assert content.endswith((b"\xff\xd9", b"IEND\xaeB`\x82"))
+        assert not [kind for kind in (b"acTL", b"fcTL", b"fdAT", b"zTXt", b"pHYs") if kind in content]
 
 
 def test_an_image_of_which_a_byte_is_wrong_is_decoded_or_refused():
@@ -94,6 +112,22 @@ def test_the_middle_is_torchvisions(shorter: int, side: int):
         ours = central_crop(np.array(image), Resolution(side, shorter))
         assert ours.shape == (side, side, 3)
         assert np.abs(ours - theirs).max() <= 1, size
+
+
+@pytest.mark.parametrize("padding", [None, 4])
+def test_a_strip_is_not_enlarged_as_a_whole(padding: int | None):
+    """One pixel high, it would take 786 MB; its middle is as of the part around it."""
+    strip = np.array(blobs(1, 4000))
+    into, size = np.empty((224, 224, 3), dtype=np.uint8), Resolution(224, 256)
+    tracemalloc.start()
+    if padding is None:
+        into[:] = central_crop(strip, size)
+        assert np.array_equal(into, central_crop(strip[:, 1990:2010], size))
+    else:
+        random_crop(strip, size, Augmentation(1, (0.1, 1), False, padding=padding), [0.5] * 22, into)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
 
 
 def test_a_thread_that_resizes_starts_no_others():

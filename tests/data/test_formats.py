@@ -20,6 +20,7 @@ from imagenet_fast.data.format_detection import check_folders, check_validation,
 from imagenet_fast.data.formats.shard_writer import write_classes, write_tar
 from imagenet_fast.data.formats.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import refusal_of
@@ -151,16 +152,16 @@ def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Pa
     """Long names in either dialect, folders, labels before images or far behind, json beside them, AppleDoubles."""
     long = "deep/" + "ü" * 200
     files = {"deep": named("deep", tarfile.DIRTYPE), "deep/._a.jpg": b"?", "deep/a.cls": b"1\n", "deep/a.JPEG": b"A"}
-    files |= {f"{long}.png": b"LONG", "deep/a.json": b"{}", "b.jpg": b"B", f"{long}.cls": b"0", "b.cls": b"10"}
+    files |= {f"{long}.png": b"LONG", "deep/a.json": b"{}", "b.jpg": b"B", f"{long}.cls": b"0", "b.cls": b"2"}
     tar_of(tmp_path / "train/shard 1.tar", files, format)
     tar_of(tmp_path / "train/shard 0.tar", {})
-    tar_of(tmp_path / "validation/0.tar", {"a.jpg": b"V", "a.cls": b"3"})
+    tar_of(tmp_path / "validation/0.tar", {"a.jpg": b"V", "a.cls": b"1"})
     check_folders(tmp_path)
     train, val = open_training(tmp_path), open_validation(tmp_path)
-    assert shown(train) == [(b"A", 1), (b"LONG", 0), (b"B", 10)]
+    assert shown(train) == [(b"A", 1), (b"LONG", 0), (b"B", 2)]
     assert [train.name(i).rpartition(": ")[2] for i in range(3)] == ["deep/a.JPEG", f"{long}.png", "b.jpg"]
-    assert train.classes == val.classes == [str(number) for number in range(11)]
-    assert shown(val) == [(b"V", 3)]
+    assert train.classes == val.classes == ["0", "1", "2"]
+    assert shown(val) == [(b"V", 1)]
 
 
 GOOD: Members = {"a.jpg": bytes(2000), "a.cls": b"0"}
@@ -171,17 +172,30 @@ def as_it_is(path: Path) -> None:
 
 
 LINK = named("b.jpg", tarfile.SYMTYPE, "/etc/passwd")
+NINE: Members = {f"{number}.{kind}": b"1" for number in range(9) for kind in ("jpg", "cls")}
+NO_LABELS = (b"cat", b"-1", b"4000000000", b"9" * 99)
+UNREAD = ("photo.v2.jpg", "photo.v2.cls", "deep.er/photo.mask.PNG", "photo.gif")
 BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, cut(1000), "train-0.tar is no whole tar file (unexpected end of data)"),
     (GOOD, cut(0), "train-0.tar is no whole tar file (empty file)"),
     (GOOD, cut(512 * 7), "train-0.tar ends without an end mark at byte 3584"),
     (GOOD, overwritten(2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
-    (GOOD, overwritten(0, b"\x1f\x8b\x08"), "train-0.tar is no whole tar file"),
+    (GOOD, overwritten(0, b"\x1f\x8b\x08"), "train-0.tar is compressed, so"),
+    (GOOD | {"b.cls": b"1", "b.jpg": b"?"}, overwritten(2560, bytes(1024)), "train-0.tar is damaged at byte 2560"),
+    (
+        {f"{n}.{kind}": b"1" for n in range(9) for kind in ("jpg", "cls")},
+        overwritten(4096, bytes(4096)),
+        "at byte 4096",
+    ),
     (GOOD | {"b.jpg": b""}, as_it_is, "train-0.tar: b.jpg lacks its label, b.cls"),
     (GOOD | {"b.cls": b"1"}, as_it_is, "train-0.tar: b.cls lacks its image, b.jpg"),
     (GOOD | {"b.jpg": LINK}, as_it_is, "train-0.tar: b.jpg is no regular file"),
+    *((GOOD | {name: b""}, as_it_is, f"train-0.tar: {name} would not be read") for name in UNREAD),
+    (GOOD, lambda path: path.rename(path.with_name("train-0.tar.gz")), "train-0.tar.gz is compressed, so that"),
+    (GOOD, lambda path: path.rename(path.with_name("train-0.tgz")), "train-0.tgz is compressed, so that"),
+    (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar is named after both splits"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
-    *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label") for label in (b"cat", b"-1", b"9" * 99)),
+    *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label") for label in NO_LABELS),
     ({}, as_it_is, "no image in the 1 tar(s) of the train split"),
     ({"n01440764_1.JPEG": b""}, lambda path: path.rename(path.with_name("n01440764.tar")), "data prepare"),
     ({}, lambda path: path.rename(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
@@ -195,6 +209,7 @@ def test_a_bad_tar_is_told_with_its_place(tmp_path: Path):
         tar_of(root / "val.tar", GOOD)
         for _ in range(2):  # no index is left that would be believed
             assert sentence in refusal_of(open_training, root)
+        assert sentence in refusal_of(verify, root)
         assert not list(root.glob(".imagenet-fast*"))
 
 
@@ -211,6 +226,9 @@ BAD_RECORDS: list[tuple[list[bytes], Damage, str]] = [
     ([example(2**40)], as_it_is, "its label is 1099511627776"),
     ([], as_it_is, "no record in the 1 file(s) of the train split"),
     ([example(2), example(4)], as_it_is, "labels run from 2 to 4"),
+    ([example(0), example(500), example(1000)], as_it_is, "labels run from 0 to 1000 and 3 of them occur, so"),
+    ([example(0)], overwritten(0, b"\x1f\x8b"), "train-00000-of-00001 is compressed, so"),
+    ([example(0)], lambda path: path.rename(f"{path}.gz"), "train-00000-of-00001.gz is compressed, so"),
     *(
         ([example(1, "a"), other], as_it_is, "a label goes with two synsets")
         for other in (example(1, "b"), example(2, "a"))
@@ -275,11 +293,11 @@ def test_labels_from_1_on_are_those_of_tensorflows_scripts(tmp_path: Path, capsy
 
 def test_labels_from_0_on_stay(tmp_path: Path):
     """As TensorFlow Datasets writes them, under names of its own."""
-    tfds = [written({"file_name": b"a", "image": b"A", "label": label}) for label in (4, 0)]
+    tfds = [written({"file_name": b"a", "image": b"A", "label": label}) for label in (2, 0, 1)]
     records_of(tmp_path / "imagenet2012-train.tfrecord-00000-of-00001", *tfds)
     train = open_training(tmp_path)
-    assert train.labels.tolist() == [4, 0]
-    assert len(train.classes) == 5
+    assert train.labels.tolist() == [2, 0, 1]
+    assert train.classes == ["0", "1", "2"]
     assert train.read(1) == b"A"
 
 
@@ -323,10 +341,19 @@ def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
     assert "classes.txt: every class has a name of its own" in refusal_of(open_training, tmp_path)
 
 
+@pytest.mark.parametrize(("label", "told"), [(2, "2 and 2 of them occur, 1 not; name all"), (2 * 10**9, "2 of them")])
+def test_labels_that_never_occur_are_named_by_classes_txt_or_refused(tmp_path: Path, label: int, told: str):
+    tar_of(tmp_path / "train-0.tar", GOOD | {"b.jpg": b"", "b.cls": f"{label}".encode()})
+    assert told in refusal_of(open_training, tmp_path)
+    (tmp_path / "classes.txt").write_text("cat\ndog\nowl\n")
+    if label == 2:
+        assert open_training(tmp_path).labels.tolist() == [0, 2]
+
+
 def test_validation_alone_is_numbered_by_itself(tmp_path: Path):
-    tar_of(tmp_path / "val-0.tar", {"a.jpg": b"V", "a.cls": b"2"})
+    tar_of(tmp_path / "val-0.tar", GOOD | {"b.jpg": b"V", "b.cls": b"1"})
     check_validation(tmp_path)
-    assert open_validation(tmp_path).classes == ["0", "1", "2"]
+    assert open_validation(tmp_path).classes == ["0", "1"]
     assert "has shards of the val split but none of that kind of train" in refusal_of(check_folders, tmp_path)
 
 

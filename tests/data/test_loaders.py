@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from imagenet_fast.data import bad_images, dali_loader, fingerprint
+from imagenet_fast.data import bad_images, dali_loader, fingerprint, format_detection
 from imagenet_fast.data.augmentation import augmentation_of
 from imagenet_fast.data.decode import EncodedImage, decode
 from imagenet_fast.data.format_detection import Format
@@ -82,10 +82,19 @@ def test_both_loaders_show_the_same(image_dir: Path, settings: dict[str, Any]):
 def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path):
     """Where an odd number of pixels is too many, and where the longer side has a fraction of one."""
     random = np.random.default_rng(1)
-    sizes = [(56, 56 + more) for more in range(8)] + [(80, 57), (113, 75), (40, 31), (56, 400), (9, 7), (300, 299)]
+    sizes = [(56, 56 + more) for more in range(8)] + [
+        (80, 57),
+        (113, 75),
+        (40, 31),
+        (56, 400),
+        (3, 400),
+        (401, 2),
+        (9, 7),
+        (300, 299),
+    ]
     images = {}
     for height, width in sizes:
-        grains = Image.fromarray(random.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8))
+        grains = Image.fromarray(random.integers(0, 256, (-(-height // 2), -(-width // 2), 3), dtype=np.uint8))
         images[f"{height} x {width}"] = encoded(grains.resize((width, height), BICUBIC), "PNG")
     assert apart(one_class(tmp_path, images), 2).max() < 0.03
 
@@ -239,6 +248,31 @@ def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path):
         for look in (check_folders, scan):
             with pytest.raises(UserError, match=sentence):
                 look(tmp_path / f"{number}")
+
+
+def test_a_class_link_that_leads_nowhere_is_refused(tmp_path: Path):
+    """Without it in both splits, all classes behind it would have other labels."""
+    small.put_classes(tmp_path, "ant", "cow")
+    for split in ("train", "val"):
+        (tmp_path / split / "bee").symlink_to("/nowhere")
+    for look in (check_folders, scan_training, scan_validation, verify):
+        assert "train/bee is a link that leads nowhere" in refusal_of(look, tmp_path)
+
+
+def test_what_the_system_refuses_is_a_sentence(tmp_path: Path):
+    small.put_classes(tmp_path, "ant")
+    (tmp_path / "train/bee").symlink_to("bee")
+    for look in (format_detection.check_folders, format_detection.open_training, format_detection.open_validation):
+        assert "train/bee cannot be read (Too many levels of symbolic links)" in refusal_of(look, tmp_path)
+
+
+def test_a_pipe_named_as_an_image_is_bad_and_not_waited_for(tmp_path: Path):
+    small.put_classes(tmp_path, "ant", train=2)
+    (tmp_path / "train/ant/1.jpg").unlink()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "train/ant/1.jpg").symlink_to(tmp_path / "pipe")
+    assert verify(tmp_path).bad == {"train/ant/1.jpg": "empty"}
+    assert scan_training(tmp_path).read(1) == b""
 
 
 def test_validation_alone_numbers_its_own_classes(tmp_path: Path):

@@ -22,7 +22,7 @@ from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.errors import UserError
 
-_VERSION = 2
+_VERSION = 3
 _TICK_S = 0.02  # file systems' clocks advance in steps of up to 10 ms
 _MANY = 100  # files or folders; the user is told when this many are scanned
 

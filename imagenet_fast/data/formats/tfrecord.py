@@ -17,6 +17,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from imagenet_fast.data.archives import refuse_compressed
 from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_reader import COLUMNS, Row, Shards, columns_of, look_through, read_classes
 from imagenet_fast.errors import UserError
@@ -115,6 +116,7 @@ def check_record_file(shard: Path) -> None:
     """Raise UserError if ``shard`` does not begin with a record."""
     with shard.open("rb") as file:
         head = file.read(HEAD.size)
+    refuse_compressed(head, str(shard))
     if head and (len(head) < HEAD.size or masked_crc32c(head[:8]) != HEAD.unpack(head)[1]):
         raise UserError(f"{shard}: record 0 at byte 0 is damaged, or this is no TFRecord file; {_AGAIN}")
 
@@ -152,6 +154,8 @@ def _look(shard: Path) -> list[Record]:
             where = f"{shard}: record {len(found)} at byte {at}"
             head = fetch(at, at + HEAD.size)
             length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1)
+            if at == 0:
+                refuse_compressed(head, str(shard))
             if crc >= 0 and masked_crc32c(head[:8]) != crc:
                 raise UserError(f"{where} is damaged, or this is no TFRecord file; {_AGAIN}")
             begin, end = at + HEAD.size, at + HEAD.size + length
@@ -250,13 +254,14 @@ def _numbering(root: Path, index: Index) -> _Numbering:
         by_number = {number: by_synset[synset] for number, synset in synset_of.items() if synset in by_synset}
         return _Numbering(classes, by_number, by_synset)
     low, high, different = int(written.min()), int(written.max()), len(np.unique(written))
-    count = len(named) if named else high + 1 if low == 0 else high if different == high else 0
+    count = len(named) if named else different if low in (0, 1) and high == different - 1 + low else 0
     first = 0 if low == 0 else 1 if high == count else None
     if first is None or high >= count + first:
         raise UserError(
             f"{root}: labels run from {low} to {high} and {different} of them occur"
             + (f", where classes.txt names {count}" if named else "")
-            + ", so that nobody knows whether 0 or 1 is the first class; give every record its image/class/synset"
+            + ", so that nobody knows which class is which; name all in classes.txt, in the order of labels, or give "
+            "every record its image/class/synset"
         )
     classes = named or [str(number) for number in range(first, count + first)]
     return _Numbering(classes, {number + first: number for number in range(count)}, {}, first == 1)

@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
 from imagenet_fast.data.formats.shard_reader import (
     CLASSES,
@@ -17,14 +21,15 @@ from imagenet_fast.data.formats.shard_reader import (
     look_through,
     read_classes,
 )
+from imagenet_fast.data.image_names import SUFFIXES
 from imagenet_fast.errors import UserError
 
 IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 KIND = Kind("webdataset", COLUMNS)
 
 _DIGITS = 20  # more than any label has
-_BLOCK = 512
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
+_NAMES = f"images are named KEY.SUFFIX with one of {', '.join(IMAGES)}, and there is no dot in the name of a KEY"
 
 
 class TarShards(Shards):
@@ -46,8 +51,8 @@ class TarShards(Shards):
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
     """Open the images in ``files``.
 
-    The class names are those in ``classes.txt``. Without it they are numbers, up to the largest label in the
-    ``training`` files, or in ``files`` if there are no training files.
+    The class names are those in ``classes.txt``. Without it they are numbers, those of the labels in the ``training``
+    files, or in ``files`` if there are no training files.
 
     Args:
         root: The data directory.
@@ -63,7 +68,7 @@ def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Seq
     classes = read_classes(root)
     if classes is None:
         deciding = _open(root, "train", training) if training else index
-        classes = [str(label) for label in range(int(deciding.columns["labels"].max()) + 1)]
+        classes = _numbered(root, deciding.columns["labels"])
     shards = TarShards(files, index, labels, classes)
     if labels.max() >= len(classes):
         raise UserError(
@@ -71,6 +76,18 @@ def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Seq
             f"by {CLASSES} or the training split; labels run from 0 on"
         )
     return shards
+
+
+def _numbered(root: Path, labels: NDArray[np.int64]) -> list[str]:
+    """Return the labels as names. Raises UserError if a number is missing: nobody knows what the others are then."""
+    there = np.unique(labels)
+    if len(there) <= there[-1]:
+        missing = int(np.argmin(there == np.arange(len(there))))
+        raise UserError(
+            f"{root}: labels run up to {there[-1]} and {len(there)} of them occur, {missing} not; name all classes in "
+            f"{root / CLASSES}, one a line in the order of labels"
+        )
+    return [str(label) for label in there]
 
 
 def check_tar(shard: Path) -> None:
@@ -104,6 +121,8 @@ def _look(shard: Path) -> list[Row]:
                     found, content = labels, _label(shard, file, member)
                 case _ if extension in IMAGES:
                     found, content = images, member
+                case _ if f".{extension.rpartition('.')[2]}" in (".cls", *SUFFIXES):
+                    raise UserError(f"{shard}: {member.name} would not be read; {_NAMES}, so rename it")
                 case _:  # WebDataset may store other files with an image
                     continue
             if key in found:
@@ -121,24 +140,11 @@ def _look(shard: Path) -> list[Row]:
 
 def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a tar. Raises UserError for links and the like, or if the tar is not whole."""
-    end = 0
-    try:
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                if member.size < 0 or tar.offset <= end:
-                    raise tarfile.ReadError("a size below 0")
-                end = tar.offset
-                if not (member.isreg() or member.isdir()) or member.issparse():
-                    raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
-                if member.isreg():
-                    yield member
-    except (tarfile.TarError, ValueError, OverflowError) as error:
-        raise UserError(f"{shard} is no whole tar file ({error}); copy or make it again") from None
-    file.seek(end)
-    rest = file.read(_BLOCK)
-    if len(rest) < _BLOCK or any(rest):
-        what = "ends without an end mark" if len(rest) < _BLOCK else "is damaged"
-        raise UserError(f"{shard} {what} at byte {end}; copy or make it again")
+    for member in tar_members(file, str(shard), "copy or make it again"):
+        if not (member.isreg() or member.isdir()) or member.issparse():
+            raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
+        if member.isreg():
+            yield member
 
 
 def _key(name: str) -> tuple[str, str]:

@@ -15,19 +15,14 @@ from imagenet_fast.data.resize import shrunk as loaders_shrunk
 
 SHRUNK_QUALITY = 95
 """JPEG quality of shrunk images, unless told otherwise."""
-_LONGEST_EXIF = 65_533  # bytes that fit in a JPEG
-
-
-class Undecodable(Exception):
-    """An error for an image that cannot be decoded; the message says what is wrong."""
+_LONGEST = 65_500  # pixels of a JPEG's side
 
 
 def shrunk(content: bytes, side: int, quality: int) -> bytes:
-    """Return ``content`` as a JPEG with the short side ``side``, or unchanged if its short side is not longer.
+    """Return ``content`` as a JPEG with the short side ``side``, without metadata.
 
-    The pixels are those that the loaders see: as stored, without the rotation that EXIF asks for, and RGB, except that
-    grey stays grey. EXIF is kept if it fits in a JPEG, so programs that apply its orientation still do. A colour
-    profile is kept too, unless the colours were converted.
+    It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
+    pixels are those that the loaders see: as stored, without the rotation that EXIF asks for. Grey stays grey.
 
     Args:
         content: The encoded image.
@@ -35,41 +30,32 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
         quality: The quality of the JPEG.
 
     Raises:
-        Undecodable: The image cannot be decoded.
+        ImageDecodeError: The loaders cannot decode the image.
     """
-    try:
-        with Image.open(BytesIO(content)) as image:
-            width, height = image.size
-            if min(width, height) <= side:
-                return content
-            pixels = image if image.mode in ("L", "RGB") else image.convert("RGB")
-            profile = image.info.get("icc_profile") if pixels is image else None
-            exif = image.info.get("exif", b"")
-            scale = side / min(width, height)
-            small = pixels.resize((round(width * scale), round(height * scale)), Image.Resampling.LANCZOS)
-            written = BytesIO()
-            exif = exif if len(exif) <= _LONGEST_EXIF else b""
-            small.save(written, "JPEG", quality=quality, icc_profile=profile, exif=exif)
-            return written.getvalue()
-    # Pillow's decoders raise many types, among them EOFError, SyntaxError and struct.error
-    except Exception as error:
-        raise Undecodable(str(error)) from None
+    pixels = decode(content)
+    height, width, _ = pixels.shape
+    scale = side / min(width, height)
+    size = round(width * scale), round(height * scale)
+    if scale >= 1 or max(size) > _LONGEST:
+        return content
+    is_grey = bool((pixels == pixels[..., :1]).all())
+    written = BytesIO()
+    image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
+    image.resize(size, Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
+    return written.getvalue()
 
 
 def stored(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
     """Return the bytes to keep of an image, and whether it could not be decoded, and so is kept unchanged."""
     content = file.read()
-    if settings.format == "pixels":
-        try:
-            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0)), False
-        except ImageDecodeError:
-            return content, True
-    if settings.resize is None or settings.quality is None:
-        return content, False
     try:
-        return shrunk(content, settings.resize, settings.quality), False
-    except Undecodable:
+        if settings.format == "pixels":
+            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0)), False
+        if settings.resize is not None and settings.quality is not None:
+            return shrunk(content, settings.resize, settings.quality), False
+    except ImageDecodeError:
         return content, True
+    return content, False
 
 
 def shrinking_ratio(sample: Iterable[SourceFile], settings: Settings) -> float:

@@ -198,7 +198,7 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
                 )
     train = names["train"] | before.splits.get("train", {}).keys()
     strangers = sorted(names["val"] - train) if train else []
-    if strangers and not subset:
+    if strangers and (not subset or len(strangers) == len(names["val"])):
         raise UserError(f"{source} has a class {strangers[0]} to validate on that train lacks; fetch both again")
     if strangers:
         warn(f"{len(strangers)} classes are left out of val, as train lacks them, the first {strangers[0]}")

@@ -9,7 +9,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
-from imagenet_fast.data.image_names import look_into, shown
+from imagenet_fast.data.image_names import class_folders, look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images, require_images
 from imagenet_fast.data.prepare.imagenet_archives import DEVKIT, TRAIN, VAL, flat_classes, official_source
 from imagenet_fast.data.prepare.source_files import Source, SourceClass, SourceFile
@@ -61,7 +61,7 @@ def _folders(root: Path) -> Source:
 def _classes(root: Path, split: str) -> list[SourceClass]:
     if not (root / split).is_dir():
         return []
-    names = look_into(root / split).folders
+    names = class_folders(root / split)
     for name in names:
         if not name.isprintable():
             raise UserError(f"{root / split} has a folder {name!r}, which is no name for a class; rename it")

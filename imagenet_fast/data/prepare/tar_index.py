@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.errors import UserError
-
-_BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +33,14 @@ def members(tar: Path, within: Member | None = None) -> list[Member]:
             file at the top level (a link, a device, a folder, a path that leads elsewhere).
     """
     told = str(tar) if within is None else f"'{within.name}' in {tar}"
-    try:
-        with tar.open("rb") as file:
-            if within is None:
-                return list(_members(file, tar, told, 0))
-            file.seek(within.header)
-            with tarfile.open(fileobj=file, mode="r:") as outer:
-                inner = outer.extractfile(_first(outer))
-                assert inner is not None
-                return list(_members(inner, tar, told, within.offset))
-    except tarfile.TarError as error:
-        raise UserError(f"{told} is no tar, or damaged ({error}); fetch it again") from None
+    with tar.open("rb") as file:
+        if within is None:
+            return list(_members(file, tar, told, 0))
+        file.seek(within.header)
+        with tarfile.open(fileobj=file, mode="r:") as outer:
+            inner = outer.extractfile(_first(outer))
+            assert inner is not None
+            return list(_members(inner, tar, told, within.offset))
 
 
 def member(tar: Path, name: str, most: int) -> bytes:
@@ -80,23 +76,15 @@ def _first(archive: tarfile.TarFile) -> tarfile.TarInfo:
 
 def _members(stream: IO[bytes], tar: Path, told: str, begin: int) -> Iterator[Member]:
     seen: set[str] = set()
-    end = 0
-    with tarfile.open(fileobj=stream, mode="r:") as archive:
-        for info in archive:
-            name = info.name.removeprefix("./")
-            if info.isdir() and name in ("", "."):
-                continue
-            _check(info, name, told)
-            if name in seen:
-                raise UserError(f"{told} has the member '{name}' twice; fetch it again")
-            seen.add(name)
-            end = info.offset_data + -(-info.size // _BLOCK) * _BLOCK
-            yield Member(name, str(tar), begin + info.offset_data, info.size, begin + info.offset)
-    # tarfile treats anything that is not a header as the end.
-    stream.seek(end)
-    rest = stream.read(_BLOCK)
-    if rest.strip(b"\0") or len(rest) % _BLOCK:
-        raise UserError(f"{told} is damaged after {len(seen)} members; fetch it again")
+    for info in tar_members(stream, told, "fetch it again"):
+        name = info.name.removeprefix("./")
+        if info.isdir() and name in ("", "."):
+            continue
+        _check(info, name, told)
+        if name in seen:
+            raise UserError(f"{told} has the member '{name}' twice; fetch it again")
+        seen.add(name)
+        yield Member(name, str(tar), begin + info.offset_data, info.size, begin + info.offset)
 
 
 def _check(info: tarfile.TarInfo, name: str, told: str) -> None:

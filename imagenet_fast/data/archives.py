@@ -1,0 +1,60 @@
+"""Walk through tars up to an end that is whole, and tell files that are compressed."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from typing import IO
+
+from imagenet_fast.errors import UserError
+
+_TOOLS = {
+    b"\x1f\x8b": "gunzip",
+    b"BZh": "bunzip2",
+    b"\xfd7zXZ": "unxz",
+    b"\x28\xb5\x2f\xfd": "unzstd",
+    b"\x04\x22\x4d\x18": "unlz4",
+}
+"""The programs that unpack a file, by its first bytes."""
+
+_PIECE = 1 << 20  # bytes
+
+
+def refuse_compressed(head: bytes, told: str) -> None:
+    """Raise UserError if ``head`` begins a compressed file, called ``told``."""
+    if tool := next((tool for magic, tool in _TOOLS.items() if head.startswith(magic)), None):
+        raise UserError(f"{told} is compressed, so that no image in it can be read on its own; unpack it with `{tool}`")
+
+
+def tar_members(file: IO[bytes], told: str, advice: str) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar; of the file only their headers are read, and all that follows the last of them.
+
+    A tar ends with zeros up to the end of its file. Zeros that something follows are a hole, as a failing disk leaves.
+
+    Args:
+        file: The tar, open for reading.
+        told: What messages call it.
+        advice: What to do if it is damaged.
+
+    Raises:
+        UserError: It is no tar, or compressed, truncated or damaged.
+    """
+    end = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                if member.size < 0 or tar.offset <= end:
+                    raise tarfile.ReadError("a size below 0")
+                end = tar.offset
+                yield member
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        file.seek(0)
+        refuse_compressed(file.read(8), told)
+        raise UserError(f"{told} is no whole tar file ({error}); {advice}") from None
+    at = file.seek(end)
+    while piece := file.read(_PIECE):
+        if piece.strip(b"\0"):
+            raise UserError(f"{told} is damaged at byte {end}, where neither a file nor its end follows; {advice}")
+        at += len(piece)
+    if at < end + tarfile.BLOCKSIZE:
+        raise UserError(f"{told} ends without an end mark at byte {end}; {advice}")
