@@ -40,7 +40,7 @@ _Out = Annotated[
         "--out",
         metavar="DIR",
         parser=run_directory,
-        help="Run directory, as every node sees it. Default: runs/<time>-<recipe>-<sync>.",
+        help="Run directory, as every node sees it. Default: a new one in runs.",
     ),
 ]
 _Program = Annotated[
