@@ -12,6 +12,7 @@ writes, so training would wait. It also neither syncs nor gives the error number
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load
 
 from imagenet_fast.checkpoint.serialization import TensorEntry, Tree, flatten_tree, unflatten_tree
+from imagenet_fast.errors import first_line
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -49,6 +51,7 @@ class StagingBuffer:
 
         Raises:
             TypeError: As ``flatten_tree``.
+            OSError: There is no memory for it, or none that can be pinned.
         """
         self._outline, leaves = flatten_tree(tree)
         self._entries = {}
@@ -56,7 +59,10 @@ class StagingBuffer:
         gpus = {leaf.tensor.device for leaf in leaves.values() if leaf.tensor.is_cuda}
         if len(self._buffer) < self._bytes or (gpus and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the previous buffer first
-            self._buffer = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+            try:
+                self._buffer = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, f"no {'pinned ' * bool(gpus)}memory: {first_line(error)}") from None
         start = 0
         # Largest elements first, so that each tensor begins at a multiple of its element size.
         for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])):
