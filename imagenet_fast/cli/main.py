@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import sysconfig
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -56,12 +58,23 @@ def entry() -> None:
     from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
 
     keep_printing()
+    _inherit_nothing()
     try:
         main()
     except SystemExit as end:
         if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
             refuse_if_lost()
         leave(end)
+
+
+def _inherit_nothing() -> None:
+    """Let no directory or variable around decide what runs: neither here nor in the Pythons that this one starts."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun's options, as an operator of Kubernetes sets them
+    os.environ["MPLBACKEND"] = "agg"  # not the kernel's, in a cell of a notebook
+    # Else a rank would look into the working directory first. The same Python finds the standard library by itself.
+    first = takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, first))}
 
 
 def main() -> None:
