@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
@@ -89,6 +91,7 @@ def main() -> None:
     # stack frames. A launcher reports such errors itself; a rank keeps real errors of its backend.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
     try:
+        _refuse_unexpanded(sys.argv[1:])
         app()
     except UserError as error:
         exit_with_error(str(error))
@@ -98,6 +101,16 @@ def main() -> None:
         if "RANK" in os.environ or not _is_of_a_path(error):  # on a rank the traceback is needed
             raise
         exit_with_error(f"{error}; check the path")
+
+
+def _refuse_unexpanded(words: Sequence[str]) -> None:
+    """Raise UserError if a word has a ``~`` or a variable that no shell has expanded: it would name a directory."""
+    for word in words:
+        if re.search(r"(?:^|=)(?:~|\$[{A-Za-z_])", word):
+            raise UserError(
+                f"{word}: no shell has expanded what it begins with; write the path out, or ./ before a name that "
+                "begins so"
+            )
 
 
 def _is_of_a_path(error: OSError | UnicodeDecodeError) -> bool:

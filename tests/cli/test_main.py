@@ -170,3 +170,9 @@ def test_a_torchrun_that_may_restart_is_told_where_the_run_goes_on(monkeypatch, 
 
 def test_two_runs_that_begin_at_once_have_two_directories():
     assert new_folder("smoke", "ring") != new_folder("smoke", "ring")
+
+
+@pytest.mark.parametrize("word", ["--out=~/runs/a", "~/runs/a", "$HOME/runs/a", "--set=data.cache=${HOME}/c"])
+def test_what_no_shell_has_expanded_is_no_path(word: str, refusal: Callable[..., str]):
+    """A shell leaves ``--out=~/a`` as it is, and a job that no shell starts a ``$HOME`` too."""
+    assert refusal("report", word).startswith(f"error: {word}: no shell has expanded what it begins with; write the")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -248,6 +249,16 @@ def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
 def test_any_text_is_read_as_it_was_written(text: str):
     document: dict[str, Any] = {"a": text, "b": {text: [text, {"c": text, "d": [[1, True], text]}]}}
     assert yaml.safe_load(to_yaml(document)) == document
+
+
+@pytest.mark.parametrize(
+    "text", ["00215e6", "1e3", "0o17", "0b1", "1_000", "12:30", "y", "N", "~", "=", "<<", "-", "9"]
+)
+def test_no_reader_takes_a_text_for_a_number(text: str):
+    """kubectl reads more texts as numbers and as true than PyYAML does."""
+    assert to_yaml({"a": text, text: "word"}) == f"a: {json.dumps(text)}\n{json.dumps(text)}: word\n".replace(
+        "a:", '"a":'
+    )
 
 
 def test_sbatch_requests_whole_nodes_or_cores_and_a_signal():
