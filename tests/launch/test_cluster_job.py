@@ -251,14 +251,10 @@ def test_any_text_is_read_as_it_was_written(text: str):
     assert yaml.safe_load(to_yaml(document)) == document
 
 
-@pytest.mark.parametrize(
-    "text", ["00215e6", "1e3", "0o17", "0b1", "1_000", "12:30", "y", "N", "~", "=", "<<", "-", "9"]
-)
+@pytest.mark.parametrize("text", ["00215e6", "1e3", "0o17", "0b1", "1_000", "12:30", "y", "N", "~", "=", "<<", "9"])
 def test_no_reader_takes_a_text_for_a_number(text: str):
     """kubectl reads more texts as numbers and as true than PyYAML does."""
-    assert to_yaml({"a": text, text: "word"}) == f"a: {json.dumps(text)}\n{json.dumps(text)}: word\n".replace(
-        "a:", '"a":'
-    )
+    assert to_yaml({text: text}) == f"{json.dumps(text)}: {json.dumps(text)}\n"
 
 
 def test_sbatch_requests_whole_nodes_or_cores_and_a_signal():
