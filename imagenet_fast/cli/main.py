@@ -76,7 +76,7 @@ def _inherit_nothing() -> None:
     os.environ["MPLBACKEND"] = "agg"  # not the kernel's, in a cell of a notebook
     # Else a rank would look into the working directory first. The same Python finds the standard library by itself.
     first = takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
-    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(map(os.path.abspath, first))}
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folder or "." for folder in first)}
 
 
 def main() -> None:
@@ -92,6 +92,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
     try:
         _refuse_unexpanded(sys.argv[1:])
+        _refuse_nowhere()
         app()
     except UserError as error:
         exit_with_error(str(error))
@@ -111,6 +112,14 @@ def _refuse_unexpanded(words: Sequence[str]) -> None:
                 f"{word}: no shell has expanded what it begins with; write the path out, or ./ before a name that "
                 "begins so"
             )
+
+
+def _refuse_nowhere() -> None:
+    """Raise UserError if the working directory is gone, without which libraries end the process."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UserError(f"the working directory cannot be used ({error.strerror}); change to one that exists") from None
 
 
 def _is_of_a_path(error: OSError | UnicodeDecodeError) -> bool:

@@ -176,3 +176,10 @@ def test_two_runs_that_begin_at_once_have_two_directories():
 def test_what_no_shell_has_expanded_is_no_path(word: str, refusal: Callable[..., str]):
     """A shell leaves ``--out=~/a`` as it is, and a job that no shell starts a ``$HOME`` too."""
     assert refusal("report", word).startswith(f"error: {word}: no shell has expanded what it begins with; write the")
+
+
+def test_a_working_directory_that_is_gone_is_said_to_be(tmp_path: Path, monkeypatch, refusal: Callable[..., str]):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the working directory cannot be used (No such file or directory); change to one that" in refusal("recipes")
