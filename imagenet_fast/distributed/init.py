@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
+from imagenet_fast.distributed.cgroup_limits import raise_open_files
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
 from imagenet_fast.distributed.process_groups import SLACK_S, leave_at_exit
@@ -138,6 +139,7 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     Raises:
         UserError: If there are more ranks than GPUs, or torch cannot use the GPUs.
     """
+    raise_open_files()
     gpus = torch.cuda.device_count()
     if not torch.cuda.is_available():
         if gpus:

@@ -62,7 +62,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path))
+    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path), HOME=str(seen))
 
 
 @cache
@@ -290,6 +290,12 @@ def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
     return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
 
 
+def manifest(step: Path, time_s: float) -> None:
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    os.utime(step / "manifest.json", (time_s, time_s))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("told", "code", "saves", "refuses", "ends_with"),
@@ -307,12 +313,13 @@ def test_sbatch_queues_again_what_was_stopped_and_saved(
     seen = Path(cluster["SEEN"])
     if not told:
         (seen / "end").write_text(f"{code}\n")
-    text = launch(*SLURM[:3], "--out", str(tmp_path / "run"), "--recipe", "smoke")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    manifest(checkpoints / "step-00000050", time_s=2e9)  # that this start has not made
+    program = ("--program", "sh wrapper.sh --out log trainer")
+    text = launch(*SLURM[:3], *program, "--out", str(tmp_path / "run"), "--recipe", "smoke")
     shell = started(cluster | {"STOPPED": str(code), "REFUSED": str(int(refuses))}, text, signal.SIGUSR1)
     if saves:
-        step = tmp_path / "run" / "checkpoints" / "step-00000100"
-        step.mkdir(parents=True)
-        (step / "manifest.json").touch()
+        manifest(checkpoints / "step-00000100", time_s=1e9)  # by the clock of a file server
     if told:
         shell.send_signal(signal.SIGUSR1)
         wait_for((seen / "told").exists)
@@ -349,6 +356,7 @@ def test_an_ssh_script_hands_on_a_signal_though_another_start_has_ended(
     (other / "end").write_text("2\n")
     again = subprocess.run(["bash", tmp_path / "job.sh"], env=cluster | {"SEEN": str(other)}, check=False)
     assert again.returncode == 2
+    assert not list(tmp_path.glob("*.pid")), "where others may write"
     first.send_signal(number)
     assert first.wait() == 4
     assert (Path(cluster["SEEN"]) / "told").read_text() == "a\n"
