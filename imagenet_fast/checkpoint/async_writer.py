@@ -92,7 +92,9 @@ class CheckpointWriter:
         files = {}
         for name, tree in trees.items():
             if tree is not None:
-                files[name] = self._unless_leaving(self._copied(name, tree))
+                copy = self._copies.setdefault(name, StagingBuffer())
+                copy.take(tree)
+                files[name] = self._unless_leaving(copy.chunks())
         self._saves += 1
         self._thread = threading.Thread(target=self._write, args=(self._saves, stamp, files), daemon=True)
         self._thread.start()
@@ -164,25 +166,11 @@ class CheckpointWriter:
         except Exception as error:
             self._failure = error
 
-    def _copied(self, name: str, tree: Tree) -> Iterator[bytes | memoryview]:
-        """Copy ``tree`` now, and return its chunks; without memory for it they raise, as a disk without room does."""
-        copy = self._copies.setdefault(name, StagingBuffer())
-        try:
-            copy.take(tree)
-        except OSError as error:
-            return _raising(error)
-        return copy.chunks()
-
     def _unless_leaving(self, chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         for chunk in chunks:
             if self._leaving.is_set():
                 raise Leaving
             yield chunk
-
-
-def _raising(error: OSError) -> Iterator[bytes]:
-    yield from ()
-    raise error
 
 
 def _yield_cores() -> None:

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
@@ -91,8 +90,7 @@ def main() -> None:
     # stack frames. A launcher reports such errors itself; a rank keeps real errors of its backend.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
     try:
-        _refuse_unexpanded(sys.argv[1:])
-        _refuse_nowhere()
+        _check_start()
         app()
     except UserError as error:
         exit_with_error(str(error))
@@ -104,22 +102,18 @@ def main() -> None:
         exit_with_error(f"{error}; check the path")
 
 
-def _refuse_unexpanded(words: Sequence[str]) -> None:
-    """Raise UserError if a word has a ``~`` or a variable that no shell has expanded: it would name a directory."""
-    for word in words:
+def _check_start() -> None:
+    """Raise UserError without a working directory, or for a ``~`` or a variable that no shell has expanded."""
+    try:
+        Path.cwd()
+    except OSError as error:  # libraries would end the process
+        raise UserError(f"the working directory cannot be used ({error.strerror}); change to one that exists") from None
+    for word in sys.argv[1:]:
         if re.search(r"(?:^|=)(?:~|\$[{A-Za-z_])", word):
             raise UserError(
                 f"{word}: no shell has expanded what it begins with; write the path out, or ./ before a name that "
                 "begins so"
             )
-
-
-def _refuse_nowhere() -> None:
-    """Raise UserError if the working directory is gone, without which libraries end the process."""
-    try:
-        Path.cwd()
-    except OSError as error:
-        raise UserError(f"the working directory cannot be used ({error.strerror}); change to one that exists") from None
 
 
 def _is_of_a_path(error: OSError | UnicodeDecodeError) -> bool:

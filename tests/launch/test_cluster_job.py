@@ -399,7 +399,7 @@ def test_a_relative_run_directory_is_of_where_the_job_was_printed(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     assert f"--out {tmp_path}/runs/a --resume auto" in launch(*SLURM, "--recipe", "smoke", "--out", "runs/a")
     text = launch("slurm", "--nodes", "2", "--recipe", "smoke")
-    assert re.search(rf"--out {tmp_path}/runs/\d+-\d+-smoke-lazy ", text)
+    assert re.search(rf"--out {tmp_path}/runs/\d+-\d+-smoke-lazy-[0-9a-f]{{6}} ", text)
 
 
 def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
