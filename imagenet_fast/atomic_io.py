@@ -32,9 +32,11 @@ def atomic_path(path: Path, fsync: bool = False, shared: bool = False) -> Iterat
         partial.replace(path)
         if fsync:
             sync_folder(path.parent)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             partial.unlink()
+        if isinstance(error, OSError) and error.filename == str(partial):
+            error.filename = str(path)  # the user does not know the other name
         raise
 
 

@@ -19,6 +19,7 @@ _MAKE_ROOM = "free space there"
 _REMEDIES = {
     errno.ENOSPC: _MAKE_ROOM, errno.EDQUOT: _MAKE_ROOM, errno.EFBIG: "raise `ulimit -f`",
     errno.EROFS: "make it writable", errno.EACCES: "make it writable", errno.EPERM: "make it writable",
+    errno.ENOMEM: "give ranks more memory, or raise `ulimit -l`",
     errno.ENOENT: "have every node see that directory, and nobody remove it",
 }  # fmt: skip
 

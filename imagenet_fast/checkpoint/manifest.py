@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from imagenet_fast.recipe.base import Table
 
 MANIFEST = "manifest.json"
 SHARED = "shared.safetensors"
+_SUM, _END = b',\n  "crc32": ', b"\n}"
+"""What is before the checksum at the end of a manifest, and behind it."""
 
 
 def part_name(rank: int) -> str:
@@ -73,17 +76,16 @@ class Stamp(Table):
 
 
 class Manifest(Stamp):
-    """Content of a checkpoint's ``manifest.json``."""
+    """Content of a checkpoint's ``manifest.json``, without the checksum that is its last field."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 2
+    """What the checksum is of: in 2 of the bytes before it, in 1 of the same fields without white space."""
     number: PositiveInt
     """Number of this checkpoint in its run, from 1; only this tells which one is the newest.
 
     A run that went back writes later checkpoints at earlier steps, and the clock may be set back.
     """
     files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.safetensors$")], FileSum]
-    crc32: str = ""
-    """CRC-32 of all other fields."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest, which makes ``folder`` a checkpoint.
@@ -91,11 +93,8 @@ class Manifest(Stamp):
         Raises:
             OSError: The file cannot be written.
         """
-        sealed = self.model_copy(update={"crc32": self._sum()})
-        write_durably(folder / MANIFEST, [sealed.model_dump_json(indent=2).encode() + b"\n"])
-
-    def _sum(self) -> str:
-        return sum_of([self.model_dump_json(exclude={"crc32"}).encode()]).crc32
+        body = self.model_dump_json(indent=2).encode().removesuffix(_END)
+        write_durably(folder / MANIFEST, [body, _SUM, _seal(body), _END, b"\n"])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -109,7 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         if path.exists() and not path.is_file():
             raise CorruptCheckpoint(path, "is no file")
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        body, _, seal = path.read_bytes().rpartition(_SUM)
+        manifest = Manifest.model_validate_json(body + _END)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -117,12 +117,17 @@ def read_manifest(folder: Path) -> Manifest:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise CorruptCheckpoint(
-            path, f"is not a manifest of format 1 ({where + ': ' if where else ''}{first['msg']})"
-        ) from None
-    if manifest.crc32 != manifest._sum():
+        what = f"{where + ': ' if where else ''}{first['msg']}"
+        raise CorruptCheckpoint(path, f"is no manifest that this version reads ({what})") from None
+    if manifest.format == 1:
+        body = json.dumps(json.loads(body + _END), separators=(",", ":"), ensure_ascii=False).encode()
+    if seal != _seal(body) + _END + b"\n":
         raise CorruptCheckpoint(path, "disagrees with its own checksum")
     return manifest
+
+
+def _seal(body: bytes) -> bytes:
+    return f'"{sum_of([body]).crc32}"'.encode()
 
 
 def sum_of(chunks: Iterable[bytes | memoryview]) -> FileSum:

@@ -202,7 +202,7 @@ def _first_whole(
     if damaged:
         listed = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
         raise UserError(
-            f"no checkpoint in {root} is whole ({listed}); remove them to begin anew, or give other weights"
+            f"no checkpoint in {root} can be read ({listed}); restore one, or begin anew in another directory"
         )
     return None
 

@@ -12,6 +12,7 @@ writes, so training would wait. It also neither syncs nor gives the error number
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import torch
 from safetensors.torch import load
 
 from imagenet_fast.checkpoint.serialization import TensorEntry, Tree, flatten_tree, unflatten_tree
+from imagenet_fast.errors import first_line
 
 _CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -41,22 +43,28 @@ class StagingBuffer:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._bytes = 0
         self._outline: Any = None
+        self._lacking: OSError | None = None
         self._entries: dict[str, Any] = {}
         self._copied: dict[torch.device, torch.cuda.Event] = {}
 
     def take(self, tree: Tree) -> None:
-        """Copy ``tree``; no thread may still read the previous copy.
+        """Copy ``tree``; no thread may still read the previous copy. If there is no memory for it, ``chunks`` says so.
 
         Raises:
             TypeError: As ``flatten_tree``.
         """
         self._outline, leaves = flatten_tree(tree)
+        self._lacking = None
         self._entries = {}
         self._bytes = sum(leaf.tensor.nbytes for leaf in leaves.values())
         gpus = {leaf.tensor.device for leaf in leaves.values() if leaf.tensor.is_cuda}
         if len(self._buffer) < self._bytes or (gpus and not self._buffer.is_pinned()):
             self._buffer = torch.empty(0, dtype=torch.uint8)  # free the previous buffer first
-            self._buffer = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+            try:
+                self._buffer = torch.empty(self._bytes, dtype=torch.uint8, pin_memory=bool(gpus))
+            except RuntimeError as error:
+                self._lacking = OSError(errno.ENOMEM, f"no {'pinned ' * bool(gpus)}memory: {first_line(error)}")
+                return
         start = 0
         # Largest elements first, so that each tensor begins at a multiple of its element size.
         for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].tensor.element_size(), item[0])):
@@ -70,7 +78,9 @@ class StagingBuffer:
         }
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """Yield the file piece by piece, once the copy is complete."""
+        """Yield the file piece by piece, once the copy is complete. Raises OSError if there was no memory for it."""
+        if self._lacking is not None:
+            raise self._lacking
         for gpu, event in self._copied.items():
             with torch.cuda.device(gpu):  # else the writer's thread would make a context of 500 MB on GPU 0
                 event.synchronize()

@@ -60,9 +60,7 @@ def compare(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", parser=run_directory, help="Directory for all runs. Default: runs/<time>-<recipe>-compare."
-        ),
+        typer.Option(metavar="DIR", parser=run_directory, help="Directory for all runs. Default: a new one in runs."),
     ] = None,
 ) -> None:
     """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.

@@ -40,7 +40,7 @@ _Out = Annotated[
         "--out",
         metavar="DIR",
         parser=run_directory,
-        help="Run directory, as every node sees it. Default: runs/<time>-<recipe>-<sync>.",
+        help="Run directory, as every node sees it. Default: a new one in runs.",
     ),
 ]
 _Program = Annotated[
@@ -89,9 +89,10 @@ def slurm(
     from imagenet_fast.launch.slurm import sbatch_text
 
     job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
+    folder = _folder(job, out)
     text = sbatch_text(
-        job, _command(job, program, data, out), label=job_label(job.path.stem), gpus=not no_gpus, cores=cores,
-        time_limit=time, partition=partition, account=account,
+        job, _command(job, program, data, folder), folder, label=job_label(job.path.stem), gpus=not no_gpus,
+        cores=cores, time_limit=time, partition=partition, account=account,
     )  # fmt: skip
     hand_over(text, file)
 
@@ -163,7 +164,7 @@ def ssh(
 
     chosen = parse_hosts(hosts, nodes)
     job = _settle(recipe, sync, overrides, len(chosen), nproc, scale_batch)
-    command = _command(job, program, data, out, *meeting_place(chosen, port))
+    command = _command(job, program, data, _folder(job, out), *meeting_place(chosen, port))
     hand_over(ssh_text(job, command, chosen), file)
 
 
@@ -180,12 +181,16 @@ def _settle(
     return job
 
 
-def _command(job: ClusterJob, program: str | None, data: Path | None, out: Path | None, *more: str) -> list[str]:
-    """Return the command that each node runs, for nodes that share this node's files."""
-    from imagenet_fast.launch.cluster_job import check_data, parse_program
+def _folder(job: ClusterJob, out: Path | None) -> Path:
     from imagenet_fast.metrics.run_folder import new_folder
 
+    return (out or new_folder(job.path.stem, job.recipe.sync.kind)).absolute()
+
+
+def _command(job: ClusterJob, program: str | None, data: Path | None, folder: Path, *more: str) -> list[str]:
+    """Return the command that each node runs, for nodes that share this node's files."""
+    from imagenet_fast.launch.cluster_job import check_data, parse_program
+
     check_data(job.recipe, data, "--data")
-    folder = out or new_folder(job.path.stem, job.recipe.sync.kind)
     images = str(data.absolute()) if data is not None else None
-    return [*parse_program(program), *job.train(job.recipe_here, images, str(folder.absolute()), *more)]
+    return [*parse_program(program), *job.train(job.recipe_here, images, str(folder), *more)]

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
+import sysconfig
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -56,12 +59,23 @@ def entry() -> None:
     from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
 
     keep_printing()
+    _inherit_nothing()
     try:
         main()
     except SystemExit as end:
         if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
             refuse_if_lost()
         leave(end)
+
+
+def _inherit_nothing() -> None:
+    """Let no directory or variable around decide what runs: neither here nor in the Pythons that this one starts."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun's options, as an operator of Kubernetes sets them
+    os.environ["MPLBACKEND"] = "agg"  # not the kernel's, in a cell of a notebook
+    # Else a rank would look into the working directory first. The same Python finds the standard library by itself.
+    first = takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
+    os.environ |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folder or "." for folder in first)}
 
 
 def main() -> None:
@@ -76,6 +90,7 @@ def main() -> None:
     # stack frames. A launcher reports such errors itself; a rank keeps real errors of its backend.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR" if "RANK" in os.environ else "FATAL")
     try:
+        _check_start()
         app()
     except UserError as error:
         exit_with_error(str(error))
@@ -85,6 +100,20 @@ def main() -> None:
         if "RANK" in os.environ or not _is_of_a_path(error):  # on a rank the traceback is needed
             raise
         exit_with_error(f"{error}; check the path")
+
+
+def _check_start() -> None:
+    """Raise UserError without a working directory, or for a ``~`` or a variable that no shell has expanded."""
+    try:
+        Path.cwd()
+    except OSError as error:  # libraries would end the process
+        raise UserError(f"the working directory cannot be used ({error.strerror}); change to one that exists") from None
+    for word in sys.argv[1:]:
+        if re.search(r"(?:^|=)(?:~|\$[{A-Za-z_])", word):
+            raise UserError(
+                f"{word}: no shell has expanded what it begins with; write the path out, or ./ before a name that "
+                "begins so"
+            )
 
 
 def _is_of_a_path(error: OSError | UnicodeDecodeError) -> bool:

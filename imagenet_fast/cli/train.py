@@ -28,7 +28,7 @@ from imagenet_fast.cli.options import (
     run_directory,
     written_out,
 )
-from imagenet_fast.errors import warn
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.signals import stopping_early
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", parser=run_directory, help="Run directory. Default: runs/<time>-<recipe>-<sync>."),
+        typer.Option(metavar="DIR", parser=run_directory, help="Run directory. Default: a new one in runs."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed to use instead of the recipe's.")] = None,
     on_bad_image: OnBadImageOption = None,
@@ -127,8 +127,13 @@ def train(
         )
         from imagenet_fast.launch.worker import run_worker
 
+        known = (run or out) is not None
+        if not known and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+            raise UserError(
+                "torchrun's --max-restarts would begin a new run each time; add --out DIR, where the run goes on"
+            )
         job = plan(place.size)
-        raise typer.Exit(run_worker(job, place, join_timeout).exit_code)
+        raise typer.Exit(run_worker(job, place, join_timeout, traces=job.folder if known else None).exit_code)
 
     from imagenet_fast.launch.launcher import launch
     from imagenet_fast.launch.rendezvous import resolve_nodes

@@ -1,7 +1,8 @@
-"""Read the limits that cgroups, as of containers, Slurm or systemd, set for this process."""
+"""Read the limits that cgroups, as of containers, Slurm or systemd, set for this process; raise its limit of files."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,13 @@ _MEMORY = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 """Files of the limit and of the use in bytes, and the word for reclaimable cache, in versions 2 and 1."""
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the kernel's own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def cpu_quotas(root: Path = Path("/")) -> list[float]:

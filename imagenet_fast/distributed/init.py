@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
+from imagenet_fast.distributed.cgroup_limits import raise_open_files
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
 from imagenet_fast.distributed.flight_recorder import record_flights
 from imagenet_fast.distributed.process_groups import SLACK_S, leave_at_exit
-from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, set_group_rank
+from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, refuse_mpirun, set_group_rank
 from imagenet_fast.distributed.slurm import adopt_step
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
@@ -91,15 +92,21 @@ def init_distributed(
 def current_world() -> DistContext:
     """Return this process among all ranks, for code of one's own. Every rank must call this.
 
-    The process group is the one that exists. Else it is made: of the ranks that torchrun, srun or mpirun has started,
-    or of this process alone.
+    The process group is the one that exists. Else it is made: of the ranks that torchrun or srun has started, or of
+    this process alone.
+
+    Raises:
+        UserError: mpirun has started several processes, which do not know their ranks.
     """
     there = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
     tasks = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
     if not there or tasks == (str(rank), str(size)):  # else a task has started ranks of its own
         adopt_step(os.environ, chosen=True, one_a_node=True)
-    place = rank_info_from_env() or RankInfo(rank, size, rank, size)
+    if (place := rank_info_from_env()) is None:
+        if not there:
+            refuse_mpirun()
+        place = RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)
     if not there:
         bound = device if device.type == "cuda" else None
@@ -132,6 +139,7 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     Raises:
         UserError: If there are more ranks than GPUs, or torch cannot use the GPUs.
     """
+    raise_open_files()
     gpus = torch.cuda.device_count()
     if not torch.cuda.is_available():
         if gpus:

@@ -85,6 +85,17 @@ def rank_info_from_env() -> RankInfo | None:
     return None
 
 
+def refuse_mpirun() -> None:
+    """Raise UserError if mpirun has started several of this process, of which each would train alone."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        count = os.environ.get(name, "1")
+        if count not in ("0", "1", "") and count != os.environ.get("SLURM_STEP_NUM_TASKS"):  # else it was srun
+            raise UserError(
+                f"mpirun has started {count} of these ({name}), and each would train alone; start this command once a "
+                "node, with --nodes, or use torchrun or srun, whose tasks are ranks"
+            )
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Format ``numbers`` as ranges: 1, 2, 3, 7 as "1-3, 7".
 

@@ -72,7 +72,7 @@ def _train(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
     job = read_job(path, Job)
     if job.elastic:
         job = on_ranks(job, place.size)
-    outcome = run_worker(job, place, join_timeout_s, handover=path.parent)
+    outcome = run_worker(job, place, join_timeout_s, path.parent, job.folder)
     # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
     # others.
     return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)

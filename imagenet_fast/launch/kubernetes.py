@@ -185,7 +185,10 @@ def _literal(word: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Write text of several lines as an indented block, and a value that occurs twice without an anchor."""
+    """Quote all text but plain words, write several lines as a block, and a value that occurs twice without an anchor.
+
+    What is no text without quotes depends on the reader: for kubectl ``00215e6`` is a number, and ``y`` is true.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -193,7 +196,8 @@ class _Dumper(yaml.SafeDumper):
     def represent_text(self, text: str) -> yaml.ScalarNode:
         """Write lines as a block; escape what cannot be printed: YAML 1.1 reads U+0085 as the end of a line."""
         to_utf8(text)
-        style = '"' if not text.replace("\n", "").isprintable() else "|" if "\n" in text else None
+        style = None if re.fullmatch("[A-Za-z]{2,}", text) else "|" if "\n" in text else '"'
+        style = style if text.replace("\n", "").isprintable() else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 

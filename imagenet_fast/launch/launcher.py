@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, assert_never
 
+from imagenet_fast.checkpoint.manifest import MANIFEST
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in
@@ -21,7 +22,7 @@ from imagenet_fast.metrics.exit_status import OPENED, TOLD
 from imagenet_fast.metrics.run_folder import check_writable
 from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
-from imagenet_fast.training.run_lock import lock_run_dir
+from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -62,13 +63,16 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     outcome = left or RunResult.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
+        saved = any((job.folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
         outcome.message = outcome.message or (
-            f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} goes on from the last "
-            "checkpoint"
+            f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"
         )
     elif code and not interrupted and (outcome.status != "preempted" or outcome.message.startswith(NOTHING_LOST)):
         outcome.status = "failed"  # a rank that reports no loss was stopped since another one failed
-        outcome.message = fate if outcome.message.startswith(NOTHING_LOST) else outcome.message or fate
+        if code < 0 or outcome.message.startswith(NOTHING_LOST):  # of a killed rank others only know that it is silent
+            outcome.message = fate
+        outcome.message = outcome.message or fate
         if code != 2:  # 2: the rank's error is already printed
             print(
                 f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else "")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, is_here, parse_endpoint
+from imagenet_fast.distributed.rank_info import refuse_mpirun
 from imagenet_fast.distributed.slurm import step_nodes
 from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError
@@ -73,6 +74,8 @@ def resolve_nodes(
     least, count = parse_nodes("1" if asked is None else str(asked))
     if asked is None and (step := step_nodes()) is not None:
         count, endpoint = step[0], endpoint or step[1]
+    elif asked is None:
+        refuse_mpirun()
     if (count > 1 or least is not None) and endpoint is None:
         raise UserError(f"--nodes {asked} needs --rdzv-endpoint HOST:PORT, the same on every node")
     meeting_place = parse_endpoint(endpoint) if endpoint is not None else None

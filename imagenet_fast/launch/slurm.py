@@ -10,6 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
@@ -27,7 +28,8 @@ _SCRIPT = """\
 # the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was. If
 # they could not save in time (exit code 1), it goes on from the last checkpoint, if this start has made one.
 
-begun=$(date +%s)
+manifests() {{ find {checkpoints} -mindepth 2 -maxdepth 2 -name manifest.json -printf '%p %T@\n' 2>/dev/null; }}
+before=$(manifests)
 {step} \\
     {command} &
 step=$!
@@ -40,7 +42,7 @@ if [ -n "$told" ]; then # which has ended the waiting, not the step
     code=$?
 fi
 
-saved() {{ find {checkpoints} -mindepth 2 -maxdepth 2 -name manifest.json -newermt "@$begun" 2>/dev/null | grep -q .; }}
+saved() {{ manifests | grep -qvxF -e "$before"; }}
 if [ "$code" -eq {stopped} ] || {{ [ -n "$told" ] && [ "$code" -eq 1 ] && saved; }}; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0
     echo "job $SLURM_JOB_ID is not queued again; submit the same script, which goes on where it was" >&2
@@ -52,6 +54,7 @@ exit "$code"
 def sbatch_text(
     job: ClusterJob,
     command: Sequence[str],
+    folder: Path,
     *,
     label: str,
     gpus: bool,
@@ -68,7 +71,8 @@ def sbatch_text(
 
     Args:
         job: The job, for the number of nodes and ranks.
-        command: Command of each task, with ``--out``.
+        command: Command of each task.
+        folder: Its run directory.
         label: Name of the job.
         gpus: Whether to ask for one GPU per rank.
         cores: Cores per node; None for whole nodes.
@@ -108,7 +112,7 @@ def sbatch_text(
         note=job.note,
         step=shlex.join(step),
         command=shlex.join(command),
-        checkpoints=shlex.quote(f"{command[command.index('--out') + 1]}/checkpoints"),
+        checkpoints=shlex.quote(str(folder / "checkpoints")),
         stopped=STOPPED,
         warning=warning_s,
     )

@@ -14,7 +14,7 @@ from imagenet_fast.launch.cluster_job import ClusterJob
 
 _SSH = "ssh -n -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=15 -o ServerAliveCountMax=8"
 """Without BatchMode it would wait for a password that no user can enter, without the others for a node that died."""
-_PID = '"${TMPDIR:-/tmp}/imagenet-fast-$0.pid"'
+_PID = '"$HOME/.imagenet-fast-$0.pid"'  # not in /tmp, where others could have left a link of that name
 
 
 def parse_hosts(text: str, nodes: int | None) -> list[str]:

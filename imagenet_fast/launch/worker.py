@@ -21,7 +21,9 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.trainer import Trainer
 
 
-def run_worker(job: Job, place: RankInfo, join_timeout_s: float, handover: Path | None = None) -> RunResult:
+def run_worker(
+    job: Job, place: RankInfo, join_timeout_s: float, handover: Path | None = None, traces: Path | None = None
+) -> RunResult:
     """Join the other ranks, train or resume, and return the result.
 
     Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``handover`` too.
@@ -31,6 +33,7 @@ def run_worker(job: Job, place: RankInfo, join_timeout_s: float, handover: Path 
         place: This process's rank.
         join_timeout_s: Seconds to wait for the other ranks.
         handover: The launcher's directory; None without our launcher.
+        traces: Directory for NCCL's records, where all ranks were told the same one.
 
     Raises:
         UserError: If the ranks do not meet, were given different jobs, or cannot start from the given weights or
@@ -53,7 +56,7 @@ def run_worker(job: Job, place: RankInfo, join_timeout_s: float, handover: Path 
     join_timeout, binding = timedelta(seconds=join_timeout_s), job.recipe.numa_binding
     try:
         with init_distributed(
-            place, job.agreed(), join_timeout, job.recipe.timeout, end, job.folder, handover, binding
+            place, job.agreed(), join_timeout, job.recipe.timeout, end, traces, handover, binding
         ) as world:
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:

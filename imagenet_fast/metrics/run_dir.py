@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from imagenet_fast import __version__
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.process_groups import backend_name
@@ -53,8 +54,8 @@ def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], res
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / "outcome.json").unlink(missing_ok=True)
     write_job(job, job.folder / "job.json")
-    (job.folder / "recipe.toml").write_text(to_toml(job.recipe), encoding="utf-8")
-    (job.folder / "environment.json").write_text(to_json(environment(job, world), indent=2) + "\n", encoding="utf-8")
+    atomic_write_text(job.folder / "recipe.toml", to_toml(job.recipe))
+    atomic_write_text(job.folder / "environment.json", to_json(environment(job, world), indent=2) + "\n")
     return MetricLogger(
         run_s,
         [

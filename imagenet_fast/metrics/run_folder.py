@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import tempfile
 import time
 from pathlib import Path
@@ -10,8 +11,11 @@ from imagenet_fast.errors import UserError
 
 
 def new_folder(recipe: str, what: str) -> Path:
-    """Return the directory of a run without ``--out``: its name has the time, the ``recipe`` and ``what``."""
-    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}"
+    """Return a new directory for a run without ``--out``, named after the time, the ``recipe`` and ``what``.
+
+    No other start has its name, though it begins in the same second on another node: six digits are random.
+    """
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}-{secrets.token_hex(3)}"
 
 
 def check_writable(folder: Path, resume: bool = False, otherwise: str = "go on with it by --resume auto, ") -> None:

@@ -99,7 +99,10 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
     with atomic_path(path) as partial:
+        partial.touch()
+        usual = partial.stat().st_mode
         save_file(_apart(tensors), partial, metadata)
+        partial.chmod(usual)  # the library's file is its owner's alone, whatever the umask
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -239,7 +242,11 @@ def _unwrap(file: Path, content: object) -> Weights:
     entries = content if isinstance(content, dict) else {}
     inside = {str(name): value for name, value in entries.items() if _is_state_dict(value)}
     usual = [name for name in _ENTRIES if name in inside] or list(inside)
-    if not usual or (len(usual) > 1 and usual[0] not in _ENTRIES):
+    others = usual[1:]
+    if usual and usual[0] in _ENTRIES:  # those of other names, of which one may be the moving average
+        plain = {name: _plain_names(state).keys() for name, state in inside.items()}
+        others = [name for name in inside if name not in _ENTRIES and plain[name] == plain[usual[0]]]
+    if not usual or others:
         among = f"; its entries are {', '.join(map(str, list(entries)[:8]))}" if entries else ""
         raise UserError(
             f"{file} holds {'several state dicts' if usual else 'no state dict'}{among}; give a file of one alone, as "

@@ -205,6 +205,29 @@ def test_what_a_disk_refuses_is_told_and_the_next_one_is_saved(number: int, fix:
     assert found_step(tmp_path) == 3
 
 
+@pytest.mark.parametrize("short", [0, 1])
+def test_memory_that_one_rank_lacks_fails_this_save_on_all_and_no_later_one(short: int, tmp_path: Path, monkeypatch):
+    """A limit of the memory that may be pinned, or a cgroup's."""
+    writers, empty = together(tmp_path, tmp_path), torch.empty
+
+    def refuse(size: int, **settings: Any) -> torch.Tensor:
+        if size:
+            raise RuntimeError("CUDA error: out of memory\nmore of it")
+        return empty(size, **settings)
+
+    for rank, writer in enumerate(writers):
+        with monkeypatch.context() as patch:
+            if rank == short:
+                patch.setattr(torch, "empty", refuse)
+            writer.save(stamp(1, world=2), state(1), state(1, rank=1 + rank))
+    (told,) = set(failures(writers))
+    assert f"the checkpoint of step 1 failed: rank {short} on " in told
+    assert "(no memory: CUDA error: out of memory); give ranks more memory, or raise `ulimit -l`, then start" in told
+    assert names(tmp_path) == []
+    save_all(writers, 2)
+    assert {writer.wait() for writer in writers} == {tmp_path / "step-00000002"}
+
+
 @pytest.mark.parametrize("kills", [pytest.param(5, marks=pytest.mark.ci), pytest.param(50, marks=pytest.mark.weekly)])
 def test_a_writer_killed_at_any_moment_leaves_good_checkpoints(tmp_path: Path, kills: int):
     chance = random.Random(0)

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app, main
 from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import RunResult
+from imagenet_fast.metrics.run_folder import new_folder
 from imagenet_fast.models.weights import write_weights
 from tests.e2e.command import in_process
 
@@ -147,9 +149,37 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(rank: str, warnings: i
     for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
         monkeypatch.setenv(key, value)
     trained = RunResult("finished", "smoke", "lazy", 2, 32)
-    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda job, place, join_timeout_s: trained)
+    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda *_, **named: trained)
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", "train", "--recipe", "smoke", "--set", "target_top1=0.85"])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 0
     assert capsys.readouterr().err.count("warning: ") == warnings
+
+
+def test_a_torchrun_that_may_restart_is_told_where_the_run_goes_on(monkeypatch, refusal: Callable[..., str]):
+    """Each start would find another time, and so another directory, and begin at step 0."""
+    for key, value in zip(TORCHRUN, ("0", "2", "0", "2"), strict=True):
+        monkeypatch.setenv(key, value)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", Mock(side_effect=UserError("began")))
+    train = ("train", "--recipe", "smoke")
+    assert "torchrun's --max-restarts would begin a new run each time; add --out DIR" in refusal(*train)
+    assert "began" in refusal(*train, "--out", "runs/a")
+
+
+def test_two_runs_that_begin_at_once_have_two_directories():
+    assert new_folder("smoke", "ring") != new_folder("smoke", "ring")
+
+
+@pytest.mark.parametrize("word", ["--out=~/runs/a", "~/runs/a", "$HOME/runs/a", "--set=data.cache=${HOME}/c"])
+def test_what_no_shell_has_expanded_is_no_path(word: str, refusal: Callable[..., str]):
+    """A shell leaves ``--out=~/a`` as it is, and a job that no shell starts a ``$HOME`` too."""
+    assert refusal("report", word).startswith(f"error: {word}: no shell has expanded what it begins with; write the")
+
+
+def test_a_working_directory_that_is_gone_is_said_to_be(tmp_path: Path, monkeypatch, refusal: Callable[..., str]):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "the working directory cannot be used (No such file or directory); change to one that" in refusal("recipes")

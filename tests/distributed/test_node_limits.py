@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores, shares, usable_cores
+from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.distributed.rank_info import RankInfo
 from tests.ranks import run, with_ranks
 
@@ -35,6 +37,16 @@ def of_gpu(node: str, cores: str) -> dict[str, str]:
 
 def in_cgroup(membership: str, files: dict[str, str]) -> dict[str, str]:
     return {"proc/self/cgroup": membership} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+
+
+def test_a_rank_may_open_as_many_files_as_its_node_lets_it():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        prepare_device(0)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def bound(root: Path) -> tuple[set[int], set[int]]:

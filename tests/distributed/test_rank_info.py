@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from imagenet_fast.distributed.init import current_world
 from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.errors import UserError
+from imagenet_fast.launch.rendezvous import resolve_nodes
+from tests.conftest import refusal_of
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +45,16 @@ def test_half_a_place_is_refused_or_every_pod_would_train_by_itself(
         monkeypatch.setenv(key, value)
     with pytest.raises(UserError, match=f"has {' and '.join(sorted(pod, key=TORCHRUN.index))} but not .*; start it"):
         rank_info_from_env()
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_an_mpirun_do_not_train_each_by_itself(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "4")
+    assert f"mpirun has started 4 of these ({name})" in refusal_of(resolve_nodes, 1, None, None, 300.0)
+    assert f"mpirun has started 4 of these ({name})" in refusal_of(current_world)
+    assert resolve_nodes(1, 4, "node0:29400", 300.0).count == 4, "one on each node is a launcher"
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")  # srun's, of which the ranks are known otherwise
+    assert resolve_nodes(1, None, None, 300.0).count == 1
 
 
 def test_a_pod_of_one_trains(monkeypatch: pytest.MonkeyPatch):

@@ -160,3 +160,23 @@ def test_weights_of_a_divided_model_are_whole(layout: tuple[str, ...], split: st
     with torch.inference_mode(), torch.autocast("cpu", torch.float16, enabled=layout == PIPELINE):
         hits = sum(int((model.eval()(x).argmax(1) == y).sum()) for x, y in images.next_evaluation())
     assert events_of(run, "eval")[-1]["top1"] == pytest.approx(100 * hits / 21)
+
+
+@pytest.mark.ci
+def test_what_lies_in_the_working_directory_or_is_inherited_decides_nothing(tmp_path: Path):
+    """A module of a standard name, another copy of this program, an operator's variables, a notebook's."""
+    for name in ("random.py", "logging.py", "imagenet_fast/__init__.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('this one')")
+    pets = {"PET_NO_PYTHON": "1", "PET_RUN_PATH": "1", "PET_ROLE": "other", "PET_LOG_DIR": str(tmp_path / "log")}
+    variables = environment(MPLBACKEND="module://nowhere", **pets)
+    program = str(Path(sys.executable).with_name("imagenet-fast"))
+    train = ("train", "--recipe", "smoke", "--nproc", "1", *setting("data.train_images=64", "global_batch=8"))
+    for words in ((*train, "--out", "run"), ("report", "run", "--png", "run.png")):
+        done = subprocess.run(
+            [program, *words], capture_output=True, text=True, check=False, cwd=tmp_path, env=variables
+        )
+        assert done.returncode in (0, 3), done.stdout + done.stderr
+        assert not done.stderr
+    assert (tmp_path / "run.png").is_file()
+    assert not (tmp_path / "log").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -61,7 +62,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
-    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path))
+    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path), HOME=str(seen))
 
 
 @cache
@@ -238,6 +239,12 @@ def test_any_text_is_read_as_it_was_written(text: str):
     assert yaml.safe_load(to_yaml(document)) == document
 
 
+@pytest.mark.parametrize("text", ["00215e6", "1e3", "0o17", "0b1", "1_000", "12:30", "y", "N", "~", "=", "<<", "9"])
+def test_no_reader_takes_a_text_for_a_number(text: str):
+    """kubectl reads more texts as numbers and as true than PyYAML does."""
+    assert to_yaml({text: text}) == f"{json.dumps(text)}: {json.dumps(text)}\n"
+
+
 def test_sbatch_requests_whole_nodes_or_cores_and_a_signal():
     text = launch(
         *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64", "--time", "24:00:00", "--partition",
@@ -271,6 +278,12 @@ def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
     return found is None or bool(int(found[1], 16) >> (number - 1) & 1)
 
 
+def manifest(step: Path, time_s: float) -> None:
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    os.utime(step / "manifest.json", (time_s, time_s))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("told", "code", "saves", "refuses", "ends_with"),
@@ -288,12 +301,13 @@ def test_sbatch_queues_again_what_was_stopped_and_saved(
     seen = Path(cluster["SEEN"])
     if not told:
         (seen / "end").write_text(f"{code}\n")
-    text = launch(*SLURM[:3], "--out", str(tmp_path / "run"), "--recipe", "smoke")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    manifest(checkpoints / "step-00000050", time_s=2e9)  # that this start has not made
+    program = ("--program", "sh wrapper.sh --out log trainer")
+    text = launch(*SLURM[:3], *program, "--out", str(tmp_path / "run"), "--recipe", "smoke")
     shell = started(cluster | {"STOPPED": str(code), "REFUSED": str(int(refuses))}, text, signal.SIGUSR1)
     if saves:
-        step = tmp_path / "run" / "checkpoints" / "step-00000100"
-        step.mkdir(parents=True)
-        (step / "manifest.json").touch()
+        manifest(checkpoints / "step-00000100", time_s=1e9)  # by the clock of a file server
     if told:
         shell.send_signal(signal.SIGUSR1)
         wait_for((seen / "told").exists)
@@ -330,6 +344,7 @@ def test_an_ssh_script_hands_on_a_signal_though_another_start_has_ended(
     (other / "end").write_text("2\n")
     again = subprocess.run(["bash", tmp_path / "job.sh"], env=cluster | {"SEEN": str(other)}, check=False)
     assert again.returncode == 2
+    assert not list(tmp_path.glob("*.pid")), "where others may write"
     first.send_signal(number)
     assert first.wait() == 4
     assert (Path(cluster["SEEN"]) / "told").read_text() == "a\n"
@@ -372,7 +387,7 @@ def test_a_relative_run_directory_is_of_where_the_job_was_printed(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     assert f"--out {tmp_path}/runs/a --resume auto" in launch(*SLURM, "--recipe", "smoke", "--out", "runs/a")
     text = launch("slurm", "--nodes", "2", "--recipe", "smoke")
-    assert re.search(rf"--out {tmp_path}/runs/\d+-\d+-smoke-lazy ", text)
+    assert re.search(rf"--out {tmp_path}/runs/\d+-\d+-smoke-lazy-[0-9a-f]{{6}} ", text)
 
 
 def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():

@@ -20,9 +20,10 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
+from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from tests.conftest import make_images, tiers
-from tests.e2e.command import Forked, events_of, train_here
+from tests.e2e.command import Forked, events_of, outcome_of, train_here
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
@@ -113,6 +114,47 @@ def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, 
     torchruns = ChildFailedError("imagenet_fast.launch", {1: ProcessFailure(1, 4711, code, "")})
     monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=torchruns))
     assert launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0) == (code, f"rank 1 {fate}")
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    run = job(tmp_path)
+
+    def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
+        (handover / launcher.OPENED).touch()
+        outcome = RunResult.beginning(job)
+        outcome.status, outcome.message = "failed", "rank 1 on a stopped answering at step 4, in data"
+        outcome.write(handover)
+        return -9, "rank 1 on a was killed by SIGKILL at step 4, in data"
+
+    monkeypatch.setattr(launcher, "run_ranks", ranks)
+    assert launcher.launch(run, LaunchConfig(2)) == 1
+    assert outcome_of(tmp_path)["message"] == "rank 1 on a was killed by SIGKILL at step 4, in data"
+    assert capsys.readouterr().out.startswith("failed: rank 1 on a was killed by SIGKILL at step 4, in data; what")
+
+
+@pytest.mark.usefixtures("own_signals")
+@pytest.mark.parametrize(
+    ("saved", "then"),
+    [(False, "begins again, as no checkpoint was written"), (True, "goes on from the last checkpoint")],
+)
+def test_ranks_that_are_killed_at_once_go_on_from_a_checkpoint_only_if_there_is_one(
+    saved: bool, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As by SIGQUIT."""
+
+    def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
+        (handover / launcher.OPENED).touch()
+        if saved:
+            (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+            (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "run_ranks", ranks)
+    assert launcher.launch(job(tmp_path), LaunchConfig(2)) == 1
+    assert outcome_of(tmp_path)["message"].endswith(then)
 
 
 @pytest.mark.usefixtures("own_signals")

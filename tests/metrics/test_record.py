@@ -40,13 +40,16 @@ from imagenet_fast.metrics.report import (
     read_run,
     report_table,
 )
+from imagenet_fast.metrics.run_dir import open_run_dir
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.training.clock import Clock
+from tests import world
 from tests.conftest import Terminal, refusal_of, tables
 from tests.corruption import corrupted, with_another_value
 from tests.e2e.command import in_process
+from tests.training.jobs import job_of
 
 RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
 
@@ -106,6 +109,24 @@ def test_concurrent_launchers_leave_a_whole_outcome(tmp_path: Path):
             written.result()
     assert read_outcome(tmp_path) in outcomes
     assert [path.name for path in tmp_path.iterdir()] == ["outcome.json"]
+
+
+@pytest.mark.parametrize("name", ["job.json", "recipe.toml", "environment.json"])
+def test_a_resume_that_is_killed_as_it_writes_leaves_what_was_there(name: str, tmp_path: Path, monkeypatch):
+    write_text = Path.write_text
+
+    def killed(path: Path, text: str, **settings: Any) -> int:
+        write_text(path, text[:9] if name in path.name else text, **settings)
+        if name in path.name:
+            raise KeyboardInterrupt
+        return 0
+
+    (tmp_path / name).write_text("whole")
+    monkeypatch.setattr(Path, "write_text", killed)
+    monkeypatch.setattr("imagenet_fast.metrics.run_dir.environment", lambda *_: {"python": "3.12"})
+    with pytest.raises(KeyboardInterrupt):
+        open_run_dir(job_of(tmp_path), world(0, 1), lambda: 0.0, resumed=3)
+    assert (tmp_path / name).read_text() == "whole"
 
 
 def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -144,8 +144,21 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: torch.save({"G": SMALL, "D": SMALL, "epoch": 1}, path),
         "holds several state dicts; its entries are G, D, epoch; give a file of one alone",
     ),
+    "a moving average of another name": (
+        lambda path: torch.save({"ema": {f"module.{n}": t for n, t in SMALL.items()}, "model": SMALL}, path),
+        "holds several state dicts; its entries are ema, model; give a file of one alone",
+    ),
     "a folder": (lambda path: path.mkdir(), "cannot be read"),
 }  # fmt: skip
+
+
+def test_weights_may_be_read_by_whom_the_umask_lets(tmp_path: Path):
+    before = os.umask(0o027)
+    try:
+        write_weights(SMALL, tmp_path / "w.safetensors", {})
+    finally:
+        os.umask(before)
+    assert oct((tmp_path / "w.safetensors").stat().st_mode) == "0o100640"
 
 
 @pytest.mark.parametrize(("make", "sentence"), UNREADABLE.values(), ids=UNREADABLE)
