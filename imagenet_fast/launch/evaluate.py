@@ -88,7 +88,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
         )  # fmt: skip
     compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
     weights = load_initial_weights(
-        evaluation.weights, recipe.model, images.classes, world, class_names=images.class_names
+        evaluation.weights, recipe.model, images.classes, world, class_names=images.class_names, evaluates=True
     )
     set_float32_math(precision)
     model = build_initial_model(recipe, images.classes, world, weights)

@@ -170,6 +170,18 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
     return replace(weights, tensors=fitting)
 
 
+def with_classes(weights: Weights, model: schema.Model, class_names: Sequence[str]) -> Weights:
+    """Return the result of ``fit`` with its classes in the order of ``class_names``, which are theirs."""
+    order = torch.tensor([weights.class_names.index(name) for name in class_names])
+    own_names, _ = _expected(model, len(class_names))
+    moved = {own_names[name]: axis for name, axis in _head(model).items()}
+    tensors = {
+        name: tensor.index_select(moved[name], order) if name in moved else tensor
+        for name, tensor in weights.tensors.items()
+    }
+    return replace(weights, tensors=tensors, about={**weights.about, "classes": list(class_names)})
+
+
 def _is_read(name: str, tensor: Tensor, expected: Mapping[str, Tensor]) -> bool:
     """Return whether a network needs the tensor of a file.
 

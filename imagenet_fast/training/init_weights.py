@@ -19,7 +19,7 @@ from imagenet_fast.metrics.report import is_checkpoint, split_checkpoint, weight
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network, to_channels_last
-from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights
+from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, with_classes
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
@@ -65,12 +65,13 @@ def build_initial_model(
 
 def load_initial_weights(
     given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False,
-    class_names: Sequence[str] = (),
+    class_names: Sequence[str] = (), evaluates: bool = False,
 ) -> Weights | None:  # fmt: skip
     """Read the weights that ``given`` names, on rank 0 only, and fit them to ``model``.
 
-    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. Warn if the network
-    blurs otherwise than the one that was trained, or the images are of other classes.
+    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. Classes in another
+    order than the images' are put into theirs. Warn if the network blurs otherwise than the one that was trained, or
+    the images are of other classes.
 
     Args:
         given: Any form that ``given_weights`` accepts.
@@ -79,6 +80,7 @@ def load_initial_weights(
         world: This rank and its process group.
         fresh_head: Whether to leave out the weights of the last layer.
         class_names: Names of the images' classes by label; empty if they are not known.
+        evaluates: Whether to refuse images of other classes instead.
 
     Returns:
         The fitted weights on rank 0, None on other ranks.
@@ -91,17 +93,22 @@ def load_initial_weights(
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             warn_of_blurpool(found, model)
-            if not fresh_head:
-                _warn_of_classes(found, class_names)
+            if not fresh_head and found.class_names and class_names and found.class_names != list(class_names):
+                found = _for_classes(found, model, class_names, evaluates)
     return found
 
 
-def _warn_of_classes(weights: Weights, class_names: Sequence[str]) -> None:
-    """Warn if the names of classes differ: labels are numbers, which may then mean other classes."""
-    for trained, given in zip(weights.class_names, class_names, strict=False):
-        if trained != given:
-            warn(f"{weights.source} was trained on other classes: on '{trained}' where the data has '{given}'")
-            return
+def _for_classes(weights: Weights, model: Model, class_names: Sequence[str], evaluates: bool) -> Weights:
+    """Return the weights with the classes in the data's order: labels are numbers, which would mean other classes."""
+    if sorted(weights.class_names) == sorted(class_names):
+        return with_classes(weights, model, class_names)
+    pairs = zip(weights.class_names, class_names, strict=False)
+    trained, given = next((trained, given) for trained, given in pairs if trained != given)
+    told = f"{weights.source} was trained on other classes: on '{trained}' where the data has '{given}'"
+    if evaluates:
+        raise UserError(f"{told}; evaluate on images of its classes, under the names that they had in training")
+    warn(told)
+    return weights
 
 
 def warn_of_blurpool(weights: Weights, model: Model) -> None:

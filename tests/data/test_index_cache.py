@@ -57,6 +57,15 @@ def test_an_index_is_made_once(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.data", NAME}
 
 
+def test_an_index_with_any_damaged_byte_is_made_anew(tmp_path: Path):
+    (tmp_path / "a.data").touch()
+    kept(tmp_path)
+    whole = (tmp_path / NAME).read_bytes()
+    for at in range(0, len(whole), 7):
+        (tmp_path / NAME).write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
+        assert kept(tmp_path, fill=1) == [1] * 100
+
+
 def test_where_files_have_changed_it_is_made_anew_with_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name in "ab":
         (tmp_path / f"{name}.data").write_text("1")
