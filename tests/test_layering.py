@@ -151,9 +151,9 @@ LINES = {
     "imagenet_fast/plan": 1495,
     "imagenet_fast/recipe": 2283,
     "imagenet_fast/sync": 4994,
-    "imagenet_fast/training": 2899,
-    "imagenet_fast": 36961,
-    "tests": 28787,
+    "imagenet_fast/training": 2906,
+    "imagenet_fast": 36968,
+    "tests": 28803,
     "tests/sync": 6594,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

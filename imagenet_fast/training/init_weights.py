@@ -93,17 +93,24 @@ def load_initial_weights(
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             warn_of_blurpool(found, model)
-            if not fresh_head and found.class_names and class_names and found.class_names != list(class_names):
-                found = _for_classes(found, model, class_names, evaluates)
+            if not fresh_head:
+                found = _for_classes(found, model, list(class_names), evaluates)
     return found
 
 
-def _for_classes(weights: Weights, model: Model, class_names: Sequence[str], evaluates: bool) -> Weights:
+def _for_classes(weights: Weights, model: Model, class_names: list[str], evaluates: bool) -> Weights:
     """Return the weights with the classes in the data's order: labels are numbers, which would mean other classes."""
-    if sorted(weights.class_names) == sorted(class_names):
+    names = weights.class_names
+    if not names and evaluates and all(map(str.isdecimal, class_names)) and class_names != sorted(class_names, key=int):
+        raise UserError(
+            f"{weights.source} has no names of classes, and the folders {', '.join(class_names[:3])}, ... are numbers "
+            "whose order as text is another: give them equally many digits, so that each has the label of its number"
+        )
+    if not names or not class_names or names == class_names:
+        return weights
+    if sorted(names) == sorted(class_names):
         return with_classes(weights, model, class_names)
-    pairs = zip(weights.class_names, class_names, strict=False)
-    trained, given = next((trained, given) for trained, given in pairs if trained != given)
+    trained, given = next(pair for pair in zip(names, class_names, strict=False) if pair[0] != pair[1])
     told = f"{weights.source} was trained on other classes: on '{trained}' where the data has '{given}'"
     if evaluates:
         raise UserError(f"{told}; evaluate on images of its classes, under the names that they had in training")
