@@ -64,7 +64,7 @@ pipeline --image-size 32 --micro-batches 2,32 -> a single value of each channel
 pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet comes in 8 pieces, too few for 9 stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 stages
-data --loaders dali,disk -> --loaders dali,disk: a loader is one of synthetic, folder, dali
+data --loaders dali,disk -> --loaders dali,disk: a loader is one of synthetic, folder, pixels, dali
 step --checkpoint-every 2 --steps 3 -> --steps has no effect beside --checkpoint-every
 profile here.txt -> here.txt does not end in .json
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
