@@ -17,7 +17,7 @@ from imagenet_fast.recipe.base import Table
 MANIFEST = "manifest.json"
 SHARED = "shared.safetensors"
 _SUM, _END = b',\n  "crc32": ', b"\n}"
-"""What is before the checksum at the end of a manifest, and behind it."""
+"""The bytes of a manifest that stand before its checksum, and after it."""
 
 
 def part_name(rank: int) -> str:
@@ -79,7 +79,7 @@ class Manifest(Stamp):
     """Content of a checkpoint's ``manifest.json``, without the checksum that is its last field."""
 
     format: Literal[1, 2] = 2
-    """What the checksum is of: in 2 of the bytes before it, in 1 of the same fields without white space."""
+    """Format 2 sums the bytes before the checksum; format 1 summed the same fields without white space."""
     number: PositiveInt
     """Number of this checkpoint in its run, from 1; only this tells which one is the newest.
 

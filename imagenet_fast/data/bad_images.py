@@ -47,10 +47,6 @@ QUARANTINE = "quarantine.json"
 """File name of the list, in the data directory beside the splits."""
 
 
-class _Unreadable(Exception):
-    """An image cannot be read, also some seconds later."""
-
-
 @dataclass(slots=True)
 class LoadedImage(Generic[T]):
     """A loaded image: the requested one, or its replacement with its own index and label."""
@@ -92,12 +88,15 @@ class BadImagePolicy:
             if candidate in self._bad:
                 continue
             try:
-                made = self._readable(candidate, make)
+                made = _patiently(make, candidate)
                 return LoadedImage(made, candidate, int(self._images.labels[candidate]))
             except ImageDecodeError as error:
                 self.exclude(candidate, f"cannot be decoded ({error})")
-            except _Unreadable as error:
-                raise UserError(str(error)) from None
+            except OSError as error:
+                raise UserError(
+                    f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right and "
+                    "resume, or leave such files out by `imagenet-fast data verify`"
+                ) from None
             except UserError as error:  # from a damaged shard; its message says where
                 if not self._skips:
                     raise
@@ -108,20 +107,6 @@ class BadImagePolicy:
                 "the data with `imagenet-fast data verify`"
             )
         return None
-
-    def _readable(self, index: int, make: Callable[[int], T]) -> T:
-        """Return ``make(index)``, tried again for some seconds while the image cannot be read."""
-        for pause in (*_PAUSES_S, None):
-            try:
-                return make(index)
-            except OSError as error:
-                if pause is None:
-                    raise _Unreadable(
-                        f"{self._images.name(index)} cannot be read ({error.strerror or error}); put that right and "
-                        "resume, or leave such files out by `imagenet-fast data verify`"
-                    ) from None
-                time.sleep(pause)
-        raise AssertionError("the last try returns or raises")
 
     def exclude(self, index: int, fault: str) -> None:
         """Record that image ``index`` is bad, and warn about it once.
@@ -150,6 +135,16 @@ class BadImagePolicy:
             for attempt in range(_ATTEMPTS):
                 drawn = bits("substitute", self._order.seed, epoch, attempt, of=index)[0]
                 yield int(drawn) % len(self._images)
+
+
+def _patiently(make: Callable[[int], T], index: int) -> T:
+    """Return ``make(index)``, tried again for some seconds while the image cannot be read."""
+    for pause in _PAUSES_S:
+        try:
+            return make(index)
+        except OSError:
+            time.sleep(pause)
+    return make(index)
 
 
 def quarantined(root: Path) -> dict[str, str]:

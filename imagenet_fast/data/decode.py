@@ -27,10 +27,10 @@ _FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
 _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 """Markers of tables, applications' data and comments."""
 _ENDS_SCAN = np.array([code not in (0, *range(0xD0, 0xD8), 0xFF) for code in range(256)])
-"""Whether a byte after 0xFF is a marker that does not belong to the scan's own data."""
+"""By the value of the byte after 0xFF: True if the two are a marker that ends a scan."""
 
 PIXELS = b"P6\n"
-"""How an image begins that ``store_pixels`` wrote."""
+"""The first bytes of an image that ``store_pixels`` has written."""
 _PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 """Chunks of a PNG that decide its pixels."""
@@ -106,7 +106,7 @@ def to_common_format(encoded: bytes) -> EncodedImage:
     """
     plain = _plain(encoded)
     size = _common_size(plain)
-    return EncodedImage(plain, *size) if size else encode(_decode_slowly(plain))
+    return EncodedImage(plain, *size) if size else encode(decode(encoded))
 
 
 def encode(pixels: Pixels) -> EncodedImage:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from imagenet_fast.cost_model import messages
+from imagenet_fast.cost_model import messages as cost_messages
 from imagenet_fast.cost_model.collectives import slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import as_ready
@@ -35,7 +35,7 @@ let two identical runs end with different bits.
 """
 
 
-BucketChunk = messages.BucketChunk[ParamSlot]
+BucketChunk = cost_messages.BucketChunk[ParamSlot]
 """One message: a piece of a bucket, or one half of that piece's all-reduce."""
 
 

@@ -95,7 +95,7 @@ class Shards:
 
     @cached_property
     def _stores_pixels(self) -> bool:
-        """Whether the first image is stored as pixels: other shards are not mapped, as an error there is a SIGBUS."""
+        """True if the first image is stored as pixels. Other shards are not mapped: there a disk error is a SIGBUS."""
         with suppress(OSError, UserError):
             return self.read_at(0, int(self._offsets[0]), len(PIXELS)) == PIXELS
         return False

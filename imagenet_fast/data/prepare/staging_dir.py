@@ -49,7 +49,7 @@ class Settings(Table):
 
     @property
     def decodes(self) -> bool:
-        """Whether images are not kept as they are."""
+        """True if images are decoded and written anew; False if their bytes are copied."""
         return self.resize is not None or self.format == "pixels"
 
 
