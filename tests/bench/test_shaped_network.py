@@ -137,7 +137,7 @@ def test_a_collective_and_size_has_nccl_tests_figures(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"UCX_NET_DEVICES": "eth7"}, r"MPI's ranks have ended with .*(No such device|'eth7\\' is not available)"),
+        ({"UCX_NET_DEVICES": "eth7"}, r"MPI's ranks have ended with .*(No such device|eth7.* is not available)"),
         ({}, "carry 0 of the 65536 bytes that an MPI rank has to send"),
     ],
     ids=["does not start", "goes past the links"],
