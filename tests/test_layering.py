@@ -150,11 +150,11 @@ LINES = {
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1495,
     "imagenet_fast/recipe": 2283,
-    "imagenet_fast/sync": 4994,
+    "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2906,
-    "imagenet_fast": 36963,
-    "tests": 28803,
-    "tests/sync": 6594,
+    "imagenet_fast": 36965,
+    "tests": 28818,
+    "tests/sync": 6609,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

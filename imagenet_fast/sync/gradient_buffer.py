@@ -58,6 +58,8 @@ class GradientBuffer:
         ]
         self.values = old.new_zeros(-(-self.slots[-1].stop // self._multiple) * self._multiple)
         self.slot_of = {slot.param: slot for slot in self.slots}
+        self.last = max((slot.index for slot in self.slots if slot.param.numel()), default=0)
+        """The index of the last slot that has values."""
         self.strides = [slot.param.stride() for slot in self.slots]
         """The strides of the parameters, by slot."""
         self._addresses = [self.values.data_ptr() + slot.start * self.values.itemsize for slot in self.slots]

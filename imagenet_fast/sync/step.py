@@ -84,8 +84,8 @@ class Step:
             param.grad = pool.gradients.placeholders[slot.index]
             self._ready[slot.index] = True
             pool.order.note(slot)
-            # The last waits for ``end_backward``, or a rank's lone backward would pass.
-            self._push(len(self._ready) - 1)
+            # The last waits for ``end_backward``, or a rank's lone backward would pass; ``drop`` writes into it.
+            self._push(pool.gradients.last)
 
     def end_backward(self) -> SyncStats:
         """Send what backward did not reach, with a gradient of zero, and all that is left."""
@@ -143,7 +143,7 @@ class Step:
         for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 pool.engine.store_gradient(pool.gradients.extent(slot), None)
-        last = next(slot for slot in reversed(pool.gradients.slots) if slot.param.numel())
+        last = pool.gradients.slots[pool.gradients.last]
         pool.gradients.extent(last)[:-1] = math.nan
         pool.gradients.values[last.flag] = USED
         self._push_all()

@@ -57,13 +57,28 @@ def test_a_dropped_step_is_thrown_away(engine: str) -> None:
         same_on_ranks(weights_of(model))
 
 
+class Emptied(Layers):
+    """Its first parameter, and so the last one in the pool, has no values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.empty.sum())
+
+
+@pytest.mark.parametrize("kind", [Layers, Emptied])
 @pytest.mark.parametrize("guarded", [True, False])
 @pytest.mark.parametrize("engine", tiers(["lazy", "lazy int8"], ["hybrid", "powersgd", "dear fp8"]))
 @with_ranks(2)
 @unmeasured()
-def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(engine: str, guarded: bool) -> None:
+def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(
+    engine: str, guarded: bool, kind: type[Layers]
+) -> None:
     """A guard has all skip it; without one, weights that are not finite tell."""
-    model, pool, optimizer = started(ENGINES[engine], loops.ours)
+    model = kind()
+    pool, optimizer = pooled(model, ENGINES[engine]), loops.ours(model)
     if guarded:
         pool.guard(3e38)
     train(model, pool, optimizer)
