@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -167,14 +166,9 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} is a checkpoint of another version, or not of a training; give another") from None
     tensors |= {name: mean for name, mean in means.all().items() if name in tensors}
-    return Weights(str(folder), tensors, _described(shared))
-
-
-def _described(shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the description of a checkpoint's weights; empty if its recipe is missing or of another version."""
     try:
         recipe = parse_recipe("the checkpoint", shared.get("recipe", {}))
-    except UserError:
-        return {}
+    except UserError:  # of another version
+        return Weights(str(folder), tensors, {})
     classes = shared["data"]["classes"] if "data" in shared else []
-    return describe(None, recipe, classes)
+    return Weights(str(folder), tensors, describe(None, recipe, classes))
