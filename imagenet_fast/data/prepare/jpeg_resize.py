@@ -7,11 +7,10 @@ from io import BytesIO
 
 from PIL import Image
 
-from imagenet_fast.data.decode import decode, store_pixels
-from imagenet_fast.data.image_source import ImageDecodeError
+from imagenet_fast.data.pixels import ImageDecodeError, decode, store_pixels
+from imagenet_fast.data.pixels import shrunk as loaders_shrunk
 from imagenet_fast.data.prepare.source_files import SourceFile
 from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.data.resize import shrunk as loaders_shrunk
 
 SHRUNK_QUALITY = 95
 """JPEG quality of shrunk images, unless told otherwise."""

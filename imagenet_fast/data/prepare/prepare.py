@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from imagenet_fast.data.format_detection import open_training, open_validation
+from imagenet_fast.data.folders import list_folder
 from imagenet_fast.data.formats.shard_writer import check_classes, write_classes
-from imagenet_fast.data.image_names import look_into
 from imagenet_fast.data.prepare.output_layout import (
     BYTES_AROUND,
     classes_made,
@@ -31,6 +30,7 @@ from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.staging_dir import RECORD, SPLITS, Record, Settings, Splits, StagingDir, alone_in
 from imagenet_fast.data.prepare.worker_pool import WorkerPool
 from imagenet_fast.data.progress import progress_bars
+from imagenet_fast.data.source import open_training, open_validation
 from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.errors import UserError, warn
 
@@ -231,7 +231,7 @@ def _check_folders(before: Record, staging: StagingDir) -> None:
     for split, classes in before.splits.items():
         for name, made in classes.items():
             folder = staging.out / split / name
-            if not folder.is_dir() or len(look_into(folder).images) != made.images:
+            if not folder.is_dir() or len(list_folder(folder).images) != made.images:
                 raise UserError(
                     f"{folder} has not the {made.images} images any more that were put there; remove "
                     f"{folder.parent}, and it is made again"

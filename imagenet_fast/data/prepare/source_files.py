@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from imagenet_fast.data.image_names import is_image_name, shown
+from imagenet_fast.data.folders import is_image_name, shown
 from imagenet_fast.errors import UserError
 
 

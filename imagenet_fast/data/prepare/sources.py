@@ -9,8 +9,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 
-from imagenet_fast.data.image_names import class_folders, look_into, shown
-from imagenet_fast.data.imagefolder import deeper_images, require_images
+from imagenet_fast.data.folders import class_folders, is_folder, list_folder, list_split, shown
 from imagenet_fast.data.prepare.imagenet_archives import DEVKIT, TRAIN, VAL, flat_classes, official_source
 from imagenet_fast.data.prepare.source_files import Source, SourceClass, SourceFile
 from imagenet_fast.errors import UserError
@@ -41,20 +40,19 @@ def recognise(folder: Path) -> Source:
 def _folders(root: Path) -> Source:
     """Return the source with validation images in one folder per class, or all in one folder, as Kaggle has them."""
     classes = _classes(root, "train")
-    hidden = _hidden(root, "train")
-    apart = _apart(root, "train", [of.name for of in classes])
+    apart, hidden = _around(root, "train", classes)
     flat = _flat(root / "val")
-    if not flat or {of.name for of in classes}.intersection(look_into(root / "val").folders):
+    if not flat or {of.name for of in classes}.intersection(list_folder(root / "val").folders):
         val = _classes(root, "val")
-        apart += _apart(root, "val", [of.name for of in val])
-        return Source("one folder a class", classes + val, apart=apart, hidden=hidden + _hidden(root, "val"))
+        apart_val, hidden_val = _around(root, "val", val)
+        return Source("one folder a class", classes + val, apart=apart + apart_val, hidden=hidden + hidden_val)
     solution = next((f for f in (d / _SOLUTION for d in (root, *root.absolute().parents[:3])) if f.is_file()), None)
     if solution is None:
         raise UserError(
             f"{root / 'val'} does not say of which class its images are; put Kaggle's {_SOLUTION} beside it"
         )
     others = [f"val/{file.shown}" for file in flat if not file.is_image]
-    apart += map(shown, deeper_images(root / "val", look_into(root / "val"), "val"))
+    apart += (f"val/{shown(path)}" for path in list_folder(root / "val").deeper())
     return Source("Kaggle's layout", classes + _solved(flat, solution), others, apart=apart, hidden=hidden)
 
 
@@ -68,23 +66,19 @@ def _classes(root: Path, split: str) -> list[SourceClass]:
     return [SourceClass(split, name, partial(_listed, root / split / name)) for name in names]
 
 
-def _hidden(root: Path, split: str) -> list[str]:
-    """Return the folders of a split whose names are not those of classes."""
-    return [f"{split}/{shown(name)}" for name in look_into(root / split).hidden] if (root / split).is_dir() else []
+def _around(root: Path, split: str, classes: list[SourceClass]) -> tuple[list[str], list[str]]:
+    """Return images that lie in no class's own folder, and folders that are no classes.
 
-
-def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
-    """Return images beside class folders and in subfolders of them. Raises UserError if a class has no others."""
+    Raises UserError if all images of a class lie deeper.
+    """
     if not (root / split).is_dir():
-        return []
-    found = [f"{split}/{name}" for name in look_into(root / split).images]
-    for name in classes:
-        folder = root / split / name
-        contents = look_into(folder)
-        if deeper := deeper_images(folder, contents, f"{split}/{name}"):
-            require_images(folder, contents)
-            found += deeper
-    return [shown(path) for path in found]
+        return [], []
+    listed = list_split(root / split, [of.name for of in classes])
+    for contents in listed.classes.values():
+        if not contents.images and contents.deeper():
+            contents.require_images()
+    apart, hidden = ([f"{split}/{shown(path)}" for path in paths] for paths in (listed.apart, listed.hidden))
+    return apart, hidden
 
 
 def _listed(folder: Path) -> list[SourceFile]:
@@ -92,10 +86,15 @@ def _listed(folder: Path) -> list[SourceFile]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file():
-                found.append(SourceFile(entry.name, entry.path, 0, entry.stat().st_size))
-            elif not entry.is_dir():
+            if is_folder(entry):
+                continue
+            try:
+                size = entry.stat().st_size if entry.is_file() else None
+            except OSError:  # a loop of links
+                size = None
+            if size is None:
                 raise UserError(f"{entry.path} is neither a file nor a folder, or a link that leads nowhere; remove it")
+            found.append(SourceFile(entry.name, entry.path, 0, size))
     return found
 
 
