@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from imagenet_fast.data.fingerprint import differences
 from imagenet_fast.data.folders import SUFFIXES, check_folders, scan_training
 from imagenet_fast.data.prepare.prepare import prepare, report
 from imagenet_fast.data.source import find_split, open_training
@@ -81,6 +82,19 @@ def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):
         put(tmp_path / split / "@eaDir", "1.jpg")
         (tmp_path / split / f"{split}-0.tar").touch()
     assert find_split(tmp_path, "train").format == "webdataset"
+
+
+def test_names_that_look_the_same_are_told_apart(tmp_path: Path):
+    """A copy by way of macOS may have the accents of names as characters of their own."""
+    one, other = "caf\u00e9", "cafe\u0301"
+    put(tmp_path, f"train/{one}/1.jpg", f"val/{other}/1.jpg")
+    told = f"that train lacks, the first '{other}' in decomposed Unicode (cafe\\u0301); class folders must have"
+    assert told in refusal_of(check_folders, tmp_path)
+    split = {"images": 1, "digest": ""}
+    before, now = ({"classes": [name], "train": split, "val": split} for name in (one, other))
+    assert differences(before, now) == [
+        f"the class '{other}' in decomposed Unicode (cafe\\u0301) for '{one}' in composed Unicode (caf\\xe9)"
+    ]
 
 
 # Images that lie deeper.
