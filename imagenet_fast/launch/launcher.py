@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, assert_never
 
-from imagenet_fast.checkpoint.manifest import MANIFEST
+from imagenet_fast.checkpoint.folder import MANIFEST
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in
@@ -63,7 +63,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     outcome = left or RunResult.beginning(job)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-        saved = any((job.folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        saved = any((job.folder / CHECKPOINTS).glob(f"step-*/{MANIFEST}"))
         then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
         outcome.message = outcome.message or (
             f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"

@@ -32,12 +32,16 @@ class ResumePoint:
     """Checkpoint from which a run resumes; the same on every rank."""
 
     checkpoint: Checkpoint
-    shared: dict[str, Any]
-    """State that all ranks share, in host memory."""
     elsewhere: bool
     """True if the number of ranks, their layout or their parts of the model have changed."""
-    found_at: float
-    """Time when the checkpoint was found, in seconds of the wall clock."""
+    gap_s: float
+    """Seconds since the checkpoint was saved; 0 if the clock was set back."""
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """State that all ranks share, in host memory."""
+        found: dict[str, Any] = self.checkpoint.shared
+        return found
 
     @property
     def step(self) -> int:
@@ -75,30 +79,25 @@ class ResumePoint:
 
     def without_weights(self) -> ResumePoint:
         """Return what is of use once the state is loaded, since weights and momenta take memory."""
-        return replace(self, shared={"saved_at": self.shared["saved_at"]})
+        return replace(self, checkpoint=replace(self.checkpoint, shared={}))
 
-    def check_contents(self, dataset: Loaders, model: Model) -> None:
+    def check_data(self, dataset: Loaders, model: Model) -> None:
         """Raise UserError if classes, images or labels have changed since, as far as the checkpoint records them.
 
-        An early checkpoint records only the number of classes of its ``model``.
+        An early checkpoint records only the number of training images, and of the classes of its ``model``.
         """
-        if "data" in self.shared:
-            changed = differences_of_data(self.shared["data"], dataset.contents)
+        shared, images = self.shared, dataset.train_order.images
+        if "data" in shared:
+            changed = differences_of_data(shared["data"], dataset.contents)
         else:
-            before = classes_of(Weights(str(self.checkpoint.folder), self.shared["model"]), model)
+            before = classes_of(Weights(str(self.checkpoint.folder), shared["model"]), model)
             changed = [f"{dataset.classes} classes for {before}"] if before not in (0, dataset.classes) else []
+        if not changed and shared["images"] != images:
+            changed = [f"{images} training images for {shared['images']}"]
         if changed:
             raise UserError(
                 f"the data has {' and '.join(changed)} since {self.checkpoint.folder} was written; restore it, or "
                 "begin another run with --init-from"
-            )
-
-    def check_images(self, images: int) -> None:
-        """Raise UserError if the number of training images has changed since."""
-        if (before := self.shared["images"]) != images:
-            raise UserError(
-                f"the training set has {images} images and had {before} when {self.checkpoint.folder} was written; "
-                "restore it, or begin another run with --init-from"
             )
 
     def check_length(self, epochs: int, steps_per_epoch: int) -> None:
@@ -110,12 +109,6 @@ class ResumePoint:
                 f"epochs={math.ceil(trained)} or more, or begin another run with --init-from"
             )
 
-    @property
-    def gap_s(self) -> float:
-        """Seconds since the checkpoint; 0 if the clock was set back."""
-        saved_at: float = self.shared["saved_at"]
-        return max(0.0, self.found_at - saved_at)
-
 
 def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     """Return where ``job`` resumes, found by rank 0, or None if there is no checkpoint yet.
@@ -123,29 +116,29 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    found = ""
+    last: Checkpoint | None = None
     with refused_together(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
-            last = newest(job.folder / CHECKPOINTS)
-            found = "" if last is None else last.folder.name
-    told = [found]
-    dist.broadcast_object_list(told, src=0, device=world.device)
-    if not (found := told[0]):
+            last = newest(job.folder / CHECKPOINTS, set_aside=True)
+    named = ["" if last is None else last.folder.name]
+    dist.broadcast_object_list(named, src=0, device=world.device)
+    if not named[0]:
         return None
     root = common_folder(job.folder / CHECKPOINTS, world)
     if root is None:
         raise UserError(
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
         )
-    checkpoint = open_checkpoint(root / found)
-    shared = checkpoint.shared()
-    _check_recipe(job, shared["recipe"])
+    folder = root / named[0]
+    checkpoint = open_checkpoint(folder) if last is None else replace(last, folder=folder)
+    begun, gap_s = checkpoint.shared["recipe"], time.time() - checkpoint.shared["saved_at"]
+    _check_recipe(job, begun)
     manifest, parallel = checkpoint.manifest, job.recipe.parallel
-    schedule = shared["recipe"].get("parallel", {}).get("schedule", parallel.schedule)
+    schedule = begun.get("parallel", {}).get("schedule", parallel.schedule)
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
     elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
-    return ResumePoint(checkpoint, shared, elsewhere, time.time())
+    return ResumePoint(checkpoint, elsewhere, max(0.0, gap_s))
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:

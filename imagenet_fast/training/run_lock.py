@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from imagenet_fast.checkpoint.reader import read_survey
+from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import refused_together
 from imagenet_fast.errors import UserError, warn

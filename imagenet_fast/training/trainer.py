@@ -159,8 +159,7 @@ class Trainer:
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
-            found.check_contents(self.data, recipe.model)
-            found.check_images(self.data.train_order.images)
+            found.check_data(self.data, recipe.model)
             found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
             self.weights = load_initial_weights(
@@ -329,7 +328,7 @@ class Trainer:
         begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
         data = {"images": self.data.train_order.images, "data": self.data.contents}
-        with open_checkpoints(self.job, self.world, data, ask_first, begun) as checkpoints:
+        with open_checkpoints(self.job, self.world, data, ask_first, self.resumed_from) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
 

@@ -55,12 +55,12 @@ def equal(tensors: dict[str, Tensor], others: dict[str, Tensor], but: tuple[str,
 def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path):
     final = load_file(smoke_run / FINAL_WEIGHTS)
     for which in ("newest", "latest", "final", "step-16", "step-00000016", "16"):
-        assert which == "final" or chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
+        assert which == "final" or chosen_checkpoint(smoke_run / "checkpoints", which).folder == steps(smoke_run)[-1]
         found = given_weights(Path(f"{smoke_run}@{which}")).tensors
         assert found.keys() == final.keys()
         assert equal(found, final)
     first, last = (event["top1"] for event in events_of(smoke_run, "eval"))
-    assert chosen_checkpoint(smoke_run, "best").manifest.top1 == max(first, last)
+    assert chosen_checkpoint(smoke_run / "checkpoints", "best").manifest.top1 == max(first, last)
 
 
 @ci
@@ -74,7 +74,7 @@ def test_a_checkpoint_describes_its_weights_as_the_final_ones_are_and_has_the_me
     assert not torch.equal(first, second)
     found = given.tensors
     torch.testing.assert_close(found["bn1.running_mean"], (first + second) / 2)
-    assert torch.equal(found["conv1.weight"], checkpoint.shared()["model"]["conv1.weight"])
+    assert torch.equal(found["conv1.weight"], checkpoint.shared["model"]["conv1.weight"])
 
 
 def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
