@@ -28,8 +28,8 @@ from imagenet_fast.data.image_source import ImageDecodeError
 from imagenet_fast.data.imagefolder import scan_training
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.prefetch import Job, prefetched
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.data.throughput import made_photos, measure, training_batches

@@ -19,7 +19,7 @@ from torch import Tensor
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.loaders import open_loader
 from imagenet_fast.data.prefetch import THREADS
-from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY, shrunk
+from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, shrunk
 from imagenet_fast.data.sampler import TrainSampler
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
