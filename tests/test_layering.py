@@ -138,12 +138,12 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 4533,
-    "imagenet_fast/checkpoint": 1226,
+    "imagenet_fast/checkpoint": 856,
     "imagenet_fast/cli": 1750,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 6042,
-    "imagenet_fast/distributed": 2662,
-    "imagenet_fast/doctor": 513,
+    "imagenet_fast/data": 5416,
+    "imagenet_fast/distributed": 2758,
+    "imagenet_fast/doctor": 512,
     "imagenet_fast/launch": 2064,
     "imagenet_fast/metrics": 2080,
     "imagenet_fast/models": 1794,
@@ -151,9 +151,9 @@ LINES = {
     "imagenet_fast/plan": 1495,
     "imagenet_fast/recipe": 2283,
     "imagenet_fast/sync": 4996,
-    "imagenet_fast/training": 2900,
-    "imagenet_fast": 36959,
-    "tests": 28818,
+    "imagenet_fast/training": 2926,
+    "imagenet_fast": 36084,
+    "tests": 29072,
     "tests/sync": 6609,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from imagenet_fast.atomic_io import atomic_directory
-from imagenet_fast.data.format_detection import check_folders
 from imagenet_fast.data.paths import cache_dir, make_digits
 from imagenet_fast.data.progress import progress_bars
+from imagenet_fast.data.source import check_folders
 from imagenet_fast.errors import UserError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")

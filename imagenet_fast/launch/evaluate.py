@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from imagenet_fast.data.build import build_val_loader
 from imagenet_fast.data.fingerprint import compare_data, contents
-from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.distributed.reductions import first_of_node
@@ -82,7 +82,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     if world.is_main:
         print(note, end="")
     with first_of_node(world):
-        images = open_validation(
+        images = build_val_loader(
             recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
             forward_dtype(precision), recipe.channels_last,
         )  # fmt: skip

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from imagenet_fast.data.bad_images import left_out
-from imagenet_fast.data.format_detection import check_validation, find_data
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import run_of
 from imagenet_fast.metrics.run_folder import new_folder

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from imagenet_fast.data.loaders import ValLoader
+from imagenet_fast.data.build import ValLoader
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum

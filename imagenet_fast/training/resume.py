@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.data.build import Loaders
 from imagenet_fast.data.fingerprint import differences as differences_of_data
-from imagenet_fast.data.loaders import Loaders
 from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import refused_together

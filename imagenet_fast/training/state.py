@@ -27,7 +27,7 @@ from imagenet_fast.training.precision import LossScaler
 class TrainState:
     """Everything that later steps depend on.
 
-    Random numbers are not part of it: they follow from the step (``data/rng.py``, ``seed_step``), as do the epoch and
+    Random numbers are not part of it: they follow from the step (``data/order.py``, ``seed_step``), as do the epoch and
     the images.
     """
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.data.bad_images import left_out
+from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
-from imagenet_fast.data.format_detection import find_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, example_images
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import find_data
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from imagenet_fast.atomic_io import atomic_path
-from imagenet_fast.data.formats.shard_reader import CLASSES
-from imagenet_fast.data.formats.webdataset import IMAGES
+from imagenet_fast.data.pixels import kind_of
+from imagenet_fast.data.shards import CLASSES, IMAGES
 from imagenet_fast.errors import UserError
 
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives; tars store a time, and must always be the same
-_MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp", b"P6\n": "ppm"}
 
 
 class Sample(NamedTuple):
@@ -73,5 +72,4 @@ def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
 def _extension(sample: Sample) -> str:
     """Return the extension by the image's first bytes, else by its name."""
     named = Path(sample.name).suffix[1:].lower()
-    known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
-    return next(known, named if named in IMAGES else "jpg")
+    return kind_of(sample.encoded) or (named if named in IMAGES else "jpg")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from imagenet_fast.data.archives import tar_members
-from imagenet_fast.data.image_names import is_image_name, shown
+from imagenet_fast.data.folders import is_image_name, shown
 from imagenet_fast.errors import UserError
 
 SPLITS = ("train", "val")

@@ -18,10 +18,10 @@ from typing import NoReturn, TypeVar
 from pydantic import Field, NonNegativeInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_write_text, sync_folder
-from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.image_names import look_into
+from imagenet_fast.data.folders import list_folder
 from imagenet_fast.data.prepare.files import SPLITS
 from imagenet_fast.data.prepare.write import Settings
+from imagenet_fast.data.source import open_training, open_validation
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
 
@@ -172,7 +172,7 @@ def check_same(before: Record, out: Path, sized: Mapping[str, int], source: Path
         if before.settings.format == "folder":
             for name, made in classes.items():
                 folder = out / split / name
-                if not folder.is_dir() or len(look_into(folder).images) != made.images:
+                if not folder.is_dir() or len(list_folder(folder).images) != made.images:
                     _refuse_changed(folder, f"{made.images} images")
         for name, size in before.files.get(split, {}).items():
             path = out / split / name

@@ -10,8 +10,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 
-from imagenet_fast.data.image_names import class_folders, look_into, shown
-from imagenet_fast.data.imagefolder import deeper_images, require_images
+from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, list_folder, shown
 from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, member, members
 from imagenet_fast.errors import UserError
 
@@ -135,27 +134,32 @@ def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[S
 def _in_folders(root: Path, split: str, known: set[str]) -> Source:
     """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
     folder = root / split
-    contents = look_into(folder)
+    contents = list_folder(folder)
     hidden = [f"{split}/{shown(name)}" for name in contents.hidden]
     classes = known.intersection(contents.folders) if known else {*contents.folders} - {_INNER}
     place = folder if contents.images or _INNER not in contents.folders else folder / _INNER
-    if split == "val" and not classes and (inside := look_into(place)).images:
-        apart = deeper_images(place, inside, os.path.relpath(place, root))
+    if split == "val" and not classes and (inside := list_folder(place)).images:
+        apart = _deeper(root, inside)
         return _by_table(root, _files(place), place) + Source("", [], apart=[*map(shown, apart)], hidden=hidden)
     apart = [f"{split}/{name}" for name in contents.images]
     source = Source("one folder a class", [], hidden=hidden)
     for name in class_folders(folder):
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
-        place, inside = folder / name, look_into(folder / name)
+        place, inside = folder / name, list_folder(folder / name)
         if not inside.images and _INNER in inside.folders:
-            place, inside = place / _INNER, look_into(place / _INNER)
+            place, inside = place / _INNER, list_folder(place / _INNER)
         source.classes.append(SourceClass(split, name, partial(_files_of_class, folder / name, place)))
-        if deeper := deeper_images(place, inside, os.path.relpath(place, root)):
-            require_images(place, inside)
+        if deeper := _deeper(root, inside):
+            inside.require_images()
             apart += deeper
     source.apart.extend(map(shown, apart))
     return source
+
+
+def _deeper(root: Path, contents: FolderContents) -> list[str]:
+    """Return the images in subfolders, as paths below ``root``."""
+    return [os.path.join(os.path.relpath(contents.path, root), path) for path in contents.deeper()]  # noqa: PTH118
 
 
 def _files_of_class(folder: Path, place: Path) -> list[SourceFile]:
@@ -168,10 +172,15 @@ def _files(folder: Path) -> list[SourceFile]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file():
-                found.append(SourceFile(entry.name, entry.path, 0, entry.stat().st_size))
-            elif not entry.is_dir():
+            if is_folder(entry):
+                continue
+            try:
+                size = entry.stat().st_size if entry.is_file() else None
+            except OSError:  # a loop of links
+                size = None
+            if size is None:
                 raise UserError(f"{entry.path} is neither a file nor a folder, or a link that leads nowhere; remove it")
+            found.append(SourceFile(entry.name, entry.path, 0, size))
     return found
 
 

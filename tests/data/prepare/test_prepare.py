@@ -23,19 +23,18 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from imagenet_fast.data.format_detection import check_folders, open_training
-from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.prepare import run, sources
 from imagenet_fast.data.prepare.output import alone_in
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.write import Settings, shrunk
+from imagenet_fast.data.source import check_folders, open_training
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.data.encoded import encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, named, small_imagenet, tar_of, tree, write_tar
-from tests.data.small import WHOLE, as_format, put
+from tests.data.small import WHOLE, as_format, put, scan
 from tests.e2e.command import COMMAND, environment, in_process, wait_for
 
 SMALL = Settings(format="folder", resize=256, quality=95)

@@ -11,11 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.prepare import write
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
+from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from tests.conftest import refusal_of
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tree

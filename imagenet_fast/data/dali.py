@@ -16,13 +16,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from imagenet_fast.data.augmentation import Augmentation, augmentation_of
-from imagenet_fast.data.bad_images import NO_CLASS, BadImagePolicy
-from imagenet_fast.data.decode import EncodedImage, decode, encode, to_common_format
-from imagenet_fast.data.image_source import ImageDecodeError, ImageSource
-from imagenet_fast.data.prefetch import Job, prefetched
-from imagenet_fast.data.resize import is_strip, middle_of, scaled_size, without_ends
-from imagenet_fast.data.sampler import BatchIndices, Order, Resolution, TrainSampler, resolution
+from imagenet_fast.data.device import Batch
+from imagenet_fast.data.loader import NO_CLASS, BadImagePolicy, Job, prefetched, shared_out
+from imagenet_fast.data.order import (
+    Augmentation,
+    BatchIndices,
+    Order,
+    Resolution,
+    TrainSampler,
+    augmentation_of,
+    resolution,
+)
+from imagenet_fast.data.pixels import (
+    EncodedImage,
+    ImageDecodeError,
+    decode,
+    encode,
+    is_strip,
+    middle_of,
+    scaled_size,
+    to_common_format,
+    without_ends,
+)
+from imagenet_fast.data.source import ImageSource
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -31,7 +47,7 @@ if TYPE_CHECKING:
 
 
 class DaliLoader:
-    """Endless batches in ``order``: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n].
+    """Endless batches in ``order``.
 
     DALI's own reader would shuffle and shard, and its decoder would choose the crops. DALI gets bytes and windows
     instead. So a batch has the same pixels on any number of ranks, and a validation shard needs no padding.
@@ -63,16 +79,16 @@ class DaliLoader:
         self._images = images
         self._order = order
         self._data = data
-        self._chance = augmentation_of(data, order)
-        self._substitution = BadImagePolicy(images, order, data)
+        self._augmentation = augmentation_of(data, order)
+        self._policy = BadImagePolicy(images, order, data)
         self._decoded: frozenset[int] = frozenset()
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
         self._device = device
         self._threads = threads
         self._readers = max(2, threads)  # threads that read files; they mostly wait, perhaps for a network
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (images, labels) without end.
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches without end.
 
         If DALI fails to decode a batch, replace its bad images as ``data.on_bad_image`` sets and rebuild the pipeline.
 
@@ -80,60 +96,60 @@ class DaliLoader:
             UserError: If a bad image must not or cannot be replaced, or if DALI fails for another reason.
         """
         with closing(prefetched(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
-            given: deque[_Given] = deque()
+            given: deque[_DaliBatch] = deque()
             pipeline = self._pipeline(read, given)
             while True:
                 try:
                     (images,) = pipeline.run(*self._stream())
                 except RuntimeError as error:
-                    self._refuse_other_than_images(str(error))
+                    self._raise_unless_bad_image(str(error))
                     again = list(given)
                     given.clear()
                     self._replace_bad(again, str(error))
                     pipeline = self._pipeline(chain(again, read), given)
                     continue
                 batch = given.popleft()
-                yield self._to_torch(images).permute(0, 3, 1, 2), batch.labels.to(self._device, non_blocking=True)
+                labels = batch.labels.to(self._device, non_blocking=True)
+                yield Batch(self._to_torch(images).permute(0, 3, 1, 2), labels, batch.batch)
 
-    def _begin(self, batch: BatchIndices) -> tuple[_Given, list[Job]]:
+    def _begin(self, batch: BatchIndices) -> tuple[_DaliBatch, list[Job]]:
         """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
-        self._images.readahead(batch.images)
-        shown_at = resolution(self._data, self._order, batch)
-        given = _Given(batch, shown_at, self._chance is not None, pinned=self._device.type == "cuda")
-        count = len(batch.images)
-        share = -(-count // self._readers)
-        return given, [self._fill(given, range(count)[begin : begin + share]) for begin in range(0, count, share)]
+        sizes = resolution(self._data, self._order, batch)
+        given = _DaliBatch(batch, sizes, self._augmentation is not None, pinned=self._device.type == "cuda")
+        places = range(len(batch.images))
+        return given, [self._fill(given, places[part]) for part in shared_out(len(places), self._readers)]
 
-    def _fill(self, given: _Given, places: range) -> Job:
+    def _fill(self, given: _DaliBatch, places: range) -> Job:
         """Fill the slots ``places`` of a batch with encoded images, labels and crops, one image per step."""
         batch = given.batch._replace(images=given.batch.images[places])
+        self._images.readahead(batch.images)
         numbers, labels = None, given.labels.numpy()
-        if self._chance is not None:
-            numbers, given.flips[places] = self._chance.draw(batch)
+        if self._augmentation is not None:
+            numbers, given.flips[places] = self._augmentation.draw(batch)
         for row, place in enumerate(places):
-            shown = self._substitution.usable(int(batch.images[row]), batch.epoch, self._portable)
+            shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, self._encoded)
             given.indices[place] = NO_CLASS if shown is None else shown.index
             labels[place] = NO_CLASS if shown is None else shown.label
-            image = _black() if shown is None else shown.made
+            image = _black() if shown is None else shown.value
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
-            whole = scaled_size(image.height, image.width, given.shown_at.shorter)
-            if self._chance is None or numbers is None:
-                given.sides[place], given.places[place] = whole, middle_of(whole, given.shown_at.size)
-            elif self._chance.padding is None:
-                window = self._chance.window(image.height, image.width, numbers[row].tolist())
+            whole = scaled_size(image.height, image.width, given.sizes.shorter)
+            if self._augmentation is None or numbers is None:
+                given.sides[place], given.places[place] = whole, middle_of(whole, given.sizes.size)
+            elif self._augmentation.padding is None:
+                window = self._augmentation.window(image.height, image.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
             else:
-                window = self._chance.padded_window(*whole, given.shown_at.size, numbers[row].tolist())
+                window = self._augmentation.padded_window(*whole, given.sizes.size, numbers[row].tolist())
                 given.sides[place], given.places[place] = whole, window[:2]
             yield
 
-    def _portable(self, index: int) -> EncodedImage:
+    def _encoded(self, index: int) -> EncodedImage:
         encoded = self._images.read(index)
         image = encode(decode(encoded)) if index in self._decoded else to_common_format(encoded)
-        is_cut = self._chance is not None and self._chance.padding is None  # before it is resized
+        is_cut = self._augmentation is not None and self._augmentation.padding is None  # before it is resized
         return image if is_cut or not is_strip(image.height, image.width) else encode(without_ends(decode(encoded)))
 
-    def _refuse_other_than_images(self, error: str) -> None:
+    def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
         if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
             where = "the GPU" if self._device.type == "cuda" else "the node"
@@ -147,7 +163,7 @@ class DaliLoader:
                 "--set data.loader=folder"
             ) from None
 
-    def _replace_bad(self, batches: list[_Given], error: str) -> None:
+    def _replace_bad(self, batches: list[_DaliBatch], error: str) -> None:
         """Replace the bad images in ``batches``; DALI does not report which image it failed to decode.
 
         If other decoders find none bad, pass all images of ``batches`` to DALI as pixels.
@@ -161,7 +177,7 @@ class DaliLoader:
                 try:
                     decode(encoded.tobytes())
                 except ImageDecodeError as reason:
-                    self._substitution.exclude(int(batch.indices[place]), f"cannot be decoded ({reason})")
+                    self._policy.exclude(int(batch.indices[place]), f"cannot be decoded ({reason})")
                     self._refill(batch, range(place, place + 1))
                     found = True
         if found:
@@ -176,11 +192,11 @@ class DaliLoader:
             self._refill(batch, range(len(batch.encoded)))
             batch.decoded = True
 
-    def _refill(self, batch: _Given, places: range) -> None:
+    def _refill(self, batch: _DaliBatch, places: range) -> None:
         for _ in self._fill(batch, places):
             pass
 
-    def _pipeline(self, batches: Iterator[_Given], given: deque[_Given]) -> Pipeline:
+    def _pipeline(self, batches: Iterator[_DaliBatch], given: deque[_DaliBatch]) -> Pipeline:
         """Build a pipeline that takes ``batches`` and appends each to ``given``; on a CPU it does not copy them."""
 
         def source() -> Iterator[tuple[Any, ...]]:
@@ -195,7 +211,7 @@ class DaliLoader:
             device_id=self._device.index if gpu else None,
             prefetch_queue_depth=self._data.prefetch,
         )
-        _define(pipeline, source(), self._data, self._chance, gpu)
+        _define(pipeline, source(), self._data, self._augmentation, gpu)
         pipeline.build()
         return pipeline
 
@@ -226,20 +242,20 @@ def is_installed() -> bool:
     return True
 
 
-class _Given:
+class _DaliBatch:
     """One batch of inputs for DALI's graph, allocated empty and filled by jobs."""
 
-    def __init__(self, batch: BatchIndices, shown_at: Resolution, crops: bool, pinned: bool) -> None:
+    def __init__(self, batch: BatchIndices, sizes: Resolution, crops: bool, pinned: bool) -> None:
         count = len(batch.images)
         self.batch = batch
-        self.shown_at = shown_at
+        self.sizes = sizes
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
         self.indices = np.empty(count, dtype=np.int64)
         """Indices of the images that are shown; ``NO_CLASS`` for a black one."""
         self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
-        self.sides = np.full((count, 2), shown_at.size, dtype=np.float32)
+        self.sides = np.full((count, 2), sizes.size, dtype=np.float32)
         """Height and width that each whole image or window is resized to."""
-        self.places, self.extents = np.full((2, count, 2), shown_at.size, dtype=np.int32)
+        self.places, self.extents = np.full((2, count, 2), sizes.size, dtype=np.int32)
         """Windows: top and left, height and width. They apply before resizing if they are drawn by their area."""
         self.flips = np.empty(count, dtype=np.int32)
         self.decoded = False
@@ -259,7 +275,11 @@ def _black() -> EncodedImage:
 
 
 def _define(
-    pipeline: Pipeline, samples: Iterator[tuple[Any, ...]], data: ImageData, chance: Augmentation | None, gpu: bool
+    pipeline: Pipeline,
+    samples: Iterator[tuple[Any, ...]],
+    data: ImageData,
+    augmentation: Augmentation | None,
+    gpu: bool,
 ) -> None:
     """Define the graph: decode a window and resize it; or decode the image, resize, pad and crop it. Then flip it."""
     from nvidia.dali import fn, types
@@ -276,18 +296,18 @@ def _define(
         }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
     with pipeline:
-        inputs = 4 if chance is None else 5
+        inputs = 4 if augmentation is None else 5
         given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
         encoded, sides, place, extent = given[:4]
-        if chance is not None and chance.padding is None:
+        if augmentation is not None and augmentation.padding is None:
             images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
             images = fn.resize(images, size=sides, **resize)
         else:
             images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
-            if chance is not None and chance.padding:
-                images = _mirror_padded(images, chance.padding)
+            if augmentation is not None and augmentation.padding:
+                images = _mirror_padded(images, augmentation.padding)
             images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
-        if chance is not None:
+        if augmentation is not None:
             images = fn.flip(images, horizontal=given[4])
         pipeline.set_outputs(images)
 

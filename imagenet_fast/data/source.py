@@ -1,4 +1,4 @@
-"""Detect the format of a data directory (class folders, WebDataset or TFRecord) and open its splits."""
+"""Open the images of a data directory, whatever their format: class folders, WebDataset or TFRecord."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Literal, NamedTuple, ParamSpec, TypeVar, assert_never, get_args
+from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never, get_args
 
-from imagenet_fast.data import imagefolder
-from imagenet_fast.data.bad_images import without_quarantined
-from imagenet_fast.data.formats.shard_reader import Shards
-from imagenet_fast.data.formats.tfrecord import check_record_file, open_tfrecord
-from imagenet_fast.data.formats.webdataset import check_tar, open_webdataset
-from imagenet_fast.data.image_names import is_class_name, shown
-from imagenet_fast.data.image_source import ImageSource
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data import folders
+from imagenet_fast.data.folders import ImageFolder, is_class_name, is_folder, shown
+from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
+from imagenet_fast.data.shards import Shards, check_tar, open_webdataset
+from imagenet_fast.data.tfrecord import check_record_file, open_tfrecord
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import Data, SyntheticData
 
@@ -35,6 +37,72 @@ _COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
+class ImageSource(Protocol):
+    """The images of a split, numbered from 0 in an order that never changes."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Labels, int64 [images]: indices into ``classes``."""
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of all classes of the training split."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        ...
+
+    def digest(self) -> str:
+        """Return a digest of all names and labels in order; it does not depend on where the data lies."""
+
+    def name(self, index: int) -> str:
+        """Return how messages name image ``index``: by its path, or by its place in a shard."""
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of image ``index``. Thread-safe."""
+
+    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+        """Return the pixels of image ``index`` if they are stored, read-only; None if it must be decoded."""
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Announce that these images will be read next, so that a file server can be asked for all of them."""
+
+
+class Subset:
+    """The images ``kept`` of a split (indices into it), in its order."""
+
+    def __init__(self, split: ImageSource, kept: NDArray[np.int64]) -> None:
+        """Keep the split and the indices."""
+        self._split = split
+        self._kept = kept
+        self.labels = split.labels[kept]
+        self.classes = split.classes
+
+    def __len__(self) -> int:
+        """Return the number of images that are kept."""
+        return len(self._kept)
+
+    def digest(self) -> str:
+        """Return a digest of the whole split and of what is kept."""
+        return digest_of(self._split.digest().encode(), self._kept)
+
+    def name(self, index: int) -> str:
+        """Return the name of image ``index``."""
+        return self._split.name(int(self._kept[index]))
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of image ``index``."""
+        return self._split.read(int(self._kept[index]))
+
+    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+        """Return the pixels of image ``index`` if they are stored."""
+        return self._split.pixels(int(self._kept[index]))
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Announce that these images will be read next."""
+        self._split.readahead(self._kept[indices])
+
+
 class Found(NamedTuple):
     """The format of a split in a directory, with its shards; class folders have none."""
 
@@ -42,7 +110,7 @@ class Found(NamedTuple):
     shards: Sequence[Path] = ()
 
 
-def _in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
+def in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
     """Return a function whose every OSError is a UserError."""
 
     @wraps(look)
@@ -56,12 +124,12 @@ def _in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
     return told
 
 
-@_in_sentences
+@in_sentences
 def check_folders(root: Path) -> None:
     """Raise UserError if ``root`` cannot be trained on; a quick check that does not look at every image."""
     train, val = find_split(root, "train"), find_split(root, "val")
     if "folder" in (train.format, val.format) and not (train.shards or val.shards):
-        imagefolder.check_folders(root)
+        folders.check_folders(root)
         return
     if train.format != val.format:
         there, lacking = ("train", "val") if train.shards else ("val", "train")
@@ -70,31 +138,27 @@ def check_folders(root: Path) -> None:
     _check(val)
 
 
-@_in_sentences
+@in_sentences
 def check_validation(root: Path) -> None:
     """Raise UserError if ``root`` cannot be evaluated on; a quick check that does not look at every image."""
     val = find_split(root, "val")
     if val.format == "folder":
-        imagefolder.check_validation(root)
+        folders.check_validation(root)
     elif find_split(root, "train").shards:
         check_folders(root)
     else:
         _check(val)
 
 
-@_in_sentences
 def open_training(root: Path) -> ImageSource:
     """Open the training split in any format, without the images in quarantine.
 
     Raises:
         UserError: If the split is damaged or cannot be trained on.
     """
-    train = find_split(root, "train")
-    whole = imagefolder.scan_training(root) if train.format == "folder" else open_shards(root, "train", train)
-    return without_quarantined(whole, root, "train")
+    return _open(root, "train")
 
 
-@_in_sentences
 def open_validation(root: Path) -> ImageSource:
     """Open the validation split in any format, without the images in quarantine.
 
@@ -103,9 +167,28 @@ def open_validation(root: Path) -> ImageSource:
     Raises:
         UserError: If the split is damaged or cannot be evaluated on.
     """
-    val = find_split(root, "val")
-    whole = imagefolder.scan_validation(root) if val.format == "folder" else open_shards(root, "val", val)
-    return without_quarantined(whole, root, "val")
+    return _open(root, "val")
+
+
+@in_sentences
+def _open(root: Path, split: SplitName) -> ImageSource:
+    found = find_split(root, split)
+    whole: ImageFolder | Shards
+    if found.format == "folder":
+        whole = folders.scan_training(root) if split == "train" else folders.scan_validation(root)
+    else:
+        whole = open_shards(root, split, found)
+    prefix = prefix_of(root)
+    bad = list(whole.find({prefix + path for path in quarantined(root)}))
+    if not bad:
+        return whole
+    kept = np.delete(np.arange(len(whole), dtype=np.int64), bad)
+    if emptied := set(whole.labels.tolist()) - set(whole.labels[kept].tolist()):
+        raise UserError(
+            f"{root / split / whole.classes[min(emptied)]}: all images are in {root / QUARANTINE}; bring sound ones, "
+            "or remove the class"
+        )
+    return Subset(whole, kept)
 
 
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
@@ -132,7 +215,7 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
             assert_never(found.format)
 
 
-@_in_sentences
+@in_sentences
 def find_split(root: Path, split: SplitName) -> Found:
     """Find the shards of a split; without any, its format is "folder".
 
@@ -143,10 +226,10 @@ def find_split(root: Path, split: SplitName) -> Found:
         UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
     """
     files = [entry for entry in _entries(root) if _says(split, entry.name) and entry.is_file()]
-    folders = [entry for word in _WORDS[split] for entry in _entries(root / word)]
-    nested = any(is_class_name(entry.name) and entry.is_dir() for entry in folders)
+    inside = [entry for word in _WORDS[split] for entry in _entries(root / word)]
+    nested = any(is_class_name(entry.name) and is_folder(entry) for entry in inside)
     if not nested:
-        files += [entry for entry in folders if entry.is_file()]
+        files += [entry for entry in inside if entry.is_file()]
     paths = sorted(Path(entry.path) for entry in files)
     tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
     records = [path for path in paths if _RECORDS.fullmatch(path.name)]

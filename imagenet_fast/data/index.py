@@ -7,12 +7,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISDIR
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,13 @@ from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.errors import UserError
 
-_VERSION = 3
+_VERSION = 4
 _TICK_S = 0.02  # file systems' clocks advance in steps of up to 10 ms
 _MANY = 100  # files or folders; the user is told when this many are scanned
+_THREADS = 16  # they wait for a file server
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 Stamp = tuple[str, int, int, int]
 """The state of a file or folder: name, size in bytes (0 for a folder), mtime in ns and ctime in ns.
@@ -77,39 +82,13 @@ def load_or_build_index(
             return found
         reasons += [f"{place} {found}"] * bool(found)
     if reasons:
-        _say(f"{reasons[0]}; it is made anew")
+        _print(f"{reasons[0]}; it is made anew")
     elif len(stamps) >= _MANY:
-        _say(f"looking through the {split} split of {root} for the first time")
+        _print(f"looking through the {split} split of {root} for the first time")
     stamps = _settled(stamp)
     index = make()
     _write(places, kind, stamps, index)
     return index
-
-
-def check_kept(root: Path, split: str, kind: Kind, stamps: Fingerprint, fault: Callable[[Index], str]) -> None:
-    """Remove the stored index of a split under ``root`` if ``fault`` finds an error in it.
-
-    This is for faults that stamps do not show: an index with other stamps is not used anyway.
-
-    Args:
-        root: The data directory.
-        split: The name of the split.
-        kind: The format and the columns that the index must have.
-        stamps: The stamps of the data as it is now.
-        fault: Returns what is wrong with an index, or an empty string.
-
-    Raises:
-        UserError: The index cannot be removed.
-    """
-    for place in _places(root, split):
-        found = _read(place, kind, stamps)
-        if not isinstance(found, Index) or not (what := fault(found)):
-            continue
-        try:
-            place.unlink(missing_ok=True)
-        except OSError as error:
-            raise UserError(f"{place} {what}, and it cannot be removed ({error.strerror}); remove it") from None
-        _say(f"{place} {what}; it is made anew")
 
 
 def stamps_of(root: Path, files: Sequence[Path]) -> Fingerprint:
@@ -162,7 +141,7 @@ def _write(places: Sequence[Path], kind: Kind, stamps: Fingerprint, index: Index
             return
         except OSError as error:
             why = error.strerror
-    _say(f"{places[0]} cannot be written ({why}); the next run will look through the data again")
+    _print(f"{places[0]} cannot be written ({why}); the next run will look through the data again")
 
 
 def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:
@@ -175,7 +154,19 @@ def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:
     return stamps
 
 
-def moving() -> None:
+def map_in_order(look: Callable[[Item], Found], items: Sequence[Item]) -> Iterator[Found]:
+    """Yield ``look(item)`` of all items in order; it is called in threads, which mostly wait for the disk."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        try:
+            for found in threads.map(look, items):
+                _show_progress()
+                yield found
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _show_progress() -> None:
     """Report that this rank still makes progress, as listing a million files may seem to hang.
 
     A process that is not a rank has not imported the heartbeat module, and is not made to import torch for it.
@@ -185,5 +176,14 @@ def moving() -> None:
         watched.here.enter(watched.here.at[1])
 
 
-def _say(sentence: str) -> None:
+def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
+    """Return a hex digest of the ``parts`` that tell a split from others."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        content = part if isinstance(part, bytes) else part.astype("<i8").tobytes()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+def _print(sentence: str) -> None:
     print(sentence, file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,11 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.archives import refuse_compressed
-from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
-from imagenet_fast.data.formats.shard_reader import COLUMNS, Row, Shards, columns_of, look_through, read_classes
+from imagenet_fast.data.index import Index, Kind, load_or_build_index, map_in_order, stamps_of
+from imagenet_fast.data.shards import COLUMNS, Row, Shards, columns_of, read_classes
 from imagenet_fast.errors import UserError
-
-KIND = Kind("tfrecord", {**COLUMNS, "synsets": "<i4"})
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 
@@ -88,11 +86,12 @@ class RecordShards(Shards):
         return int(self._offsets[index] - self._before[index])
 
 
-def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path]) -> Shards:
-    """Open the images in ``files``, with labels numbered as in the ``training`` files if there are any.
+def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
+    """Open the images in ``files``.
 
-    If all records name their synsets, a label is the synset's position in ``classes.txt``, or else among the sorted
-    synsets, as folders would be numbered. Otherwise labels are the stored numbers, minus one where these start at 1.
+    Stored labels begin at 0, or at 1 as in TensorFlow's scripts, where 0 is a background; those of the ``training``
+    files decide, or of ``files`` without them. The class names are those in ``classes.txt``, else the records' synsets
+    if they have any, else the stored labels.
 
     Args:
         root: The data directory.
@@ -105,11 +104,36 @@ def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Seque
     """
     index = _open(root, split, files)
     deciding = _open(root, "train", training) if training and split != "train" else index
-    numbering = _numbering(root, deciding)
-    if numbering.from_1 and deciding is index and os.environ.get("RANK", "0") == "0":
-        last = len(numbering.classes)
+    synsets = {(label, synset) for of in (index, deciding) for label, synset in of.about["synsets"]}
+    if not len(synsets) == len(dict(synsets)) == len({synset for _, synset in synsets}):
+        raise UserError(f"{root}: a label goes with two synsets, or a synset with two labels; make the records again")
+    classes, first = _numbering(root, deciding, dict(synsets))
+    if first and deciding is index and os.environ.get("RANK", "0") == "0":
+        last = len(classes)
         print(f"labels in {root} run from 1 to {last}, as in TensorFlow's scripts; 1 is class 0", file=sys.stderr)
-    return RecordShards(files, index, numbering.labels(root, split, index), numbering.classes)
+    labels = index.columns["labels"] - first
+    for label in (labels.min(), labels.max()):
+        if not 0 <= label < len(classes):
+            raise UserError(
+                f"{root}: the {split} split has the label {label + first}, of none of the {len(classes)} classes; both "
+                "splits, and classes.txt, must know the same"
+            )
+    return RecordShards(files, index, labels, classes)
+
+
+def _numbering(root: Path, index: Index, synsets: Mapping[int, str]) -> tuple[list[str], int]:
+    """Return the class names, and the label of the first, by the ``index`` of the split that decides."""
+    written, named = index.columns["labels"], read_classes(root)
+    low, high, different = int(written.min()), int(written.max()), len(np.unique(written))
+    count = len(named) if named else different
+    first = 0 if low == 0 else 1
+    if high >= count + first or (low > 0 and high < count):
+        raise UserError(
+            f"{root}: labels run from {low} to {high} and {different} of them occur"
+            + (f", where classes.txt names {count}" if named else "")
+            + ", so that nobody knows which class is which; name all in classes.txt, in the order of labels"
+        )
+    return named or [synsets.get(label, str(label)) for label in range(first, count + first)], first
 
 
 def check_record_file(shard: Path) -> None:
@@ -122,7 +146,8 @@ def check_record_file(shard: Path) -> None:
 
 
 def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
-    return load_or_build_index(root, split, KIND, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+    kind = Kind("records", COLUMNS)
+    return load_or_build_index(root, split, kind, lambda: stamps_of(root, files), lambda: _index(root, split, files))
 
 
 class Record(NamedTuple):
@@ -133,18 +158,14 @@ class Record(NamedTuple):
 
 
 def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
-    found = list(look_through(files, _look))
+    found = list(map_in_order(_records, files))
     if not any(found):
         raise UserError(f"{root}: there is no record in the {len(files)} file(s) of the {split} split")
-    synsets = [record.synset for records in found for record in records]
-    names = sorted({name for name in synsets if name})
-    number = {name: place for place, name in enumerate(names)}
-    columns = columns_of([[record.row for record in records] for records in found])
-    columns["synsets"] = np.asarray([number.get(name, -1) for name in synsets], np.int32)
-    return Index({"synsets": names}, columns)
+    synsets = sorted({(record.row[3], record.synset) for records in found for record in records if record.synset})
+    return Index({"synsets": synsets}, columns_of([[record.row for record in records] for records in found]))
 
 
-def _look(shard: Path) -> list[Record]:
+def _records(shard: Path) -> list[Record]:
     """Return the records of a shard, in their order."""
     found: list[Record] = []
     with shard.open("rb", buffering=0) as file:
@@ -202,69 +223,6 @@ class _Window:
             self._begin, at = begin, 0
             self._content = os.pread(self._descriptor, max(end - begin, _WINDOW), begin)
         return self._content[at : end - self._begin]
-
-
-class _Numbering(NamedTuple):
-    """The class of each label: by the stored number, and by synset if all records have one."""
-
-    classes: list[str]
-    by_number: dict[int, int]
-    by_synset: dict[str, int]
-    from_1: bool = False
-    """True if the stored numbers start at 1."""
-
-    def labels(self, root: Path, split: str, index: Index) -> NDArray[np.int64]:
-        """Return the labels of all images in ``index``. Raises UserError if one is of no known class."""
-        named = bool(self.by_synset) and _all_named(index)
-        written = index.columns["synsets" if named else "labels"]
-        values, places = np.unique(written, return_inverse=True)
-        try:
-            if named:
-                known = [self.by_synset[index.about["synsets"][value]] for value in values]
-            else:
-                known = [self.by_number[int(value)] for value in values]
-        except KeyError as stranger:
-            raise UserError(
-                f"{root}: the {split} split has the label {stranger}, of none of the {len(self.classes)} classes; "
-                "both splits, and classes.txt, must know the same"
-            ) from None
-        return np.asarray(known, dtype=np.int64)[places]
-
-
-def _all_named(index: Index) -> bool:
-    return bool((index.columns["synsets"] >= 0).all())
-
-
-def _numbering(root: Path, index: Index) -> _Numbering:
-    """Return the numbering by ``index``, that of the training split if there is one.
-
-    Raises UserError if the labels can be read in two ways, or in none.
-    """
-    named = read_classes(root)
-    written = index.columns["labels"]
-    if _all_named(index):
-        classes = named or list(index.about["synsets"])
-        by_synset = {name: label for label, name in enumerate(classes)}
-        pairs = np.unique(np.stack([written, index.columns["synsets"]]), axis=1).T.tolist()
-        synset_of = {number: index.about["synsets"][synset] for number, synset in pairs}
-        if not len(synset_of) == len(pairs) == len(index.about["synsets"]):
-            raise UserError(
-                f"{root}: a label goes with two synsets, or a synset with two labels; make the records again"
-            )
-        by_number = {number: by_synset[synset] for number, synset in synset_of.items() if synset in by_synset}
-        return _Numbering(classes, by_number, by_synset)
-    low, high, different = int(written.min()), int(written.max()), len(np.unique(written))
-    count = len(named) if named else different if low in (0, 1) and high == different - 1 + low else 0
-    first = 0 if low == 0 else 1 if high == count else None
-    if first is None or high >= count + first:
-        raise UserError(
-            f"{root}: labels run from {low} to {high} and {different} of them occur"
-            + (f", where classes.txt names {count}" if named else "")
-            + ", so that nobody knows which class is which; name all in classes.txt, in the order of labels, or give "
-            "every record its image/class/synset"
-        )
-    classes = named or [str(number) for number in range(first, count + first)]
-    return _Numbering(classes, {number + first: number for number in range(count)}, {}, first == 1)
 
 
 def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[str, list[Span | int]]:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from imagenet_fast.data.mixup import MixupCutmix
-from imagenet_fast.data.normalize import Normalizer
-from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.data.device import Mixer, Normalizer
+from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 from tests.data.small import same
@@ -27,15 +26,18 @@ def order_of(ranks: int, rank: int, seed: int = 1, first_step: int = 0) -> Train
 def batches(order: TrainSampler, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
     """Of two epochs: image n is n everywhere, of class n mod 7."""
     made = []
-    for _, source, _ in islice(order, 4 * order.batching.accumulation):
-        numbers = torch.from_numpy(source)
+    for indices in islice(order, 4 * order.batching.accumulation):
+        numbers = torch.from_numpy(indices.images)
         images = numbers.to(dtype)[:, None, None, None].expand(-1, 3, 8, 10)
         made.append((images.contiguous(memory_format=torch.channels_last), numbers % CLASSES))
     return made
 
 
 def mixed(order: TrainSampler, mixup: float, cutmix: float, dtype=torch.float32) -> list[tuple[Tensor, Tensor]]:
-    return list(MixupCutmix(batches(order, dtype), order, CLASSES, mixup, cutmix))
+    mix = Mixer(order.seed, CLASSES, mixup, cutmix)
+    return [
+        mix(images, labels, indices) for indices, (images, labels) in zip(order, batches(order, dtype), strict=False)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,11 +87,7 @@ def some_images(count: int, size: int) -> Tensor:
 
 
 def normalised(source: Tensor, dtype: torch.dtype) -> Tensor:
-    labels = torch.arange(len(source))
-    (images, same), *more = Normalizer([(source, labels)], DATA, CPU, dtype)
-    assert not more
-    assert same is labels
-    return images
+    return Normalizer(DATA, CPU, dtype)(source)
 
 
 def torchvisions(images: Tensor) -> Tensor:

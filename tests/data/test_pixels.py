@@ -17,12 +17,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from imagenet_fast.data import decode as decoding
-from imagenet_fast.data.augmentation import Augmentation
-from imagenet_fast.data.decode import decode, to_common_format
-from imagenet_fast.data.image_source import ImageDecodeError
-from imagenet_fast.data.sampler import Resolution
-from imagenet_fast.data.thread_loader import central_crop, random_crop, resized
+from imagenet_fast.data import pixels as decoding
+from imagenet_fast.data.order import Augmentation, Resolution
+from imagenet_fast.data.pixels import ImageDecodeError, central_crop, decode, random_crop, resized, to_common_format
 from tests.data.encoded import BAD, IMAGES, JPEG, NOT_PILS, STRAYED
 
 

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import random
 import shutil
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import tests
-from imagenet_fast.data.format_detection import open_training
-from imagenet_fast.data.formats import index_cache
-from imagenet_fast.data.formats.index_cache import Index, Kind, load_or_build_index, stamps_of
+from imagenet_fast.data.folders import check_folders, scan_training
 from imagenet_fast.data.formats.shard_writer import Sample, write_tar
-from imagenet_fast.data.imagefolder import check_folders, scan_training
+from imagenet_fast.data.index import Index, Kind, load_or_build_index, stamps_of
+from imagenet_fast.data.source import open_training
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
@@ -208,28 +205,3 @@ def test_a_shard_that_is_changed_in_place_with_its_old_time_is_read_again(tmp_pa
     assert shard.stat().st_size == old.st_size
     os.utime(shard, ns=(old.st_atime_ns, old.st_mtime_ns))
     assert open_training(tmp_path).labels.tolist() == [1]
-
-
-def test_a_file_system_whose_times_lie_is_found_out_by_counts(tmp_path: Path, monkeypatch, capsys):
-    """Some that lie over a network give every folder the same time."""
-    root = put_classes(tmp_path, "cat", train=2)
-    monkeypatch.setattr(index_cache, "stamp_of", lambda name, stat: (name, 0, 0, 0))
-    assert len(scan_training(root)) == 2
-    put(root / "train/cat", "3.jpg")
-    check_folders(root)  # as every start does
-    assert f"{root / NAME} is of 2 files in cat, where there are 3; it is made anew" in capsys.readouterr().err
-    assert len(scan_training(root)) == 3
-    check_folders(root)
-    assert capsys.readouterr().err == ""
-
-
-def test_an_index_of_somebody_else_that_is_out_of_date_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is not used anyway, so it need not be removed."""
-    put_classes(tmp_path, "cat", train=3, val=3)
-    scan_training(tmp_path)
-    (tmp_path / "train/cat/0.jpg").unlink()
-
-    refused = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
-    monkeypatch.setattr(Path, "unlink", refused)
-    check_folders(tmp_path)
-    assert len(scan_training(tmp_path)) == 2

@@ -12,9 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from imagenet_fast.data.augmentation import augmentation_of
-from imagenet_fast.data.rng import bits, uniforms
-from imagenet_fast.data.sampler import BatchIndices, EvalSampler, TrainSampler, resolution
+from imagenet_fast.data.order import (
+    BatchIndices,
+    EvalSampler,
+    TrainSampler,
+    augmentation_of,
+    bits,
+    resolution,
+    uniforms,
+)
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import refusal_of
 from tests.data.small import ALONE, LOADERS, image_data, opened

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Any, NamedTuple, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
-from imagenet_fast.data import dali_loader, format_detection
+from imagenet_fast.data.dali import DaliLoader
+from imagenet_fast.data.device import Batch, Mixer, Normalizer
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
-from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.normalize import Normalizer
-from imagenet_fast.data.sampler import EvalSampler, Order, TrainSampler
-from imagenet_fast.data.thread_loader import FolderLoader
+from imagenet_fast.data.loader import ThreadLoader
+from imagenet_fast.data.order import EvalSampler, Order, TrainSampler
+from imagenet_fast.data.source import ImageSource, SplitName, open_training, open_validation
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 
 _EXAMPLES, _EXAMPLES_AT_ONCE = 5000, 100
 
-Batch = tuple[Tensor, Tensor]
-
 _BANK = 256  # number of different images of a synthetic loader; image i is image i modulo this
 
 
 class Loader(Protocol):
-    """Endless batches on the device: images uint8 [n, 3, S, S] in channels_last memory, labels int64 [n]."""
+    """Endless batches on the device."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield (images, labels) without end."""
+        """Yield batches without end."""
         ...
 
 
@@ -45,10 +43,10 @@ class ValLoader:
     """Names of the classes by label; empty for synthetic images."""
     val_contents: dict[str, Any]
     val_order: EvalSampler
-    val: Iterator[Batch]
+    val: Iterator[tuple[Tensor, Tensor]]
     """Batches of one evaluation after another, without end."""
 
-    def next_evaluation(self) -> Iterator[Batch]:
+    def next_evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Return an iterator over this rank's batches of one evaluation."""
         return islice(self.val, self.val_order.batches)
 
@@ -59,7 +57,7 @@ class Loaders(ValLoader):
 
     contents: Contents
     train_order: TrainSampler
-    train: Iterator[Batch]
+    train: Iterator[tuple[Tensor, Tensor]]
     """Micro-batches of one epoch after another, without end."""
 
 
@@ -93,33 +91,24 @@ def build_loaders(
     Raises:
         UserError: If the images cannot be trained on, or not with this batch.
     """
-    source = None
-    match data:
-        case SyntheticData():
-            images = data.train_images
-        case ImageData():
-            assert root is not None
-            source = format_detection.open_training(root)
-            images = len(source)
-        case _:
-            assert_never(data)
-    order = TrainSampler(images, batching, rank, seed, first_step)
+    split = _split(data, root, "train")
+    order = TrainSampler(split.images, batching, rank, seed, first_step)
     if not order.steps_per_epoch:
         raise UserError(
-            f"the training set has {images} images, fewer than one global batch of {batching.global_batch}; "
-            f"--set global_batch={images} or less, or give more images"
+            f"the training set has {order.images} images, fewer than one global batch of {batching.global_batch}; "
+            f"--set global_batch={order.images} or less, or give more images"
         )
-    validation = open_validation(data, root, batching, rank, cores, device, seed, dtype, channels_last)
-    train: Iterable[Batch] = _open(data, source, order, cores, device, seed, dtype, channels_last)
+    validation = build_val_loader(data, root, batching, rank, cores, device, seed, dtype, channels_last)
+    loader = open_loader(data, split.source, order, cores, device, seed)
+    mix = None
     if isinstance(data, ImageData) and (data.mixup or data.cutmix):
-        from imagenet_fast.data.mixup import MixupCutmix  # loads torchvision, and with it torch's compiler
+        mix = Mixer(seed, validation.classes, data.mixup, data.cutmix)
+    train = _finished(loader, Normalizer(data, device, dtype, channels_last), mix)
+    found = contents(validation.class_names, contents_of_split(split.images, split.source), validation.val_contents)
+    return Loaders(**vars(validation), contents=found, train_order=order, train=train)
 
-        train = MixupCutmix(train, order, validation.classes, data.mixup, data.cutmix)
-    found = contents(validation.class_names, contents_of_split(images, source), validation.val_contents)
-    return Loaders(**vars(validation), contents=found, train_order=order, train=iter(train))
 
-
-def open_validation(
+def build_val_loader(
     data: Data,
     root: Path | None,
     batching: Batching,
@@ -130,61 +119,47 @@ def open_validation(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
 ) -> ValLoader:
-    """Build this rank's loader of the validation split, in micro-batches of normalised images.
-
-    The training split need not exist.
-
-    Args:
-        data: The recipe's ``[data]`` table.
-        root: Data directory; not read for synthetic data.
-        batching: How the global batch is split over the ranks.
-        rank: This rank.
-        cores: Largest number of decoding threads.
-        device: Device of the batches.
-        seed: Seed of synthetic images.
-        dtype: Data type of the normalised images.
-        channels_last: Whether they are in channels_last memory.
+    """Build this rank's loader of the validation split, as ``build_loaders`` does; there need be no training split.
 
     Raises:
         UserError: If the images cannot be evaluated on.
     """
-    source = None
-    names: list[str] = []
+    split = _split(data, root, "val")
+    order = EvalSampler(split.images, batching.micro_batch, batching.ranks, rank)
+    loader = open_loader(data, split.source, order, cores, device, seed)
+    val = _finished(loader, Normalizer(data, device, dtype, channels_last))
+    return ValLoader(split.classes, split.class_names, contents_of_split(split.images, split.source), order, val)
+
+
+class _Split(NamedTuple):
+    """A split's number of images, and the images themselves unless they are synthetic; its classes with their names."""
+
+    images: int
+    source: ImageSource | None
+    classes: int
+    class_names: list[str]
+
+
+def _split(data: Data, root: Path | None, split: SplitName) -> _Split:
     match data:
         case SyntheticData():
-            images, classes = data.val_images, data.classes
+            return _Split(data.train_images if split == "train" else data.val_images, None, data.classes, [])
         case ImageData():
             assert root is not None
-            source = format_detection.open_validation(root)
-            images, classes, names = len(source), len(source.classes), source.classes
+            source = open_training(root) if split == "train" else open_validation(root)
+            return _Split(len(source), source, len(source.classes), source.classes)
         case _:
             assert_never(data)
-    order = EvalSampler(images, batching.micro_batch, batching.ranks, rank)
-    val = iter(_open(data, source, order, cores, device, seed, dtype, channels_last))
-    return ValLoader(classes, names, contents_of_split(images, source), order, val)
 
 
-def _open(
-    data: Data,
-    images: ImageSource | None,
-    order: Order,
-    cores: int,
-    device: torch.device,
-    seed: int,
-    dtype: torch.dtype,
-    channels_last: bool,
-) -> Normalizer:
-    loader = open_loader(data, images, order, cores, device, seed)
-    return Normalizer(loader, data, device, dtype, channels_last)
+def _finished(loader: Loader, normalise: Normalizer, mix: Mixer | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of ``loader`` as a network reads them: images and labels."""
+    for images, labels, indices in loader:
+        yield (normalise(images), labels) if mix is None else mix(normalise(images), labels, indices)
 
 
 def open_loader(
-    data: Data,
-    images: ImageSource | None,
-    order: Order,
-    cores: int,
-    device: torch.device,
-    seed: int,
+    data: Data, images: ImageSource | None, order: Order, cores: int, device: torch.device, seed: int
 ) -> Loader:
     """Build the loader that ``data`` describes; its batches hold bytes, not normalised.
 
@@ -204,7 +179,7 @@ def open_loader(
             return SyntheticLoader(order, data, device, seed)
         case ImageData():
             assert images is not None
-            load = dali_loader.DaliLoader if data.loader == "dali" else FolderLoader
+            load = DaliLoader if data.loader == "dali" else ThreadLoader
             return load(images, order, data, device, min(data.workers or cores, cores))
         case _:
             assert_never(data)
@@ -226,22 +201,15 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     Raises:
         UserError: If the images cannot be read.
     """
-    source = None
-    match data:
-        case SyntheticData():
-            count = data.train_images
-        case ImageData():
-            assert root is not None
-            source = format_detection.open_training(root)
-            count = len(source)
-            data = data.model_copy(update={"augment": False, "loader": "folder"})
-        case _:
-            assert_never(data)
-    batch = min(count, _EXAMPLES_AT_ONCE)
-    order = TrainSampler(count, Batching(1, batch, 1), 0, seed)
+    split, cpu = _split(data, root, "train"), torch.device("cpu")
+    if isinstance(data, ImageData):
+        data = data.model_copy(update={"augment": False, "loader": "folder"})
+    batch = min(split.images, _EXAMPLES_AT_ONCE)
+    order = TrainSampler(split.images, Batching(1, batch, 1), 0, seed)
     batches = min(_EXAMPLES // batch, order.steps_per_epoch)
-    examples = _open(data, source, order, 1, torch.device("cpu"), seed, torch.float32, True)
-    yield from (images for images, _ in islice(examples, batches))
+    loader = open_loader(data, split.source, order, 1, cpu, seed)
+    normalise = Normalizer(data, cpu, torch.float32)
+    yield from (normalise(images) for images, _, _ in islice(loader, batches))
 
 
 class SyntheticLoader:
@@ -256,9 +224,9 @@ class SyntheticLoader:
         self._order = order
         self._classes = data.classes
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images uint8 [n, 3, S, S] in channels_last memory, and labels int64 [n]."""
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches without end."""
         device = self._images.device
-        for _, indices, _ in self._order:
-            chosen = torch.from_numpy(indices).to(device, non_blocking=True)
-            yield self._images[chosen % _BANK], chosen % self._classes
+        for indices in self._order:
+            chosen = torch.from_numpy(indices.images).to(device, non_blocking=True)
+            yield Batch(self._images[chosen % _BANK], chosen % self._classes, indices)
