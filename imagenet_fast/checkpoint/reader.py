@@ -136,18 +136,18 @@ def best(root: Path) -> Checkpoint | None:
     return _first_whole(root, by_merit(found), found, damaged)
 
 
-def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
+def chosen_checkpoint(root: Path, which: str, final: bool = False) -> Checkpoint:
     """Return the checkpoint that ``RUN@WHICH`` names.
 
     Args:
-        run: The directory of the run.
+        root: The directory of the run's checkpoints.
         which: ``best``, ``newest``, ``latest``, ``step-N``, ``N``, or the name of the checkpoint's directory. Of
             several checkpoints of one step, the newest is taken.
+        final: Whether the run has final weights, which the message then lists.
 
     Raises:
         UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
     """
-    root = run / "checkpoints"
     found, _ = read_survey(root)
     match which:
         case "best":
@@ -161,13 +161,12 @@ def chosen_checkpoint(run: Path, which: str) -> Checkpoint:
             ]
             chosen = Checkpoint(same[0], found[same[0]]) if same else None  # the survey lists the newest first
     if chosen is None:
-        raise UserError(f"{run} has no checkpoint '{which}'{_instead(run, found, which)}")
+        raise UserError(f"{root.parent} has no checkpoint '{which}'{_instead(found, which, final)}")
     return chosen
 
 
-def _instead(run: Path, found: dict[Path, Manifest], which: str) -> str:
+def _instead(found: dict[Path, Manifest], which: str, final: bool) -> str:
     """Return the end of an error message: what to give in place of ``which``."""
-    final = (run / "checkpoints" / "final.safetensors").is_file()
     if not found:
         return "; it holds none" + (", but final weights: leave the @ out" if final else "; give another run")
     evaluated = any(manifest.top1 is not None for manifest in found.values())

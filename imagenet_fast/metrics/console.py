@@ -12,8 +12,7 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import read_events
+from imagenet_fast.metrics.events import Event, read_events
 from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, judged_name
 from imagenet_fast.metrics.tables import compact_table, number
 

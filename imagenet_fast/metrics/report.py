@@ -16,7 +16,8 @@ from typing import Any
 from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.json_io import read_events
+from imagenet_fast.metrics.events import read_events
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult, judged_name, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
@@ -25,9 +26,6 @@ SETTLING_STEPS = 10
 
 In them engines watch steps, measure the network and plan.
 """
-
-FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
-"""Path of the final weights inside the directory of a finished run."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ def read_run(folder: Path) -> PastRun:
     Raises:
         UserError: There is no record.
     """
-    if not (folder / "events.jsonl").is_file():
-        raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
+    if not (events := RunDir(folder).events).is_file():
+        raise UserError(f"{folder} is not a run directory (it has no {events.name}); give one that `train` made")
     outcome, damaged = None, False
     try:
         outcome = read_outcome(folder)
@@ -134,58 +132,6 @@ def distinct_names(runs: Sequence[PastRun]) -> list[str]:
         end = next((e for e in ends if all(p.parts[-len(e.parts) :] != e.parts for p in others)), path)
         names.append(f"{run.label} ({end})")
     return names
-
-
-def split_checkpoint(given: Path) -> tuple[Path, str | None]:
-    """Split ``RUN@WHICH`` into a run directory and the name of a checkpoint.
-
-    Any other path is returned unchanged, with None; so is a path that exists under its whole name.
-
-    Raises:
-        UserError: The path cannot be examined.
-    """
-    before, at, which = str(given).rpartition("@")
-    try:
-        if not at or "/" in which or given.exists() or not Path(before).is_dir():
-            return given, None
-    except OSError as error:
-        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
-    return Path(before), which
-
-
-def run_of(given: Path) -> Path:
-    """Return the run directory of weights given as a run, ``RUN@WHICH`` or a ``step-*`` directory."""
-    folder, _ = split_checkpoint(given)
-    return folder.parents[1] if is_checkpoint(folder) and folder.parent.name == "checkpoints" else folder
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether ``folder`` is a checkpoint and not a run, judging by its name and its manifest."""
-    return folder.name.startswith("step-") and (folder / "manifest.json").is_file()
-
-
-def weights_file(given: Path) -> Path:
-    """Return the weights file that ``given`` names: a file itself, or the final weights of a run directory.
-
-    Raises:
-        UserError: There is no such file, or the run has not finished.
-    """
-    try:
-        if given.is_file():
-            return given
-        if (given / FINAL_WEIGHTS).is_file():
-            return given / FINAL_WEIGHTS
-        ended = not (given / "job.json").exists()
-    except OSError as error:
-        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
-    if not ended:
-        raise UserError(
-            f"{given} holds a run without {FINAL_WEIGHTS}, since it has not come to its end; give one of its "
-            f"checkpoints, as {given}@newest, another run, or a file of weights"
-        )
-    if given.is_dir():
-        raise UserError(f"{given} is a directory without a run; give one that `train` made, or a file of weights")
-    raise UserError(f"there is no file {given}; give a file of weights, or a run directory that `train` made")
 
 
 def report_table(runs: list[PastRun]) -> Table:

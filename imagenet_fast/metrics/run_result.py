@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
@@ -198,7 +199,7 @@ class RunResult:
 
         Nodes may share ``folder``.
         """
-        atomic_write_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n", shared=True)
+        atomic_write_text(RunDir(folder).outcome, to_json(asdict(self), indent=2) + "\n", shared=True)
 
 
 def judged_name(values: Mapping[str, Any], mirrored: bool) -> str:
@@ -221,7 +222,7 @@ def read_outcome(folder: Path) -> RunResult | None:
     Raises:
         UserError: The file is damaged.
     """
-    path = folder / "outcome.json"
+    path = RunDir(folder).outcome
     try:
         outcome = RunResult(**json.loads(path.read_bytes()))
     except FileNotFoundError:

@@ -18,12 +18,13 @@ from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import refused_together
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.json_io import read_events
+from imagenet_fast.metrics.events import read_events
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.training.run_lock import lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
 
@@ -123,17 +124,17 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    found = ""
+    found, saved = "", RunDir(job.folder).checkpoints
     with refused_together(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
-            last = newest(job.folder / CHECKPOINTS)
+            last = newest(saved)
             found = "" if last is None else last.folder.name
     told = [found]
     dist.broadcast_object_list(told, src=0, device=world.device)
     if not (found := told[0]):
         return None
-    root = common_folder(job.folder / CHECKPOINTS, world)
+    root = common_folder(saved, world)
     if root is None:
         raise UserError(
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"

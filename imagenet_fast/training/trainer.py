@@ -30,9 +30,8 @@ from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
-from imagenet_fast.metrics.run_dir import open_run_dir
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.record import open_record
+from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
 from imagenet_fast.recipe.batching import check_norms, explain, split_batch
@@ -178,7 +177,7 @@ class Trainer:
             trained = found is not None or self.weights is not None
             examples = None if trained else partial(example_images, recipe.data, job.data, recipe.seed)
             model = build_initial_model(recipe, self.data.classes, world, self.weights, examples)
-        trace = job.folder / "trace.json" if job.trace and world.is_main else None
+        trace = RunDir(job.folder).trace if job.trace and world.is_main else None
         self.step = build_step(
             recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
@@ -212,7 +211,7 @@ class Trainer:
             val_images=self.data.val_order.images, note=self._note,
         )  # fmt: skip
         if self.world.is_main and state.step < steps and outcome.status != "reached":
-            (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
+            RunDir(job.folder).final_weights.unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()
         try:
@@ -339,7 +338,7 @@ class Trainer:
         job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
         ending.begin_record()
         resumed = None if self.resumed_from is None else self.resumed_from.step
-        self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
+        self.metrics = open_record(job, world, self.clock.run_s, resumed)
         try:
             yield
         except KeyboardInterrupt:
@@ -362,10 +361,11 @@ class Trainer:
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
         self.state.settle()
-        whole, path, failure = self.state.whole(), self.job.folder / FINAL_WEIGHTS, ""
+        whole, path, failure = self.state.whole(), RunDir(self.job.folder).final_weights, ""
         if self.world.is_main:
             about = describe(self.job.name, self.job.recipe, self.data.class_names)
             try:
+                path.parent.mkdir(exist_ok=True)  # not its parent: a run that was renamed does not make it again
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
                 failure = (

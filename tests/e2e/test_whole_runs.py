@@ -17,7 +17,8 @@ from torchvision.models import resnet18
 import tests
 from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.launch.export import export_weights
-from imagenet_fast.metrics.report import FINAL_WEIGHTS, read_run, report_table
+from imagenet_fast.metrics.report import read_run, report_table
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.recipe.batching import Batching
@@ -71,7 +72,7 @@ def settings(changes: dict[str, Any], engine: str) -> dict[str, Any]:
 def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str, image_dir: Path, tmp_path: Path):
     images = image_dir if changes is MILD else None
     run(2, _train_all, changes, engine, images, tmp_path, fresh=True)
-    ddp, whole, resumed = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("ddp", "whole", "resumed"))
+    ddp, whole, resumed = (load_file(RunDir(tmp_path / name).final_weights) for name in ("ddp", "whole", "resumed"))
     assert_alike(whole, ddp)
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 

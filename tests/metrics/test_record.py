@@ -28,9 +28,10 @@ from rich.table import Table
 
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
+from imagenet_fast.metrics.events import Event, JsonLines, read_events
+from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.mllog import MLLog
+from imagenet_fast.metrics.record import open_record
 from imagenet_fast.metrics.report import (
     PastRun,
     distinct_names,
@@ -40,7 +41,6 @@ from imagenet_fast.metrics.report import (
     read_run,
     report_table,
 )
-from imagenet_fast.metrics.run_dir import open_run_dir
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
@@ -123,9 +123,9 @@ def test_a_resume_that_is_killed_as_it_writes_leaves_what_was_there(name: str, t
 
     (tmp_path / name).write_text("whole")
     monkeypatch.setattr(Path, "write_text", killed)
-    monkeypatch.setattr("imagenet_fast.metrics.run_dir.environment", lambda *_: {"python": "3.12"})
+    monkeypatch.setattr("imagenet_fast.metrics.record.environment", lambda *_: {"python": "3.12"})
     with pytest.raises(KeyboardInterrupt):
-        open_run_dir(job_of(tmp_path), world(0, 1), lambda: 0.0, resumed=3)
+        open_record(job_of(tmp_path), world(0, 1), lambda: 0.0, resumed=3)
     assert (tmp_path / name).read_text() == "whole"
 
 
@@ -264,6 +264,28 @@ def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
     checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "training", "--ruleset", "4.0.0"]
     checked = subprocess.run([*checker, "mllog.txt"], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
+
+
+def test_what_happens_while_the_directory_has_another_name_is_recorded_when_it_is_back(tmp_path: Path, capsys):
+    """And told once; nothing is made under the old name."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    record = MetricLogger(Clock().run_s, [JsonLines(run), mllog(run)])
+    for step, name in enumerate(("run", "moved", "moved", "run", "run"), start=1):
+        next(tmp_path.iterdir()).rename(tmp_path / name)
+        record("train", step, loss=1.0)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert [event["step"] for event in read_events(run)] == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().err == (
+        f"warning: {run}/events.jsonl has been moved or removed; put it back, and what happens meanwhile is recorded "
+        "then\n"
+    )
+    run.rename(moved)
+    record("train", 6, loss=1.0)
+    record.close()
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "warning: the run's last events are not recorded (No such file or directory)"
+    ]
 
 
 def shown(table: Table, width: int = 120) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.metrics import MetricLogger, RunResult, Status
-from imagenet_fast.metrics.json_io import AppendedFile, JsonLines
+from imagenet_fast.metrics.events import AppendedFile, JsonLines
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
