@@ -193,7 +193,8 @@ def _past(job: Job, label: str) -> PastRun:
         past = read_run(job.folder)
     except UserError:
         return PastRun(job.folder, read_outcome(job.folder), [], label)
-    return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # no steps, failed
+    unknown = RunResult.of(job.name, job.recipe, job.batching)  # no steps, failed
+    return replace(past, name=label, outcome=past.outcome or unknown)
 
 
 def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:

@@ -61,7 +61,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         if fate and code != 2:  # 2: already printed
             print(f"failed: {fate}")
         return 1 if code < 0 else code
-    outcome = left or RunResult.beginning(job)
+    outcome = left or RunResult.of(job.name, job.recipe, job.batching)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
         saved = any(run.checkpoints.glob(f"*/{MANIFEST}"))

@@ -16,9 +16,10 @@ from typing import Any
 from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.accuracy import target_metric
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult, judged_name, read_outcome
+from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
 SETTLING_STEPS = 10
@@ -192,7 +193,7 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
         label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
         if run.outcome is not None and run.outcome.target_mirrored:
-            judged = judged_name(vars(run.outcome), mirrored=True)
+            judged = target_metric(vars(run.outcome), mirrored=True)
             accuracy.plot(
                 *run.curve("eval", judged), "o--", markersize=4, color=line.get_color(), label=f"{label}, mean"
             )

@@ -65,14 +65,14 @@ class ResumePoint:
         if world.is_main and state.outcome.status == "reached":  # perhaps earlier, if the target was higher until now
             with suppress(UserError):
                 events = read_events(checkpoint.folder.parents[1])
-                state.outcome.time_from(event for event in events if event["step"] <= self.step)
+                state.outcome.find_time_to_target(event for event in events if event["step"] <= self.step)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         measured = [top1 is not None for top1 in (state.outcome.top1_mirror, state.outcome.top1_shift)]
         otherwise = recipe.target_mirrored and measured != [recipe.eval_mirror, recipe.eval_shift > 0]
         state.needs_eval = checkpoint.manifest.top1 is None or otherwise
         if state.needs_eval:
-            state.outcome.reopen()
+            state.outcome.clear_target()
 
     def without_weights(self) -> ResumePoint:
         """Return what is of use once the state is loaded, since weights and momenta take memory."""

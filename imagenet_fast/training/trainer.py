@@ -28,7 +28,7 @@ from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
 from imagenet_fast.errors import JobAborted, UserError
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics import Accuracy, MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.record import open_record
 from imagenet_fast.metrics.run_dir import RunDir, new_folder
@@ -39,7 +39,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
+from imagenet_fast.training.evaluation import StopRequested, evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
@@ -269,10 +269,10 @@ class Trainer:
                 state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
             )
         meter.restart()
-        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.averaged)
+        self.outcome.record_eval(accuracy, self.clock.run_s())
         self.metrics(
-            "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **accuracy.averaged,
+            "eval", state.step, epoch=epoch, eval_s=evaluation.seconds, train_s=self.clock.train_s(),
+            **accuracy.measured(),
         )  # fmt: skip
         return accuracy
 

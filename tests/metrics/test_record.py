@@ -26,7 +26,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from imagenet_fast.metrics import MetricLogger, RunResult
+from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.events import Event, JsonLines, read_events
 from imagenet_fast.metrics.json_io import to_json
@@ -73,14 +73,14 @@ def pretend_run(
         step = 400 * epoch
         record("epoch", step - 400, epoch=epoch)
         record("data", step, wait_pct=1.5)
-        result.wait_for_data(wait_s, of_s=60.0)
+        result.add_wait(wait_s, of_s=60.0)
         record("speed", step, images_per_s=20000.0)
         record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
         if scale is not None:
             record("precision", step, loss_scale=scale, skipped_steps=3 * epoch)
         record("train", step, epoch=epoch, loss=loss, lr=1.0)
         result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
-        result.judge(top1, 90.0, run_s=70.0 * epoch)
+        result.record_eval(Accuracy(top1=top1, top5=90.0), run_s=70.0 * epoch)
         record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
     record("end", result.steps, **vars(result))
     record.close()
@@ -100,6 +100,13 @@ def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path)
     assert promised <= set(json.loads((tmp_path / "outcome.json").read_text()))
     for status, target, code in (("finished", 90.0, 3), ("finished", None, 0), ("interrupted", None, 1)):
         assert RunResult(status, "r", "lazy", 1, 1, target_top1=target).exit_code == code
+
+
+def test_the_outcome_of_an_earlier_version_is_read(tmp_path: Path):
+    written = {"status": "reached", "recipe": "r", "sync": "ddp", "world_size": 2, "global_batch": 64, "top1": 76}
+    (tmp_path / "outcome.json").write_text(json.dumps(written | {"top5": 93.1, "data_wait_pct": None}))
+    read = read_outcome(tmp_path)
+    assert read == RunResult("reached", "r", "ddp", 2, 64, top1=76.0, top5=93.1)
 
 
 def test_concurrent_launchers_leave_a_whole_outcome(tmp_path: Path):
@@ -221,20 +228,18 @@ def test_a_number_that_is_not_finite_is_null_at_any_depth():
 
 
 def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
-    result = leave_run(tmp_path, losses=(2.5, math.nan), last_top1=math.nan)
-    result.images_per_s = math.inf
-    result.write(tmp_path)
+    leave_run(tmp_path, losses=(2.5, math.nan), last_top1=math.nan)
     for line in (tmp_path / "events.jsonl").read_text().splitlines():
         strict(line)
     assert read_mllog(tmp_path)
-    assert strict((tmp_path / "outcome.json").read_text())["images_per_s"] is None
+    assert strict((tmp_path / "outcome.json").read_text())["top1"] is None
     run = read_run(tmp_path)
     _, losses = run.curve("train", "loss")
     assert losses[0] == 2.5
     assert math.isnan(losses[1])
     headings, row = shown(report_table([run])).splitlines()
-    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "MB/step"], "of what was finite"
-    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "89.50"], (
+    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "img/s", "MB/step"], "of what was finite"
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "21333", "89.50"], (
         "and of waiting for data only what is too much"
     )
     assert drawn([run], tmp_path / "curve.png")
@@ -476,14 +481,14 @@ def test_the_first_evaluation_that_meets_the_target_counts(target: float, reache
     resumed = RunResult("reached", "r", "lazy", 2, 512, target_top1=target, time_to_accuracy_s=400.0)
     accuracies = ((90.0, 100.0), (96.0, 200.0), (97.5, 300.0), (98.0, 400.0))
     for top1, run_s in accuracies:
-        judged.judge(top1, 99.0, run_s)
-    resumed.time_from({"event": "eval", "run_s": run_s, "top1": top1} for top1, run_s in accuracies)
+        judged.record_eval(Accuracy(top1=top1), run_s)
+    resumed.find_time_to_target({"event": "eval", "run_s": run_s, "top1": top1} for top1, run_s in accuracies)
     assert judged.time_to_accuracy_s == resumed.time_to_accuracy_s == reached_s
     assert (judged.status, judged.top1) == ("reached", 98.0)
     lower = RunResult.of("test", parse_recipe("test", tables(target_top1=90.0)), split_batch(recipe, 2))
-    lower.go_on(asdict(judged))
+    lower.resume_from(asdict(judged))
     assert (lower.status, lower.time_to_accuracy_s) == ("reached", reached_s)
-    lower.reopen()
+    lower.clear_target()
     assert (lower.status, lower.time_to_accuracy_s) == ("failed", None), "its checkpoint is of later weights"
-    lower.judge(89.0, 99.0, 500.0)
+    lower.record_eval(Accuracy(top1=89.0), 500.0)
     assert (lower.status, lower.time_to_accuracy_s) == ("failed", None)
