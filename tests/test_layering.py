@@ -33,7 +33,7 @@ LAYERS = (
 WITHOUT_TORCH = (
     "recipe.load", "distributed.cpu_affinity", "metrics.report", "launch.slurm", "launch.rendezvous",
     "launch.cluster_job", "launch.job_setup", "plan.rows", "cli.plan",
-    "bench.compare", "data.verify", "data.download",
+    "bench.compare", "bench.plots", "data.verify", "data.download",
 )  # fmt: skip
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
+from imagenet_fast.bench.plots import new_figure, plot_label
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import new_figure, plot_label
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.tables import compact_table
 

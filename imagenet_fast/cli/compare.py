@@ -80,8 +80,9 @@ def compare(
     from imagenet_fast.bench.compare import compare as train_all
     from imagenet_fast.bench.compare import contestants
     from imagenet_fast.bench.parallel_layouts import parse_layouts
+    from imagenet_fast.bench.plots import draw_curves
     from imagenet_fast.launch.rendezvous import local_ranks
-    from imagenet_fast.metrics.report import draw_curves, report_table
+    from imagenet_fast.metrics.report import report_table
     from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED
     from imagenet_fast.units import whole_numbers
@@ -130,7 +131,7 @@ def report(
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.report import distinct_names, draw_curves, read_run, report_table
+    from imagenet_fast.metrics.report import distinct_names, read_run, report_table
 
     once: dict[Path, Path] = {}
     for folder in runs:
@@ -144,6 +145,8 @@ def report(
             print(f"{name}: {judge_by_reference(run)}")
         print(SOURCE)
     if png is not None:
+        from imagenet_fast.bench.plots import draw_curves
+
         draw_curves(past, png)
         print(f"drawn to {png}")
 

@@ -26,6 +26,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from imagenet_fast.bench.plots import draw_curves, new_figure, plot_label
 from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.events import Event, JsonLines, read_events
@@ -35,9 +36,6 @@ from imagenet_fast.metrics.record import open_record
 from imagenet_fast.metrics.report import (
     PastRun,
     distinct_names,
-    draw_curves,
-    new_figure,
-    plot_label,
     read_run,
     report_table,
 )
@@ -467,7 +465,7 @@ def test_the_image_shows_the_accuracy_that_the_target_is_for(tmp_path: Path, mon
     result = RunResult("reached", "r", "lazy", 2, 512, target_top1=93.0, target_mirrored=True, **{name: value})
     event = {"event": "eval", "run_s": 60.0, "top1": 92.0, name: value}
     figure = new_figure(tmp_path / "curve.png", 10, 4)
-    monkeypatch.setattr("imagenet_fast.metrics.report.new_figure", lambda *_: figure)
+    monkeypatch.setattr("imagenet_fast.bench.plots.new_figure", lambda *_: figure)
     draw_curves([PastRun(tmp_path, result, [event], "run")], tmp_path / "curve.png")
     plain, mean = (line for line in figure.axes[0].lines if len(line.get_xdata()) == 1)
     assert (plain.get_ydata()[0], mean.get_ydata()[0]) == (92.0, value)
