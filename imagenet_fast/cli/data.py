@@ -161,5 +161,5 @@ def verify(
     if json_file is not None:
         from imagenet_fast.metrics.json_io import write_json
 
-        write_json(as_json(found), json_file, indent=1)
+        write_json(as_json(found), json_file)
         print(f"written to {json_file}")

@@ -16,6 +16,7 @@ from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.launch.signals import end_on_signals
+from imagenet_fast.metrics.accuracy import Accuracy
 from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
@@ -25,29 +26,17 @@ from imagenet_fast.training.init_weights import build_initial_model, load_initia
 from imagenet_fast.training.precision import autocast, effective_precision, forward_dtype, set_float32_math
 
 
-@dataclass(frozen=True)
-class EvalResult:
-    """Result of an evaluation: accuracies in percent of ``images``.
-
-    Those with ``_mirror`` are by the mean logits of each image and its mirror image, and those with ``_shift`` by
-    those of shifted images, too; None if not measured.
-    ``eval_s`` is the time from the first image to the last in seconds, with compilation included.
-    """
+@dataclass
+class EvalResult(Accuracy):
+    """Result of an evaluation; ``eval_s`` is the time from the first image to the last, compilation included."""
 
     weights: str
     recipe: str
     model: str
     precision: str
     world_size: int
-    top1: float
-    top5: float
-    images: int
     eval_s: float
     images_per_s: float
-    top1_mirror: float | None = None
-    top5_mirror: float | None = None
-    top1_shift: float | None = None
-    top5_shift: float | None = None
 
 
 def evaluate_as_rank(evaluation: Evaluation, place: RankInfo, join_timeout_s: float, left: Path | None = None) -> None:
@@ -102,8 +91,7 @@ def judge(evaluation: Evaluation, world: DistContext) -> EvalResult:
     seconds = time.perf_counter() - begun
     return EvalResult(
         weights.source if weights is not None else str(evaluation.weights), evaluation.name, recipe.model.label,
-        precision.kind, world.size, accuracy.top1, accuracy.top5, accuracy.images, seconds,
-        accuracy.images / seconds, **accuracy.averaged,
+        precision.kind, world.size, seconds, accuracy.images / seconds, **vars(accuracy),
     )  # fmt: skip
 
 

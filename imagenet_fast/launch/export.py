@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.job_setup import recipe_of
-from imagenet_fast.metrics.report import run_of
+from imagenet_fast.metrics.run_dir import run_of
 from imagenet_fast.models import build_model
 from imagenet_fast.models.export import export_program
 from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
@@ -45,7 +45,8 @@ def export_weights(given: Path, named: str | None, kind: str, out: Path) -> Path
 
 def _write(given: Path, named: str | None, kind: str, out: Path) -> None:
     weights = given_weights(given)
-    if kind == "safetensors" and named is None and not (run_of(given) / "job.json").is_file():
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "safetensors" and named is None and not run_of(given).job.is_file():
         recognised = recognise(weights)
         if recognised is None:
             raise UserError(f"{weights.source} fits none of our models; say with --recipe NAME which it should fit")

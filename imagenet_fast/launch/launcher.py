@@ -19,10 +19,10 @@ from imagenet_fast.errors import JobAborted, UserError, first_error_in
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
-from imagenet_fast.metrics.run_folder import check_writable
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.training.run_lock import lock_run_dir
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -40,7 +40,8 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     Raises:
         UserError: If the run directory cannot be written, or the nodes cannot meet.
     """
-    check_writable(job.folder, job.resume)
+    run = RunDir(job.folder)
+    run.check_writable(job.resume)
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     interrupted = False
     code, fate = 0, ""
@@ -60,10 +61,10 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         if fate and code != 2:  # 2: already printed
             print(f"failed: {fate}")
         return 1 if code < 0 else code
-    outcome = left or RunResult.beginning(job)
+    outcome = left or RunResult.of(job.name, job.recipe, job.batching)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-        saved = any((job.folder / CHECKPOINTS).glob(f"step-*/{MANIFEST}"))
+        saved = any(run.checkpoints.glob(f"step-*/{MANIFEST}"))
         then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
         outcome.message = outcome.message or (
             f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
 _LONGEST_WARNING_S = 65535  # that sbatch takes
@@ -112,7 +113,7 @@ def sbatch_text(
         note=job.note,
         step=shlex.join(step),
         command=shlex.join(command),
-        checkpoints=shlex.quote(str(folder / "checkpoints")),
+        checkpoints=shlex.quote(str(RunDir(folder).checkpoints)),
         stopped=STOPPED,
         warning=warning_s,
     )

@@ -15,7 +15,7 @@ from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.run_folder import check_writable
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.trainer import Trainer
@@ -41,9 +41,9 @@ def run_worker(
     """
     job = _restarted(job)
     if place.is_main:
-        check_writable(job.folder, job.resume)
+        RunDir(job.folder).check_writable(job.resume)
     if place.is_local_main and handover is not None:
-        (handover / "outcome.json").unlink(missing_ok=True)  # of the previous attempt, if torchrun restarted the ranks
+        RunDir(handover).outcome.unlink(missing_ok=True)  # of the previous attempt, if torchrun restarted the ranks
     set_group_rank(place)
     ending = Ending(job, place, handover)
     signals = end_on_signals(job.recipe.checkpoint.grace_s, ending.late)

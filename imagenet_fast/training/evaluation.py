@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,32 +12,7 @@ from imagenet_fast.data.build import ValLoader
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Top-1 and top-5 accuracy over ``images`` validation images, in percent.
-
-    The label is the first, or among the first five, of the model's guesses.
-    """
-
-    top1: float
-    top5: float
-    images: int
-    top1_mirror: float | None = None
-    """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
-    top5_mirror: float | None = None
-    """Top-5 by the same."""
-    top1_shift: float | None = None
-    """Top-1 by the mean logits of shifted images, too; None: not measured."""
-    top5_shift: float | None = None
-    """Top-5 by the same."""
-
-    @property
-    def averaged(self) -> dict[str, float]:
-        """The accuracies by mean logits, by name; empty if not measured."""
-        names = ("top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+from imagenet_fast.metrics.accuracy import Accuracy
 
 
 class StopRequested(Exception):
@@ -103,8 +77,8 @@ def evaluate(
         raise StopRequested
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
-    top1, top5, *averaged = (100 * hit / expected for hit in hits)
-    return Accuracy(top1, top5, expected, *averaged)
+    names = ("top1", "top5", "top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
+    return Accuracy(images=expected, **{name: 100 * hit / expected for name, hit in zip(names, hits, strict=False)})
 
 
 def mirrored_logits(model: nn.Module, images: Tensor, logits: Tensor | None = None) -> Tensor:
