@@ -1,4 +1,4 @@
-"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS``.
+"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS LAUNCHER``.
 
 The launcher has torchrun start it. It reads how a run ended from files next to the job file. So the exit code, which
 torchrun would flatten, only reports success or failure. The launcher also prints the user errors that ranks leave
@@ -27,9 +27,9 @@ Starting them again would end the same way.
 
 
 def main() -> None:
-    """Do the job in FILE, which is named after its task, and wait at most SECONDS for the other ranks."""
-    end_with_parent()
+    """Do the job in FILE, which is named after its task; wait for the others at most SECONDS, and end with LAUNCHER."""
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
+    end_with_parent(int(sys.argv[3]))
     if (path.parent / _FINAL).exists():
         raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
     write_errors_to(path.parent)

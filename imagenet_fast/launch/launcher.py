@@ -178,7 +178,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s)]
+    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s), str(os.getpid())]
     try:
         run(torchrun)
     except ChildFailedError as error:

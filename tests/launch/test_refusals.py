@@ -16,14 +16,16 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from imagenet_fast import errors
+from imagenet_fast.distributed.rank_info import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, tiers
-from tests.e2e.command import Forked, events_of, outcome_of, train_here
+from tests.e2e.command import Forked, environment, events_of, outcome_of, train_here
+from tests.ports import free_port
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
@@ -183,6 +185,17 @@ def test_a_signal_while_a_process_starts_is_answered_after_it():
     with pytest.raises(KeyboardInterrupt):
         _start_and_signal(started)
     assert b"default_int_handler" in started[0], "and the process gets its own"
+
+
+@pytest.mark.ci
+def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once(tmp_path: Path):
+    write_job(job(tmp_path), tmp_path / "train.json")
+    with free_port() as port:
+        place = dict(zip(TORCHRUN, ("0", "2", "0", "2"), strict=True)) | {"MASTER_ADDR": "127.0.0.1"}
+        rank = [sys.executable, "-m", "imagenet_fast.launch", tmp_path / "train.json", "60"]
+        launcher = ["sh", "-c", '"$@" $$ & kill -KILL $$', "sh", *rank]
+        told = environment(**place, MASTER_PORT=str(port))
+        subprocess.run(launcher, env=told, capture_output=True, timeout=20)  # the rank holds the pipes until it ends
 
 
 def _start_and_signal(started: list[bytes]) -> None:
