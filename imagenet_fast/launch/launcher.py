@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -15,7 +16,7 @@ from typing import Literal, assert_never
 from imagenet_fast.checkpoint.manifest import MANIFEST
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
-from imagenet_fast.errors import JobAborted, UserError, first_error_in
+from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
@@ -162,7 +163,8 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
     endpoint = nodes.endpoint
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
+    _check_loopback()
+    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     count = str(nodes.count)
     if endpoint is not None:
         met = meet(endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
@@ -200,6 +202,18 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     return 0, ""
 
 
+def _check_loopback() -> None:
+    """Raise UserError if processes of this node cannot reach each other, which torchrun would try for minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        try:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+        except OSError as error:
+            raise UserError(
+                f"the ranks of this node cannot reach each other at 127.0.0.1 ({error.strerror or error}); bring its "
+                "loopback interface up, as by `ip link set lo up`"
+            ) from None
+
+
 def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: float) -> list[str]:
     """Return the options by which torchrun has the nodes meet again, in the same store, whenever one leaves or joins.
 
@@ -222,7 +236,11 @@ def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: floa
 
 def _apart(error: Exception, nodes: LaunchConfig) -> str:
     """Return one sentence on why nodes that may leave and join stopped training."""
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousTimeoutError,
+    )
 
     again = "the same command on every node goes on where the run was saved"
     match error:
@@ -230,5 +248,7 @@ def _apart(error: Exception, nodes: LaunchConfig) -> str:
             return f"fewer than --nodes {nodes.least} are left at {nodes.endpoint}, and no others came in time; {again}"
         case RendezvousClosedError():
             return f"the nodes at {nodes.endpoint} have ended; see what they say, and {again}"
-        case _:
+        case RendezvousConnectionError():
             return f"the node at {nodes.endpoint} has ended; see what it says, and {again}"
+        case _:
+            return f"the ranks of this node could not be started ({first_line(error)})"

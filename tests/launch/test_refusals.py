@@ -24,7 +24,7 @@ from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, tiers
-from tests.e2e.command import Forked, environment, events_of, outcome_of, train_here
+from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
 from tests.ports import free_port
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
@@ -185,6 +185,29 @@ def test_a_signal_while_a_process_starts_is_answered_after_it():
     with pytest.raises(KeyboardInterrupt):
         _start_and_signal(started)
     assert b"default_int_handler" in started[0], "and the process gets its own"
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize(
+    ("node", "sentence"),
+    [
+        ("mount -t tmpfs -o noexec none $TMPDIR", "compile true cannot load what it makes in "),
+        ("export PATH=/sbin/nothing", "compile true needs a compiler, and there is no g++ here; install one"),
+        ("echo 127.0.0.1 here >$TMPDIR/hosts && mount --bind $TMPDIR/hosts /etc/hosts", ""),
+        ("ip link set lo down", "the ranks of this node cannot reach each other at 127.0.0.1 ("),
+    ],
+    ids=["programs may not lie in TMPDIR", "no compiler", "no localhost", "no loopback"],
+)
+def test_a_node_that_lacks_something_is_told_what(node: str, sentence: str, tmp_path: Path):
+    """In namespaces of their own."""
+    run = [*COMMAND, "train", "--recipe", "smoke", "--nproc", "1", "--out", str(tmp_path / "run")]
+    compiles = str("compile" in sentence).lower()
+    run += setting(f"compile={compiles}", "epochs=1", "data.train_images=64", "data.val_images=15")
+    shell = ["unshare", "-nm", "sh", "-c", f'ip link set lo up && {node} && exec "$@"', "sh", *run]
+    done = subprocess.run(shell, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (2 if sentence else 0, False), done.stderr[-1000:]
+    assert f"error: {sentence}" in done.stderr if sentence else not done.stderr
 
 
 @pytest.mark.ci
