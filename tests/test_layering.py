@@ -109,7 +109,7 @@ def test_commands_that_start_ranks_or_none_begin_without_torch():
 def test_ranks_start_without_torchs_compiler():
     """Importing it, or torchvision, takes as long as torch itself."""
     done = subprocess.run(
-        [sys.executable, "-c", "import sys, imagenet_fast.launch.worker; print(*sys.modules)"],
+        [sys.executable, "-c", "import sys, imagenet_fast.launch.rank; print(*sys.modules)"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert not {"torch._dynamo", "torchvision", "matplotlib"} & set(done.stdout.split())
