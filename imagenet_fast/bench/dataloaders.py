@@ -27,8 +27,8 @@ from imagenet_fast.data.folders import scan_training
 from imagenet_fast.data.loader import Job, prefetched
 from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.data.pixels import ImageDecodeError, decode
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches

@@ -19,7 +19,7 @@ from imagenet_fast.data.build import open_loader
 from imagenet_fast.data.device import Batch
 from imagenet_fast.data.loader import THREADS
 from imagenet_fast.data.order import TrainSampler
-from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY, shrunk
+from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, shrunk
 from imagenet_fast.data.source import ImageSource
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from imagenet_fast.data.build import Loaders, build_loaders
 from imagenet_fast.data.folders import ImageFolder, scan_training, scan_validation
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.load import parse_recipe

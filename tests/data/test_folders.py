@@ -10,7 +10,7 @@ import pytest
 
 from imagenet_fast.data.fingerprint import differences
 from imagenet_fast.data.folders import SUFFIXES, check_folders, scan_training
-from imagenet_fast.data.prepare.prepare import prepare, report
+from imagenet_fast.data.prepare.run import prepare, report
 from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
@@ -132,10 +132,9 @@ def test_verify_prints_names_that_are_no_text(tmp_path: Path):
 
 
 def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):
-    """As Tiny ImageNet is."""
     root = put_classes(tmp_path / "source", "cat")
-    put(root / "train/dog/images", "1.jpg", "2.jpg")
-    told = r"train/dog holds no images .*2 lie in folders inside it, as images/1\.jpg; move them up into .*train/dog"
+    put(root / "train/dog/more", "1.jpg", "2.jpg")
+    told = r"train/dog holds no images .*2 lie in folders inside it, as more/1\.jpg; move them up into .*train/dog"
     for look in (scan_training, check_folders, lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True)):
         with pytest.raises(UserError, match=told):
             look(root)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from imagenet_fast.data.pixels import ImageDecodeError, decode, shrunk, store_pixels
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import verify
 from imagenet_fast.recipe.load import parse_recipe

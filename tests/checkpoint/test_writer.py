@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
-from imagenet_fast.checkpoint.retention import retain, survey
+from imagenet_fast.checkpoint import folder as folders
+from imagenet_fast.checkpoint.folder import retain, survey
 from imagenet_fast.distributed.rank_info import RankInfo
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
 from tests.conftest import refusal_of
@@ -57,7 +58,7 @@ def test_what_is_saved_is_the_state_at_that_moment_though_training_goes_on(tmp_p
             weights += 1
             progress["step"] = -1
     for step in range(1, 4):
-        found = open_checkpoint(tmp_path / f"step-0000000{step}").shared()
+        found = open_checkpoint(tmp_path / f"step-0000000{step}").shared
         assert same(found, {"weights": torch.full((100_000,), step - 1.0), "progress": {"step": step}})
 
 
@@ -77,7 +78,7 @@ def test_slow_disk_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert writer.under_way
         assert newest(tmp_path) is None, "it is no checkpoint before all of it is on the disk"
         awake.set()
-    assert same(open_checkpoint(tmp_path / "step-00000001").shared(), {"weights": torch.zeros(100_000)})
+    assert same(open_checkpoint(tmp_path / "step-00000001").shared, {"weights": torch.zeros(100_000)})
 
 
 def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):
@@ -90,7 +91,7 @@ def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):
         "manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(3)), "shared.safetensors",
     ]  # fmt: skip
     found = open_checkpoint(tmp_path / "step-00000020")
-    assert same(found.shared(), state(20))
+    assert same(found.shared, state(20))
     assert same(dict(found.parts()), {rank: state(20, rank=1 + rank) for rank in range(3)})
 
 
@@ -103,7 +104,7 @@ def test_a_rank_with_nothing_of_its_own_writes_nothing(tmp_path: Path):
 
 
 def test_ranks_may_see_the_run_by_different_paths(tmp_path: Path):
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "mounted").symlink_to(tmp_path / "run")
     writers = together(tmp_path / "run" / "checkpoints", tmp_path / "mounted" / "checkpoints")
     save_all(writers, 7)
@@ -112,17 +113,19 @@ def test_ranks_may_see_the_run_by_different_paths(tmp_path: Path):
 
 
 def test_rank_without_the_directory_is_named(tmp_path: Path):
-    root = tmp_path / "checkpoints"
-    writers = together(root, root, tmp_path / "elsewhere")
-    save_all(writers, 3)
-    told = failures(writers)
-    (sentence,) = set(told)
-    begin = f"the checkpoint of step 3 failed: rank 2 on {os.uname().nodename}: {tmp_path}/elsewhere/step-"
-    end = "(No such file or directory); have every node see that directory, and nobody remove it, then start again"
-    assert (sentence[: len(begin)], sentence[-len(end) :]) == (begin, end)
-    assert names(root) == []
-    for writer in writers:
-        assert writer.wait() is None  # told once
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    root.mkdir()
+    writers = together(root, root, elsewhere)
+    for rank, there in ((2, elsewhere / ".step-00000003"), (0, root / ".step-00000003/rank-00002.safetensors")):
+        save_all(writers, 3)
+        assert failures(writers) == [
+            f"the checkpoint of step 3 failed: rank {rank} on {os.uname().nodename}: {there} cannot be written (No "
+            "such file or directory); have every node see that directory, and nobody remove it, then start again"
+        ] * 3  # fmt: skip
+        assert names(root) == []
+        for writer in writers:
+            assert writer.wait() is None  # told once
+        elsewhere.mkdir(exist_ok=True)  # as a directory of that node's own
 
 
 def test_a_rank_that_writes_nothing_fails_the_checkpoint_in_time(tmp_path: Path):
@@ -153,7 +156,7 @@ def test_after_an_error_nobody_waits_and_the_next_run_sweeps(tmp_path: Path):
         raise ZeroDivisionError
     assert not writers[0].under_way
     assert newest(tmp_path) is None
-    assert names(tmp_path) == ["step-00000002"]
+    assert names(tmp_path) == [".step-00000002"]
     saved(tmp_path, 3)
     assert names(tmp_path) == ["step-00000003"]
 
@@ -169,6 +172,7 @@ def saved_beside_collectives(root: Path) -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     store, keys = dist.distributed_c10d._get_default_store(), []
     with CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=0) as writer:
+        dist.barrier()
         for step in range(1, 4):
             writer.save(stamp(step, world=size), state(step), state(step, rank=1 + rank))
             for _ in range(20):
@@ -197,7 +201,7 @@ def test_what_a_disk_refuses_is_told_and_the_next_one_is_saved(number: int, fix:
         writer.wait()
         patch.setattr(os, "fsync", refuse)
         writer.save(stamp(2), state(2), state(2, rank=1))
-        where = f"the checkpoint of step 2 failed: {tmp_path}/step-00000002/shared.safetensors cannot be written"
+        where = f"the checkpoint of step 2 failed: {tmp_path}/.step-00000002/shared.safetensors cannot be written"
         assert refusal_of(writer.wait) == f"{where} ({os.strerror(number)}); {fix}, then resume from step-00000001"
         assert (names(tmp_path), found_step(tmp_path)) == (["step-00000001"], 1)
         patch.undo()
@@ -281,7 +285,7 @@ def test_a_job_with_a_niceness_of_its_own_saves_too(niceness: int, asked: int, t
 
 
 def test_no_error_of_the_thread_counts_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("imagenet_fast.checkpoint.async_writer.StoreCoordinator", lambda *_: 1 / 0)
+    monkeypatch.setattr("imagenet_fast.checkpoint.writer.Board", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         saved(tmp_path, 4)
 
@@ -295,7 +299,7 @@ def test_all_ranks_wait_while_one_removes_old_checkpoints(tmp_path: Path, monkey
         retained.wait(60)
         removing(*arguments)
 
-    monkeypatch.setattr("imagenet_fast.checkpoint.commit.retain", slow)
+    monkeypatch.setattr(folders, "retain", slow)
     save_all(writers, 4)
     time.sleep(0.3)
     assert [writer.under_way for writer in writers] == [True, True]

@@ -11,9 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from imagenet_fast.data.prepare import output_layout
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.prepare import write
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from tests.conftest import refusal_of
 from tests.data.prepare import replica
@@ -56,7 +56,8 @@ def test_shards_hold_every_image_and_are_mixed(tars: Path, out: Path, images: Im
 
 def test_shards_are_deterministic(tmp_path: Path, tars: Path, out: Path, images: Images):
     prepare(tars, out, WEBDATASET, subset=True, workers=3)
-    source, again = replica.kaggle(tmp_path / "kaggle", images), tmp_path / "again"
+    source, again = tmp_path / "kaggle", tmp_path / "again"
+    replica.kaggle(source, images)
     prepare(source, again, WEBDATASET, subset=True, workers=1)
     first, second = tree(out), tree(again)
     assert first.pop("prepared.json") != second.pop("prepared.json")
@@ -92,7 +93,7 @@ def held(out: Path, split: str) -> list[int]:
 def test_images_larger_than_a_shard_have_one_each_unless_these_are_too_many(tars, out: Path, monkeypatch):
     tiny = WEBDATASET.model_copy(update={"shard_size": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(output_layout, "_MOST", 20)
+        patch.setattr(write, "_MOST", 20)
         refused(tars, out, r"train would have \d+ shards; give a larger --shard-size", tiny)
     prepare(tars, out, tiny, subset=True)
     assert len(held(out, "train")) == 34 - 1, "but an empty one, which takes no room"
@@ -158,11 +159,11 @@ def test_the_other_split_may_come_later_if_it_has_the_same_classes(tmp_path, out
 
 def test_half_of_another_source_is_refused(tmp_path: Path, tars: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        patch.setattr("imagenet_fast.data.prepare.prepare.write_classes", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("imagenet_fast.data.prepare.run.write_classes", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             prepare(tars, out, WEBDATASET, subset=True)
     another = replica.official_tars(tmp_path / "another", small_imagenet(train=9))
     told = r"out was begun from another source than .*another, by train/.* or remove"
     assert re.search(told, refusal_of(prepare, another, out, WEBDATASET, subset=True))
-    monkeypatch.setattr(output_layout, "write_tar", None)  # nothing is made again
+    monkeypatch.setattr(write, "write_tar", None)  # nothing is made again
     prepare(tars, out, WEBDATASET, subset=True)

@@ -12,16 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
+from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from tests.checkpoint.trees import hostile, same
 
 CPU = torch.device("cpu")
 
 
-def as_file(tree: Any, copy: StagingBuffer | None = None) -> bytes:
-    copy = copy or StagingBuffer()
-    copy.take(tree)
-    return b"".join(copy.chunks())
+def as_file(tree: Any, copy: HostCopy | None = None) -> bytes:
+    return b"".join((copy or HostCopy()).take(tree))
 
 
 def back(tree: Any) -> Any:
@@ -86,7 +84,7 @@ def test_any_reader_of_safetensors_finds_the_tensors_by_their_paths():
 
 
 def test_one_buffer_serves_trees_of_all_sizes_one_after_another():
-    copy = StagingBuffer()
+    copy = HostCopy()
     for values in (10, 1000, 3, 0, 2_000_000, 7):
         tree = {"values": torch.randn(values), "half": torch.randn(values).half(), "odd": torch.ones(3).char()}
         data = as_file(tree, copy)

@@ -12,10 +12,9 @@ from unittest.mock import Mock
 import pytest
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
-from imagenet_fast.checkpoint.manifest import CorruptCheckpoint, Manifest, read_manifest
-from imagenet_fast.checkpoint.reader import best
-from imagenet_fast.checkpoint.retention import remove, sweep
-from imagenet_fast.checkpoint.store_coordination import Leaving
+from imagenet_fast.checkpoint import folder as folders
+from imagenet_fast.checkpoint.folder import CorruptCheckpoint, Manifest, read_manifest, retain, survey, sweep
+from imagenet_fast.checkpoint.writer import _Leaving
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
 from tests.conftest import refusal_of
@@ -64,18 +63,18 @@ def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
         for step, top1 in enumerate(top1s, start=1):
             saved(root, step, keep=keep, top1=top1)
         assert names(root) == [f"step-{step:08}" for step in left]
-        found = best(root)
+        found = newest(root, best=True)
         assert (found.manifest.top1 if found else None) == max((x for x in top1s if x is not None), default=None)
 
 
 def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    killed = Mock(side_effect=Leaving)  # right after the manifest
-    monkeypatch.setattr("imagenet_fast.checkpoint.commit.retain", killed)
     for step in range(1, 7):
         writer = CheckpointWriter(tmp_path, ALONE, keep=2)
         assert len(names(tmp_path)) <= 3
-        writer.save(stamp(step), state(step), state(step, rank=1))
-        writer.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(folders, "retain", Mock(side_effect=_Leaving))  # killed when the checkpoint has its name
+            writer.save(stamp(step), state(step), state(step, rank=1))
+            writer.wait()
         assert names(tmp_path)[-1] == f"step-{step:08}"
     CheckpointWriter(tmp_path, ALONE, keep=1)
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
@@ -87,11 +86,10 @@ def test_killed_removal_is_finished_later(tmp_path: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            remove(tmp_path / "step-00000002")
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
-    assert found_step(tmp_path) == 1
+            retain(survey(tmp_path)[0], 0)
+    assert names(tmp_path) == [".step-00000001", "step-00000002"]
     sweep(tmp_path)
-    assert names(tmp_path) == ["step-00000001"]
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_what_is_not_ours_stays(tmp_path: Path):
@@ -103,12 +101,14 @@ def test_what_is_not_ours_stays(tmp_path: Path):
     for file in (elsewhere / "thesis.txt", root / "step-by-step.txt", root / "final.safetensors"):
         file.touch()
     shutil.copytree(root / "step-00000001", root / "step-00000001-submitted")
+    (root / "step-00000007").mkdir()
+    (root / "step-00000007" / "rank-00000.safetensors").write_bytes(b"half of it is copied back by hand")
     (root / "step-00000000").symlink_to(elsewhere)
     saved(root, 2, keep=0)
     sweep(root)
     assert names(root) == [
-        "final.safetensors", "notes", "step-00000000", "step-00000001-submitted", "step-00000002", "step-analysis",
-        "step-by-step.txt",
+        "final.safetensors", "notes", "step-00000000", "step-00000001-submitted", "step-00000002", "step-00000007",
+        "step-analysis", "step-by-step.txt",
     ]  # fmt: skip
     assert names(elsewhere) == ["thesis.txt"]
 
@@ -126,9 +126,21 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path: Path, caps
         f"warning: checkpoint {tmp_path}/step-00000003 is damaged: rank-00000.safetensors cannot be read (No such file "
         "or directory); step-00000002 is taken instead",
     ]
-    found = best(tmp_path)
+    found = newest(tmp_path, best=True)
     assert found is not None
     assert found.manifest.step == 2
+
+
+def test_a_damaged_one_that_is_set_aside_displaces_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Nor does the one that a run goes on from make room for it where the disk is full."""
+    saved(tmp_path, 1, 2, top1=50.0)
+    (tmp_path / "step-00000002" / "shared.safetensors").write_bytes(b"")
+    assert found_step(tmp_path) == 1, "whoever only reads renames none"
+    newest(tmp_path, set_aside=True)
+    CheckpointWriter(tmp_path, ALONE, keep=0)
+    assert names(tmp_path) == ["damaged-step-00000002", "step-00000001"]
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert found_step(tmp_path) == 1
 
 
 def test_where_all_are_damaged_that_is_said_rather_than_begun_anew(tmp_path: Path):
@@ -149,18 +161,17 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for name, reason in (("file", "Not a directory"), ("loop", "Too many levels of symbolic links")):
-        for find in (newest, best):
-            assert f"{tmp_path}/{name} cannot be read ({reason})" in refusal_of(find, tmp_path / name)
+        assert f"{tmp_path}/{name} cannot be read ({reason})" in refusal_of(newest, tmp_path / name)
     assert newest(tmp_path / "nowhere") is None
 
 
 def test_one_that_is_damaged_after_it_was_found_is_not_read(tmp_path: Path):
     saved(tmp_path, 1)
     found = open_checkpoint(tmp_path / "step-00000001")
-    shared = found.folder / "shared.safetensors"
-    shared.write_bytes(shared.read_bytes()[:-1] + b"?")
-    assert "is damaged: shared.safetensors has the CRC-32" in refusal_of(found.shared)
-    assert found.part(0) is not None
+    for name, read in (("rank-00000", lambda: found.part(0)), ("shared", lambda: open_checkpoint(found.folder))):
+        file = found.folder / f"{name}.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        assert f"{found.folder} is damaged: {name}.safetensors has the CRC-32" in refusal_of(read)
 
 
 def test_what_is_no_manifest_is_said_to_be_none(tmp_path: Path):
@@ -207,7 +218,7 @@ def test_a_manifest_without_a_later_field_is_still_whole(number: int, tmp_path: 
     class Later(Manifest):
         note: str = ""
 
-    monkeypatch.setattr("imagenet_fast.checkpoint.manifest.Manifest", Later)
+    monkeypatch.setattr(folders, "Manifest", Later)
     found = read_manifest(tmp_path / "step-00000001")
     assert (found.step, found.top1, found.format, len(found.files)) == (1, 71.25, number, 2)
 
@@ -251,7 +262,7 @@ def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(
         for name, rank in (("shared", 0), ("part", 1)):  # by name there is no fall-back, and one may be whole alone
             with suppress(UserError):
                 asked = open_checkpoint(last)
-                tree = asked.shared() if name == "shared" else asked.part(0)
+                tree = asked.shared if name == "shared" else asked.part(0)
                 assert same(tree, state(asked.manifest.step, rank)), seed
         shutil.rmtree(root)
     assert sum(fell_back[True]) >= 0.95 * len(fell_back[True])  # all but changed blanks of a manifest
