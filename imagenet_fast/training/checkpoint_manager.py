@@ -16,11 +16,11 @@ from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce
 from imagenet_fast.errors import JobAborted, UserError, warn
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, digest, recipe_tables
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.resume import ResumePoint
-from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
@@ -239,7 +239,7 @@ def open_checkpoints(
         UserError: The job is elastic, and not every node sees the run directory.
     """
     if resumed is None:
-        root, begun = common_folder(job.folder / CHECKPOINTS, world, make=True), 0
+        root, begun = common_folder(RunDir(job.folder).checkpoints, world, make=True), 0
     else:
         root, begun = resumed.checkpoint.folder.parent, resumed.step
     if root is None and job.elastic:

@@ -15,7 +15,7 @@ from imagenet_fast.checkpoint.folder import Manifest, read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, refused_together
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.report import FINAL_WEIGHTS, is_checkpoint, split_checkpoint, weights_file
+from imagenet_fast.metrics.run_dir import RunDir, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network, to_channels_last
@@ -140,8 +140,8 @@ def given_weights(given: Path) -> Weights:
     """
     folder, which = split_checkpoint(given)
     if which is not None and which != "final":
-        final = folder / FINAL_WEIGHTS
-        return _saved_weights(chosen_checkpoint(final.parent, which, final.is_file()))
+        run = RunDir(folder)
+        return _saved_weights(chosen_checkpoint(run.checkpoints, which, run.final_weights.is_file()))
     if which is None and is_checkpoint(folder):
         return _saved_weights(open_checkpoint(folder))
     return read_weights(weights_file(folder))

@@ -12,18 +12,19 @@ from typing import Any
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.data.build import Loaders
 from imagenet_fast.data.fingerprint import differences as differences_of_data
-from imagenet_fast.data.loaders import Loaders
 from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import refused_together
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.json_io import read_events
+from imagenet_fast.metrics.events import read_events
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.training.run_lock import lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
 
@@ -62,14 +63,14 @@ class ResumePoint:
         if world.is_main and state.outcome.status == "reached":  # perhaps earlier, if the target was higher until now
             with suppress(UserError):
                 events = read_events(checkpoint.folder.parents[1])
-                state.outcome.time_from(event for event in events if event["step"] <= self.step)
+                state.outcome.find_time_to_target(event for event in events if event["step"] <= self.step)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         measured = [top1 is not None for top1 in (state.outcome.top1_mirror, state.outcome.top1_shift)]
         otherwise = recipe.target_mirrored and measured != [recipe.eval_mirror, recipe.eval_shift > 0]
         state.needs_eval = checkpoint.manifest.top1 is None or otherwise
         if state.needs_eval:
-            state.outcome.reopen()
+            state.outcome.clear_target()
 
     def without_weights(self) -> ResumePoint:
         """Return what is of use once the state is loaded, since weights and momenta take memory."""
@@ -110,16 +111,16 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    last: Checkpoint | None = None
+    last, saved = None, RunDir(job.folder).checkpoints
     with refused_together(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
-            last = newest(job.folder / CHECKPOINTS, set_aside=True)
+            last = newest(saved, set_aside=True)
     named = ["" if last is None else last.folder.name]
     dist.broadcast_object_list(named, src=0, device=world.device)
     if not named[0]:
         return None
-    root = common_folder(job.folder / CHECKPOINTS, world)
+    root = common_folder(saved, world)
     if root is None:
         raise UserError(
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.state import joined
@@ -223,7 +223,7 @@ def test_a_run_in_unlike_parts_learns_what_an_unbroken_one_does(parts: str, tmp_
         assert ended == ["finished" if steps == 99 else "preempted"] * ranks
     first, second = (event["step"] for event in events_of(tmp_path / "parts", "resume"))
     assert 0 < first < second < 10
-    expected, found = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("straight", "parts"))
+    expected, found = (load_file(RunDir(tmp_path / name).final_weights) for name in ("straight", "parts"))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():  # sums are rounded in another order, and nothing else differs
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
