@@ -138,22 +138,22 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 4591,
-    "imagenet_fast/checkpoint": 856,
+    "imagenet_fast/checkpoint": 855,
     "imagenet_fast/cli": 1857,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 5416,
+    "imagenet_fast/data": 5275,
     "imagenet_fast/distributed": 2773,
     "imagenet_fast/doctor": 533,
     "imagenet_fast/launch": 1894,
-    "imagenet_fast/metrics": 2036,
+    "imagenet_fast/metrics": 1981,
     "imagenet_fast/models": 1853,
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1495,
     "imagenet_fast/recipe": 2286,
     "imagenet_fast/sync": 4996,
-    "imagenet_fast/training": 2956,
-    "imagenet_fast": 36163,
-    "tests": 29275,
+    "imagenet_fast/training": 2930,
+    "imagenet_fast": 35940,
+    "tests": 29298,
     "tests/sync": 6609,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
