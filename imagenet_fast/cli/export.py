@@ -56,14 +56,14 @@ def write_weights_for_others(given: Path, named: str | None, kind: str, out: Pat
         UserError: The weights cannot be read, or fit no model.
     """
     from imagenet_fast.launch.job_setup import recipe_of
-    from imagenet_fast.metrics.report import run_of
+    from imagenet_fast.metrics.run_dir import run_of
     from imagenet_fast.models import build_model
     from imagenet_fast.models.export import export_program
     from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
     from imagenet_fast.training.init_weights import given_weights, warn_of_blurpool
 
     weights = given_weights(given)
-    if kind == "safetensors" and named is None and not (run_of(given) / "job.json").is_file():
+    if kind == "safetensors" and named is None and not run_of(given).job.is_file():
         recognised = recognise(weights)
         if recognised is None:
             raise UserError(f"{weights.source} fits none of our models; say with --recipe NAME which it should fit")

@@ -190,7 +190,7 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from rich.console import Console
 
-        from imagenet_fast.metrics.tables import recipe_table
+        from imagenet_fast.cli.recipe_lists import recipe_table
 
         Console().print(recipe_table())
 
@@ -204,7 +204,7 @@ def show_keys(
     """List the keys of a recipe: type, default and meaning."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.tables import key_list
+    from imagenet_fast.cli.recipe_lists import key_list
     from imagenet_fast.recipe.key_reference import recipe_keys
 
     Console().print(key_list(recipe_keys(prefix)))

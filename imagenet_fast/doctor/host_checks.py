@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from imagenet_fast.data.format_detection import check_folders, open_validation
+from imagenet_fast.data.source import check_folders, open_validation
 from imagenet_fast.distributed.cgroup_limits import usable_memory
 from imagenet_fast.distributed.cpu_affinity import usable_cores
 from imagenet_fast.doctor.report import CheckResult

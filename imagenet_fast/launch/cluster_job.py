@@ -11,7 +11,7 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.stdio import print_file
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder

@@ -13,17 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imagenet_fast.checkpoint.manifest import MANIFEST
+from imagenet_fast.checkpoint.folder import MANIFEST
 from imagenet_fast.distributed.cpu_affinity import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
-from imagenet_fast.metrics.run_folder import check_writable
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.training.run_lock import lock_run_dir
 
 if TYPE_CHECKING:
     from imagenet_fast.doctor.report import CheckResult
@@ -44,7 +44,8 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     Raises:
         UserError: If the run directory cannot be written, or the nodes cannot meet.
     """
-    check_writable(job.folder, job.resume)
+    run = RunDir(job.folder)
+    run.check_writable(job.resume)
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     interrupted, code, cause = False, 0, ""
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
@@ -63,10 +64,10 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         if cause and code != 2:  # 2: already printed
             print(f"failed: {cause}")
         return 1 if code < 0 else code
-    outcome = left or RunResult.beginning(job)
+    outcome = left or RunResult.of(job.name, job.recipe, job.batching)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-        saved = any((job.folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        saved = any(run.checkpoints.glob(f"step-*/{MANIFEST}"))
         then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
         outcome.message = outcome.message or (
             f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"

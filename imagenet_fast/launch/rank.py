@@ -22,7 +22,7 @@ from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.json_io import write_json
-from imagenet_fast.metrics.run_folder import check_writable
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job
@@ -52,9 +52,9 @@ def train_as_rank(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the ranks after a loss
         job = replace(job, resume=True)
     if rank.is_main:
-        check_writable(job.folder, job.resume)
+        RunDir(job.folder).check_writable(job.resume)
     if rank.is_local_main and launcher_dir is not None:
-        (launcher_dir / "outcome.json").unlink(missing_ok=True)  # of the attempt before
+        RunDir(launcher_dir).outcome.unlink(missing_ok=True)  # of the attempt before
     set_group_rank(rank)
     ending = Ending(job, rank, launcher_dir)
     signals = Signals(job.recipe.checkpoint.grace_s, ending.late)

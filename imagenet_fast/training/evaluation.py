@@ -10,41 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from imagenet_fast.data.build import ValLoader, build_val_loader
 from imagenet_fast.data.fingerprint import compare_data, contents
-from imagenet_fast.data.loaders import ValLoader, open_validation
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, first_of_node
+from imagenet_fast.metrics.accuracy import Accuracy
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.precision import autocast, effective_precision, forward_dtype, set_float32_math
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Top-1 and top-5 accuracy over ``images`` validation images, in percent.
-
-    The label is the first, or among the first five, of the model's guesses.
-    """
-
-    top1: float
-    top5: float
-    images: int
-    top1_mirror: float | None = None
-    """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
-    top5_mirror: float | None = None
-    """Top-5 by the same."""
-    top1_shift: float | None = None
-    """Top-1 by the mean logits of shifted images, too; None: not measured."""
-    top5_shift: float | None = None
-    """Top-5 by the same."""
-
-    @property
-    def averaged(self) -> dict[str, float]:
-        """The accuracies by mean logits, by name; empty if not measured."""
-        names = ("top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class StopRequested(Exception):
@@ -109,8 +84,8 @@ def evaluate(
         raise StopRequested
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
-    top1, top5, *averaged = (100 * hit / expected for hit in hits)
-    return Accuracy(top1, top5, expected, *averaged)
+    names = ("top1", "top5", "top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
+    return Accuracy(images=expected, **{name: 100 * hit / expected for name, hit in zip(names, hits, strict=False)})
 
 
 def mirrored_logits(model: nn.Module, images: Tensor, logits: Tensor | None = None) -> Tensor:
@@ -151,7 +126,7 @@ def _hits(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([guesses[:, 0].sum(), guesses.sum()])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EvalResult(Accuracy):
     """Result of an evaluation of ``weights``."""
 
@@ -178,7 +153,7 @@ def evaluate_weights(evaluation: Evaluation, world: DistContext) -> EvalResult:
     if world.is_main:
         print(note, end="")
     with first_of_node(world):
-        images = open_validation(
+        images = build_val_loader(
             recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
             forward_dtype(precision), recipe.channels_last,
         )  # fmt: skip

@@ -18,7 +18,7 @@ from imagenet_fast.cli.main import app, main
 from imagenet_fast.distributed.rank_info import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import RunResult
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
 from tests.e2e.command import in_process
 

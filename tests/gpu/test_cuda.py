@@ -16,7 +16,7 @@ from torch.nn.functional import dropout
 from torchvision.models import resnet18
 
 import tests
-from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError

@@ -126,7 +126,7 @@ def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_s
 
     def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
         (handover / launcher.OPENED).touch()
-        outcome = RunResult.beginning(job)
+        outcome = RunResult.of(job.name, job.recipe, job.batching)
         outcome.status, outcome.message = "failed", "rank 1 on a stopped answering at step 4, in data"
         outcome.write(handover)
         return -9, "rank 1 on a was killed by SIGKILL at step 4, in data"
