@@ -150,17 +150,12 @@ def job_label(name: str) -> str:
     return named[:40].strip("-")
 
 
-def to_utf8(text: str) -> bytes:
-    """Return ``text`` encoded, or raise UserError if it is of bytes that are not UTF-8."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
-
-
 def emit(text: str, file: Path | None) -> None:
     """Print the text of a job, or write it to ``file``. Raises UserError, and prints nothing, if that fails."""
-    encoded = to_utf8(text)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
     if file is None:
         print_file(encoded)
         return

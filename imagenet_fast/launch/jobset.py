@@ -8,15 +8,14 @@ podFailurePolicy defines what an exit code means. It needs pods that do not rest
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.cluster_job import ClusterJob, to_utf8
+from imagenet_fast.launch.cluster_job import ClusterJob
 from imagenet_fast.metrics.run_result import STOPPED
 
 _DATA, _RUNS, _RECIPES = "/data", "/runs", "/recipes"  # where volumes are mounted in a pod
@@ -40,7 +39,9 @@ def jobset_text(
     port: int = 29400,
     time_limit_s: int | None = None,
 ) -> str:
-    """Return a manifest for ``kubectl apply``, after a ConfigMap with the recipe if the image lacks it.
+    """Return a manifest for ``kubectl apply``, with a ConfigMap of the recipe if the image lacks it.
+
+    It is JSON, in which all readers take a text for a text: ``00215e6`` in YAML is a number for some.
 
     Stopped pods are created again, and resume from the run directory. Their number is not limited if they were evicted,
     or stopped by a signal and saved. Failures are limited in number. A run that ended short of its target fails at
@@ -120,14 +121,14 @@ def jobset_text(
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": label, **at},
+        "metadata": {"name": label, **at, "annotations": {"imagenet-fast/batch": job.note}},
         "spec": {
             "network": {"enableDNSHostnames": True},
             "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": spec}}],
         },
     }
-    documents = [manifest] if job.shipped else [config, manifest]
-    return f"# {job.note}\n" + "---\n".join(map(to_yaml, documents))
+    both = {"apiVersion": "v1", "kind": "List", "items": [config, manifest]}
+    return json.dumps(manifest if job.shipped else both, indent=2, ensure_ascii=False) + "\n"
 
 
 def _on_exit_code(code: int, action: str) -> dict[str, Any]:
@@ -149,29 +150,3 @@ def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
 def _escape_dollars(word: str) -> str:
     """Escape dollars, since Kubernetes expands ``$(NAME)`` and reads two dollars as one."""
     return word.replace("$", "$$")
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quote all text but plain words, write several lines as a block, and a value that occurs twice without an anchor.
-
-    What is no text without quotes depends on the reader: for kubectl ``00215e6`` is a number, and ``y`` is true.
-    """
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_text(self, text: str) -> yaml.ScalarNode:
-        """Write lines as a block; escape what cannot be printed: YAML 1.1 reads U+0085 as the end of a line."""
-        to_utf8(text)
-        style = None if re.fullmatch("[A-Za-z]{2,}", text) else "|" if "\n" in text else '"'
-        style = style if text.replace("\n", "").isprintable() else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_text)
-
-
-def to_yaml(document: dict[str, Any]) -> str:
-    """Return one YAML document in block style, its keys in their order."""
-    text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=math.inf)
-    return text
