@@ -50,11 +50,11 @@ def _claim(job: Job) -> None:
     run = RunDir(job.folder)
     try:
         run.check_writable(job.resume)
-        make_and_lock_run_dir(job.folder)
+        _make_and_lock(job.folder)
         run.check_writable(job.resume)  # another run may have started meanwhile
         if run.holds_run() and not any(read_survey(run.checkpoints)):
             _move_aside(job.folder)
-            make_and_lock_run_dir(job.folder)
+            _make_and_lock(job.folder)
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
 
@@ -74,8 +74,7 @@ def _move_aside(folder: Path) -> None:
     warn(f"{folder} holds a run that had come to no checkpoint; it is moved to {aside}, and begins again")
 
 
-def make_and_lock_run_dir(folder: Path) -> None:
-    """Make ``folder`` if it does not exist, and lock it as ``lock_run_dir`` does."""
+def _make_and_lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lock_run_dir(folder)
 
@@ -102,17 +101,9 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
             continue
         except OSError:  # a file system without locks, or, like NFS, without locks of directories
             pass
-        if _is_at(folder, descriptor):
-            _held.add(folder.absolute())
-            return
+        with suppress(FileNotFoundError):
+            if os.path.samestat(folder.stat(), os.fstat(descriptor)):
+                _held.add(folder.absolute())
+                return
         os.close(descriptor)  # the process that held it before removed it, empty
         folder.mkdir(parents=True, exist_ok=True)
-
-
-def _is_at(folder: Path, descriptor: int) -> bool:
-    try:
-        there = folder.stat()
-    except FileNotFoundError:
-        return False
-    held = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)

@@ -304,9 +304,6 @@ class Trainer:
         """Train to the end or a stop; return why the end could not be saved, or an empty string.
 
         The last step is checked for non-finite numbers here, as no step follows it.
-
-        Raises:
-            JobAborted: If numbers are no longer finite.
         """
         outcome, checkpoints = self.outcome, self.checkpoints
         assert checkpoints is not None
