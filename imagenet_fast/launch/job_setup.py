@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from imagenet_fast.data.bad_images import left_out
-from imagenet_fast.data.format_detection import check_validation, find_data
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_dir import RunDir, new_folder, run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch

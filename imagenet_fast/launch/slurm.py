@@ -29,7 +29,7 @@ _SCRIPT = """\
 # the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was. If
 # they could not save in time (exit code 1), it goes on from the last checkpoint, if this start has made one.
 
-manifests() {{ find {checkpoints} -mindepth 2 -maxdepth 2 -name manifest.json -printf '%p %T@\n' 2>/dev/null; }}
+manifests() {{ stat -c '%n %y' {checkpoints}/step-*/manifest.json 2>/dev/null; }}
 before=$(manifests)
 {step} \\
     {command} &

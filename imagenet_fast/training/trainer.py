@@ -18,10 +18,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.data.bad_images import left_out
+from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
-from imagenet_fast.data.format_detection import find_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, example_images
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import find_data
 from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
@@ -158,8 +158,7 @@ class Trainer:
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
-            found.check_contents(self.data, recipe.model)
-            found.check_images(self.data.train_order.images)
+            found.check_data(self.data, recipe.model)
             found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
             self.weights = load_initial_weights(
@@ -328,7 +327,7 @@ class Trainer:
         begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
         data = {"images": self.data.train_order.images, "data": self.data.contents}
-        with open_checkpoints(self.job, self.world, data, ask_first, begun) as checkpoints:
+        with open_checkpoints(self.job, self.world, data, ask_first, self.resumed_from) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
 

@@ -22,7 +22,6 @@ from torchvision.models import alexnet, resnet18
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint
 from imagenet_fast.models import build_model
@@ -32,6 +31,7 @@ from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.training import init_weights
+from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights, load_initial_weights
 from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
@@ -76,7 +76,7 @@ def test_a_checkpoint_describes_its_weights_as_the_final_ones_are_and_has_the_me
     assert not torch.equal(first, second)
     found = given.tensors
     torch.testing.assert_close(found["bn1.running_mean"], (first + second) / 2)
-    assert torch.equal(found["conv1.weight"], checkpoint.shared()["model"]["conv1.weight"])
+    assert torch.equal(found["conv1.weight"], checkpoint.shared["model"]["conv1.weight"])
 
 
 def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
@@ -172,7 +172,7 @@ def _judged(ways: Sequence[tuple[Path, str | None, Sequence[str], Path | None]])
     """The verdicts, and what was said to them."""
     world = tests.world()
     with redirect_stderr(StringIO()) as said:
-        verdicts = [judge(plan_evaluation(*way[:3], world.size, data=way[3]), world) for way in ways]
+        verdicts = [evaluate_weights(plan_evaluation(*way[:3], world.size, data=way[3]), world) for way in ways]
     return verdicts, said.getvalue()
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torchvision.models import resnet18
 
 import tests
-from imagenet_fast.launch.evaluate import EvalResult, judge
-from imagenet_fast.launch.export import export_weights
+from imagenet_fast.cli.export import write_weights_for_others
 from imagenet_fast.metrics import Accuracy
 from imagenet_fast.metrics.report import read_run, report_table
 from imagenet_fast.metrics.run_dir import RunDir
@@ -25,6 +24,7 @@ from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.parallel import small
@@ -77,7 +77,8 @@ def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str
     assert_alike(whole, ddp)
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
-    exported = export_weights(tmp_path / "whole", None, "safetensors", tmp_path / "weights.safetensors")
+    exported = tmp_path / "weights.safetensors"
+    write_weights_for_others(tmp_path / "whole", None, "safetensors", exported)
     evaluation = Evaluation("any", job_of(**settings(changes, engine)).recipe, Batching(1, 8, 1), exported, images)
     ((verdict,), past) = run(1, _judged, evaluation), read_run(tmp_path / "whole")
     for value in ("top1", "top1_mirror", "top1_shift", "top5_shift"):
@@ -95,7 +96,7 @@ def _train_all(changes: dict[str, Any], engine: str, images: Path | None, folder
 
 
 def _judged(evaluation: Evaluation) -> EvalResult:
-    return judge(evaluation, tests.world())
+    return evaluate_weights(evaluation, tests.world())
 
 
 def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

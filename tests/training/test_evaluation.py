@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import tests
-from imagenet_fast.data.loaders import Loaders, build_loaders
+from imagenet_fast.data.build import Loaders, build_loaders
 from imagenet_fast.metrics import Accuracy
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData

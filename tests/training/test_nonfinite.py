@@ -197,7 +197,7 @@ def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path
     assert found.manifest.step == 4
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step-00000003", "step-00000004"], "no later one has displaced them"
-    assert all(tensor.isfinite().all() for tensor in found.shared()["model"].values())
+    assert all(tensor.isfinite().all() for tensor in found.shared["model"].values())
 
 
 def test_who_is_told_to_stop_while_numbers_are_wrong_saves_nothing(tmp_path: Path):

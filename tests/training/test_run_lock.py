@@ -131,14 +131,22 @@ def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
 
 
 @with_ranks(1)
-def test_a_run_goes_on_from_its_checkpoint_whatever_its_outcome_says_but_not_for_fewer_epochs(tmp_path: Path):
+def test_a_run_goes_on_from_its_last_whole_checkpoint_whatever_its_outcome_says_but_not_for_fewer_epochs(
+    tmp_path: Path,
+):
     folder = begun(tmp_path / "run", "outcome.json")
     job = job_of(folder, resume=True)
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
-        writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
+        for step in (6, 8):
+            writer.save(stamp(step), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
+    (folder / "checkpoints" / "step-00000008" / "shared.safetensors").write_bytes(b"damaged")
     resumption = find_resumption(job, tests.world())
     assert resumption is not None
     assert resumption.step == 6
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "damaged-step-00000008",
+        "step-00000006",
+    ]
     resumption.check_length(epochs=2, steps_per_epoch=4)
     assert refusal_of(resumption.check_length, 1, 4) == (
         f"epochs is 1, and {folder}/checkpoints/step-00000006 has been trained for 1.5 epochs; give epochs=2 or more, "
