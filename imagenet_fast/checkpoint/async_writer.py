@@ -20,7 +20,7 @@ from imagenet_fast.checkpoint.retention import retain, sweep
 from imagenet_fast.checkpoint.serialization import Tree
 from imagenet_fast.checkpoint.staging import StagingBuffer
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankTimeout, StoreCoordinator
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 
 _PRIORITY = 10  # a niceness: the thread gets a tenth of another's share of a busy core

@@ -12,7 +12,7 @@ from typing import Any
 from imagenet_fast.checkpoint.manifest import FileSum, Manifest, NotSaved, Stamp, write_durably
 from imagenet_fast.checkpoint.retention import new_folder, remove, retain, survey
 from imagenet_fast.checkpoint.store_coordination import Leaving, RankReply, RankTimeout, StoreCoordinator
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import warn
 
 _MAKE_ROOM = "free space there"

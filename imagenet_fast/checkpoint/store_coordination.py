@@ -16,9 +16,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.store import wait_until
+from imagenet_fast.distributed.board import wait_until
 
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.25  # seconds between two polls: at first, and when it takes long
 _READ = "read"
 
 
@@ -93,7 +92,7 @@ class StoreCoordinator:
                 self._store.delete_key(key)
 
     def _await(self, come: Callable[[], bool], timeout_s: float) -> bool:
-        return wait_until(come, time.monotonic() + timeout_s, _FIRST_LOOK_S, _LAST_LOOK_S, self._sleep)
+        return wait_until(come, time.monotonic() + timeout_s, self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         if self._leaving.wait(seconds):

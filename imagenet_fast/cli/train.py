@@ -32,7 +32,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.signals import stopping_early
 
 if TYPE_CHECKING:
-    from imagenet_fast.distributed.rank_info import RankInfo
+    from imagenet_fast.distributed.ranks import RankInfo
 
 
 @stopping_early()
@@ -103,8 +103,7 @@ def train(
     - 3: trained to the end without reaching the target
     - 4: stopped by a signal without loss
     """
-    from imagenet_fast.distributed.rank_info import rank_info_from_env
-    from imagenet_fast.distributed.slurm import adopt_step
+    from imagenet_fast.distributed.ranks import adopt_step, rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.recipe.validation import lint
 
@@ -164,8 +163,7 @@ def evaluate(
     A run directory provides its recipe, and its images if they have not been
     moved.
     """
-    from imagenet_fast.distributed.rank_info import rank_info_from_env
-    from imagenet_fast.distributed.slurm import adopt_step
+    from imagenet_fast.distributed.ranks import adopt_step, rank_info_from_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
     overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]

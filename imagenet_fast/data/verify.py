@@ -22,7 +22,7 @@ from imagenet_fast.data.image_names import class_folders, look_into, read_file, 
 from imagenet_fast.data.imagefolder import deeper_images
 from imagenet_fast.data.inspect_image import Look, examine
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
 
 _CHUNK = 64  # files per task of a thread

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from imagenet_fast.distributed.board import wait_until
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, refused_together
-from imagenet_fast.distributed.store import wait_until
 from imagenet_fast.errors import UserError
 
 _NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
@@ -45,14 +45,9 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
             ) from None
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
     places = (folder.absolute(), Path(told[0]))
-    wait_until(lambda: _first_with(mark, *places) is not None, deadline, 0.05)
-    seen = _first_with(mark, *places)
+    seen = wait_until(lambda: next((place for place in places if (place / mark).exists()), None), deadline)
     (missing,) = all_reduce_sum(float(seen is None), device=world.device)
     if world.is_main:
         with suppress(OSError):
             (folder / mark).unlink()
     return None if missing else seen
-
-
-def _first_with(name: str, *folders: Path) -> Path | None:
-    return next((folder for folder in folders if (folder / name).exists()), None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 
 _PAUSE_S = 0.2  # between two attempts to reach a node
@@ -104,7 +104,7 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
         except socket.gaierror:
             reason = f"the name {endpoint.host} cannot be resolved here; give an address, or add it to /etc/hosts"
         except OSError as error:
-            reason = f"{_cause(error)}; start the same command on that host, or check firewall and address"
+            reason = f"{cause(error)}; start the same command on that host, or check firewall and address"
         if time.monotonic() + _PAUSE_S > deadline:
             waited = time.monotonic() - begun
             raise UserError(f"no node could be reached at {endpoint} within {waited:.0f} s: {reason}")
@@ -113,7 +113,8 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
         time.sleep(_PAUSE_S)
 
 
-def _cause(error: OSError) -> str:
+def cause(error: OSError) -> str:
+    """Return why a connection could not be made, in lower case."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
     return (error.strerror or str(error)).lower()

@@ -20,8 +20,7 @@ from typing import NamedTuple
 import torch
 
 from imagenet_fast.data.format_detection import check_folders, open_validation
-from imagenet_fast.distributed.cgroup_limits import usable_memory
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores, usable_memory
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout

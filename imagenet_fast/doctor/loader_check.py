@@ -11,7 +11,7 @@ from imagenet_fast.data import dali_loader
 from imagenet_fast.data.format_detection import open_training
 from imagenet_fast.data.image_source import ImageSource
 from imagenet_fast.data.throughput import OwnLoader, fastest, made_photos, measure, training_batches
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
+from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError

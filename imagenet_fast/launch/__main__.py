@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
 from imagenet_fast.distributed.forkserver import end_with_parent
-from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env
+from imagenet_fast.distributed.ranks import RankInfo, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
 

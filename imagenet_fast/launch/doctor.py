@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from imagenet_fast.distributed.init import init_distributed
-from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.distributed.ranks import RankInfo, set_group_rank
 from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.host_checks import examine
 from imagenet_fast.doctor.loader_check import try_loaders

@@ -13,7 +13,7 @@ from rich.table import Table
 from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loaders import open_validation
 from imagenet_fast.distributed.init import DistContext, init_distributed
-from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.distributed.ranks import RankInfo, set_group_rank
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.json_io import write_json

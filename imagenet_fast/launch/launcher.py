@@ -10,19 +10,22 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Literal, assert_never
 
 from imagenet_fast.checkpoint.manifest import MANIFEST
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
-from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
+from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.network_interfaces import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in
-from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
+from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
 from imagenet_fast.metrics.run_folder import check_writable
 from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
 from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+
+if TYPE_CHECKING:
+    from imagenet_fast.distributed.join import Meeting
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -156,20 +159,18 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     from torch.distributed.run import get_args_parser, run
 
     from imagenet_fast.distributed.heartbeat import describe_exit
+    from imagenet_fast.distributed.join import meet
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
-    endpoint = nodes.endpoint
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
-    count = str(nodes.count)
-    if endpoint is not None:
-        met = meet(endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
-        where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
-        if nodes.least is not None:
-            count = f"{nodes.least}:{nodes.count}"
-            where = _meeting_again(endpoint, met, nodes.join_timeout_s + grace_s)
+    met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
+    where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
+    if nodes.least is None:
+        count, where = str(nodes.count), [*where, f"--node-rank={met.number}"]
+    else:
+        count, where = f"{nodes.least}:{nodes.count}", [*where, *_elastic_options(met, nodes.join_timeout_s + grace_s)]
     # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     torchrun = get_args_parser().parse_args(
@@ -189,9 +190,9 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError:
-        return 1, f"the node at {endpoint} ended while this one was still at work"
+        return 1, f"the node at {met.endpoint} ended while this one was still at work"
     except RendezvousError as error:
-        raise JobAborted(_apart(error, nodes)) from None
+        raise JobAborted(_why_ended(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
         if nodes.least is None or error.name != "is_failed":
             raise
@@ -200,7 +201,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     return 0, ""
 
 
-def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: float) -> list[str]:
+def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
     """Return the options by which torchrun has the nodes meet again, in the same store, whenever one leaves or joins.
 
     Each time another node may become the first, and a new store is made there for the ranks. Hence torchrun must not
@@ -208,19 +209,17 @@ def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: floa
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     holds = met.number == 0
-    route = None if holds else route_to(endpoint.host)
+    route = None if holds else route_to(met.endpoint.host)
     seconds = {"join_timeout": math.ceil(join_timeout_s) + _SETTLING_S, "last_call_timeout": _LAST_CALL_S}
     settings = {"is_host": int(holds), **seconds}
     return [
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id={met.name}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
-        f"--local-addr={route.address if route else endpoint.host}",
+        f"--local-addr={route.address if route else met.endpoint.host}",
     ]
 
 
-def _apart(error: Exception, nodes: LaunchConfig) -> str:
+def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
     """Return one sentence on why nodes that may leave and join stopped training."""
     from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from imagenet_fast.distributed.init import init_distributed
-from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.distributed.ranks import RankInfo, set_group_rank
 from imagenet_fast.launch.signals import end_on_signals
 from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.run_folder import check_writable

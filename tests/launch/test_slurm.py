@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from imagenet_fast.distributed.rank_info import TORCHRUN
-from imagenet_fast.distributed.slurm import adopt_step, step_nodes
+from imagenet_fast.distributed.ranks import TORCHRUN, adopt_step, step_nodes
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import resolve_nodes
 from tests.e2e import command
@@ -100,7 +99,7 @@ def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monke
 
 
 def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("imagenet_fast.distributed.slurm._has_terminal", lambda: True)
+    monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: True)
     environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
     with pytest.raises(UserError, match=r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks"):
         adopt_step(environment)
@@ -113,7 +112,7 @@ def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(("rank", "terminal"), [(0, False), (3, True)])
 def test_steps_that_such_a_shell_starts_have_tasks(rank: int, terminal: bool, monkeypatch: pytest.MonkeyPatch):
     """They inherit its variables; only the shell is task 0 and has a terminal."""
-    monkeypatch.setattr("imagenet_fast.distributed.slurm._has_terminal", lambda: terminal)
+    monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: terminal)
     environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
     told = adopted(environment, chosen=True, one_a_node=True)
     assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")

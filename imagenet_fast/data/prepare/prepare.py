@@ -31,7 +31,7 @@ from imagenet_fast.data.prepare.sources import recognise
 from imagenet_fast.data.prepare.staging_dir import RECORD, SPLITS, Record, Settings, Splits, StagingDir, alone_in
 from imagenet_fast.data.prepare.worker_pool import WorkerPool
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
 
 CLASSES = 1000

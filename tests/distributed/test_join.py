@@ -15,14 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.bootstrap import rendezvous_ranks
 from imagenet_fast.distributed.init import current_world, init_distributed
+from imagenet_fast.distributed.join import introduce, meet
 from imagenet_fast.distributed.network_interfaces import parse_endpoint
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import meet
 from tests.e2e.command import outcome_of
-from tests.hosts import Hosts, hosts
+from tests.hosts import Hosts, hosts, leave_networks
 from tests.ports import free_port
 
 TINY = (
@@ -60,6 +59,26 @@ def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: 
     assert (outcome["world_size"], outcome["status"]) == (2, "reached")
     assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
     assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
+
+
+@pytest.mark.ci
+def test_ranks_of_one_node_meet_without_the_name_localhost_but_not_without_the_interface(
+    network: Hosts, tmp_path: Path
+):
+    ((code, _, told),) = network.run([(*TINY, "--nproc", "2", "--out", str(tmp_path / "run"))])
+    assert code == 0, told
+    begun = time.monotonic()
+    (sentence,) = said(network.call([(0, met_alone_without_interfaces, ())]))
+    assert time.monotonic() - begun < 10
+    assert sentence.startswith(
+        "this node's ranks cannot meet, as it has no loopback interface (127.0.0.1: network is unreach"
+    )
+    assert sentence.endswith("; bring it up with `ip link set lo up`")
+
+
+def met_alone_without_interfaces() -> None:
+    leave_networks()
+    meet(None, 1, 300.0)
 
 
 @pytest.mark.ci
@@ -170,7 +189,7 @@ def introduced(
     """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-    store = rendezvous_ranks(place, agreed, timedelta(seconds=join_timeout_s), device)
+    store = introduce(place, agreed, timedelta(seconds=join_timeout_s), device)
     time.sleep(0.5)
     del store  # of which rank 0 holds the other end
     return os.environ.get("GLOO_SOCKET_IFNAME")
@@ -247,7 +266,7 @@ def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
 def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     """As a pod's that has just been made: its name leads nowhere at first, or to the pod before it."""
     answers = iter([False, False, True, True])
-    monkeypatch.setattr("imagenet_fast.launch.rendezvous.is_here", lambda host: next(answers))
+    monkeypatch.setattr("imagenet_fast.distributed.join.is_here", lambda host: next(answers))
     with free_port() as port:
         assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0
 
