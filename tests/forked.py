@@ -10,7 +10,7 @@ import torch
 
 import imagenet_fast.bench.comm_volume
 import imagenet_fast.bench.engines
-import imagenet_fast.data.prepare.prepare
+import imagenet_fast.data.prepare.run
 import imagenet_fast.parallel.pipeline_parallel
 import imagenet_fast.training.trainer
 import tests.conftest

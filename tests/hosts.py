@@ -16,8 +16,7 @@ from typing import Any
 from imagenet_fast.bench.netns import Host, enter, parse_rate, shaped_network
 from tests.e2e.command import become_command
 
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+_CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 Ended = tuple[int, str, str]
@@ -28,10 +27,7 @@ Call = tuple[int, Callable[..., Any], tuple[Any, ...]]
 
 
 class Hosts:
-    """Nodes named node0, node1, ... Each finds its own name at 127.0.1.1 and the others' at their addresses.
-
-    None of them knows the name localhost, as in a container without /etc/hosts.
-    """
+    """Nodes named node0, node1, ... Each finds its own name at 127.0.1.1 and the others' at their addresses."""
 
     def __init__(self, network: list[Host], folder: Path) -> None:
         self._network = network
@@ -39,7 +35,8 @@ class Hosts:
         self.addresses = [host.address for host in network]
         for number in range(len(network)):
             own = {f"node{n}": "127.0.1.1" if n == number else a for n, a in enumerate(self.addresses)}
-            (folder / f"hosts{number}").write_text("".join(f"{address} {name}\n" for name, address in own.items()))
+            lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **own}.items()]
+            (folder / f"hosts{number}").write_text("".join(lines))
 
     def run(self, commands: Sequence[Sequence[str]], timeout_s: float = 120.0) -> list[Ended]:
         """Run ``imagenet-fast`` with these arguments, one on each node, to the end. Torch is there already."""
@@ -94,11 +91,6 @@ def hosts(count: int, rate: str = "1gbit") -> Iterator[Hosts]:
     """``count`` nodes on a network of their own. Needs root."""
     with shaped_network(count, parse_rate(rate)) as network, tempfile.TemporaryDirectory() as folder:
         yield Hosts(network, Path(folder))
-
-
-def leave_networks() -> None:
-    """Leave the calling process without any interface, even the loopback one."""
-    _must(_libc.unshare(_CLONE_NEWNET))
 
 
 def _must(code: int) -> None:

@@ -375,7 +375,7 @@ def _show_and_draw(
     png: Path | None,
 ) -> None:
     """Print what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
-    from imagenet_fast.metrics.report import new_figure
+    from imagenet_fast.bench.plots import new_figure
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()

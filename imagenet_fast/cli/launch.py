@@ -182,7 +182,7 @@ def _settle(
 
 
 def _folder(job: ClusterJob, out: Path | None) -> Path:
-    from imagenet_fast.metrics.run_folder import new_folder
+    from imagenet_fast.metrics.run_dir import new_folder
 
     return (out or new_folder(job.path.stem, job.recipe.sync.kind)).absolute()
 

@@ -124,7 +124,7 @@ def train(
             place,
             {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint, "--max-restarts": max_restarts},
         )
-        from imagenet_fast.launch.worker import run_worker
+        from imagenet_fast.launch.rank import train_as_rank
 
         known = (run or out) is not None
         if not known and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
@@ -132,7 +132,7 @@ def train(
                 "torchrun's --max-restarts would begin a new run each time; add --out DIR, where the run goes on"
             )
         job = plan(place.size)
-        raise typer.Exit(run_worker(job, place, join_timeout, traces=job.folder if known else None).exit_code)
+        raise typer.Exit(train_as_rank(job, place, join_timeout, traces=job.folder if known else None).exit_code)
 
     from imagenet_fast.launch.launcher import launch
     from imagenet_fast.launch.rendezvous import resolve_nodes
@@ -172,7 +172,7 @@ def evaluate(
     place = rank_info_from_env()
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
         _warn_idle(place, {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})
-        from imagenet_fast.launch.evaluate import evaluate_as_rank
+        from imagenet_fast.launch.rank import evaluate_as_rank
 
         evaluate_as_rank(plan(place.size), place, join_timeout)
         return

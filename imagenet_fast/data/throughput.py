@@ -14,13 +14,13 @@ import numpy as np
 import psutil
 import torch
 from PIL import Image
-from torch import Tensor
 
-from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.loaders import open_loader
-from imagenet_fast.data.prefetch import THREADS
-from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY, shrunk
-from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.data.build import open_loader
+from imagenet_fast.data.device import Batch
+from imagenet_fast.data.loader import THREADS
+from imagenet_fast.data.order import TrainSampler
+from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, shrunk
+from imagenet_fast.data.source import ImageSource
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -39,7 +39,7 @@ _QUALITIES = (90, 96)
 
 def training_batches(
     loader: OwnLoader, images: ImageSource, image_size: int, batch: int, threads: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+) -> Iterator[Batch]:
     """Return an iterator over training batches for a single rank, in bytes, not normalised.
 
     Args:

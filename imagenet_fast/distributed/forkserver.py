@@ -32,9 +32,12 @@ def start_fork_server(module: str) -> None:
             signal.signal(number, answer)
 
 
-def end_with_parent() -> None:
-    """Make this process end, with exit code 1, within a second after its parent process has ended for any reason."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Make this process end, with exit code 1, within a second after ``parent`` has ended for any reason.
+
+    Args:
+        parent: Process id of what has started this process. It may have ended already.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

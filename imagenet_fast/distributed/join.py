@@ -334,8 +334,8 @@ def _own_endpoint() -> Endpoint:
             socket.create_connection(server.getsockname(), timeout=5).close()  # which torch would try for minutes
     except OSError as error:
         raise UserError(
-            f"this node's ranks cannot meet, as it has no loopback interface (127.0.0.1: {cause(error)}); bring it up "
-            "with `ip link set lo up`"
+            f"the ranks of this node cannot reach each other at 127.0.0.1 ({cause(error)}); bring its loopback "
+            "interface up, as by `ip link set lo up`"
         ) from None
     return Endpoint("127.0.0.1", 0)
 

@@ -130,7 +130,8 @@ def adopt_step(environment: MutableMapping[str, str], chosen: bool = False, one_
         one_a_node: Whether a task is a rank even where each node has one, which otherwise starts its node's ranks.
 
     Raises:
-        UserError: This is the shell of ``srun --pty``, without which the other tasks have ended.
+        UserError: This is the shell of ``srun --pty``, without which the other tasks have ended; or srun's variables
+            do not agree.
     """
     if any(key in environment for key in TORCHRUN) or not _is_step(environment):
         return
@@ -142,7 +143,7 @@ def adopt_step(environment: MutableMapping[str, str], chosen: bool = False, one_
             )
         del environment["SLURM_STEP_NUM_TASKS"]
         return
-    tasks = _tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])
+    tasks = _tasks_by_node(environment)
     if max(tasks) == 1 and not one_a_node:
         return
     node = int(environment["SLURM_NODEID"])
@@ -172,8 +173,12 @@ def _has_terminal() -> bool:
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
-    """Return the number of nodes and where to meet if srun started one task on each of several nodes, else None."""
-    if not _is_step(environment) or max(_tasks_by_node(environment["SLURM_STEP_TASKS_PER_NODE"])) > 1:
+    """Return the number of nodes and where to meet if srun started one task on each of several nodes, else None.
+
+    Raises:
+        UserError: srun's variables do not agree.
+    """
+    if not _is_step(environment) or max(_tasks_by_node(environment)) > 1:
         return None
     first = _first_host(environment["SLURM_STEP_NODELIST"])
     return int(environment["SLURM_STEP_NUM_TASKS"]), f"{first}:{_port(environment)}"
@@ -185,12 +190,19 @@ def _is_step(environment: Mapping[str, str]) -> bool:
     return int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1 and all(key in environment for key in needed)
 
 
-def _tasks_by_node(text: str) -> list[int]:
-    """Parse SLURM's task counts: ``8(x2),4`` as 8, 8, 4."""
+def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
+    """Return each node's number of tasks: 8, 8, 4 for ``8(x2),4``. Raises UserError if this task is none of them."""
     counts: list[int] = []
-    for part in text.split(","):
+    for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(","):
         count, _, times = part.rstrip(")").partition("(x")
         counts += [int(count)] * int(times or 1)
+    keys = ("STEP_NUM_TASKS", "PROCID", "NODEID", "LOCALID")
+    size, rank, node, local_rank = (int(environment[f"SLURM_{key}"]) for key in keys)
+    if sum(counts) != size or rank >= size or node >= len(counts) or local_rank >= counts[node]:
+        told = ", ".join(f"SLURM_{key}={environment[f'SLURM_{key}']}" for key in ("STEP_TASKS_PER_NODE", *keys))
+        raise UserError(
+            f"srun's variables do not agree ({told}), as in a heterogeneous step; start one component of it alone"
+        )
     return counts
 
 

@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from imagenet_fast.data.format_detection import check_folders, open_validation
+from imagenet_fast.data.source import check_folders, open_validation
 from imagenet_fast.distributed.cores import usable_cores, usable_memory
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
+from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.recipe.schema import Timeout
 
 _OLDEST_PYTHON, _OLDEST_TORCH = (3, 11), (2, 11)
@@ -70,6 +71,12 @@ def _software() -> Iterator[CheckResult]:
         yield CheckResult(
             "DALI", "fail", f"does not load ({error})", "install it anew, or train with --set data.loader=folder"
         )
+    try:
+        check_compiler()
+        yield CheckResult("compiler", "ok", "torch.compile finds what it needs")
+    except UserError as error:
+        said, _, fix = str(error).partition("; ")
+        yield CheckResult("compiler", "warn", said, fix)
 
 
 class _Driver(NamedTuple):

@@ -7,9 +7,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import fmean
 
-from imagenet_fast.data import dali_loader
-from imagenet_fast.data.format_detection import open_training
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data import dali
+from imagenet_fast.data.source import ImageSource, open_training
 from imagenet_fast.data.throughput import OwnLoader, fastest, made_photos, measure, training_batches
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
@@ -37,7 +36,7 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
     threads = cores_per_rank(ranks)
     device, _ = prepare_device(0)
     loaders: list[OwnLoader] = ["folder", "dali"]
-    there = [loader for loader in loaders if loader == "folder" or dali_loader.is_installed()]
+    there = [loader for loader in loaders if loader == "folder" or dali.is_installed()]
     with _images(data) as images:
         if images is None:
             return []

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich.markup import escape
 from rich.table import Column, Table
 
 State = Literal["ok", "warn", "fail"]
+_FILE = "results.json"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -25,6 +28,17 @@ class CheckResult:
     """Advice for the user; empty if nothing is wrong."""
     host: str = ""
     """Host name; empty if the result holds for all hosts."""
+
+
+def write_results(results: Iterable[CheckResult], folder: Path) -> None:
+    """Leave the results of all nodes in the launcher's directory."""
+    (folder / _FILE).write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+
+
+def read_results(folder: Path) -> list[CheckResult] | None:
+    """Return the results that rank 0 has left in the launcher's directory; None if it has not come so far."""
+    file = folder / _FILE
+    return [CheckResult(**one) for one in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else None
 
 
 def findings_table(findings: Iterable[CheckResult]) -> Table:

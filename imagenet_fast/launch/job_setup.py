@@ -8,14 +8,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from imagenet_fast.data.bad_images import left_out
-from imagenet_fast.data.format_detection import check_validation, find_data
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import run_of
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.run_dir import RunDir, new_folder, run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.recipe.job import Evaluation, Job, read_job
+from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
@@ -75,8 +74,8 @@ def _overridden(folder: Path, overrides: Sequence[str], resume: bool) -> tuple[s
     """Return the keys of ``overrides``, after those with which the run in ``folder`` began if it is to resume."""
     before: tuple[str, ...] = ()
     if resume:
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # none, or damaged
-            before = read_job(folder / "job.json", Job).overrides
+        with suppress(UserError):  # none, or damaged
+            before = RunDir(folder).read_job().overrides
     return tuple(dict.fromkeys([*before, *(override.partition("=")[0].strip() for override in overrides)]))
 
 
@@ -129,7 +128,7 @@ def run_to_resume(asked: str, folder: Path | None) -> Path:
     run = Path(asked)
     if folder is not None and folder.absolute() != run.absolute():
         raise UserError(f"--resume {run} goes on in that directory, and --out is {folder}; leave --out out")
-    if not (run / "job.json").is_file():
+    if not RunDir(run).job.is_file():
         raise UserError(f"{run} holds no run to go on with; give the directory of one, or --resume auto --out DIR")
     return run
 
@@ -147,11 +146,11 @@ def recipe_to_train(
     if named is not None:
         path = find_recipe(named)
         return path.stem, load_recipe(path, sync, overrides), data
-    if run is None or not (run / "job.json").is_file():
+    if run is None or not RunDir(run).job.is_file():
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
     name, _, job = recipe_of(run, None)
     assert job is not None
-    return name, load_recipe(run / "recipe.toml", sync, overrides), data or job.data
+    return name, load_recipe(RunDir(run).recipe, sync, overrides), data or job.data
 
 
 def plan_evaluation(
@@ -199,15 +198,13 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
         path = find_recipe(named)
         return path.stem, load_recipe(path, overrides=overrides), None
     run = run_of(weights)
-    if not run.exists():
-        raise UserError(f"there is no run or file {run}; correct the path")
-    if not (run / "job.json").is_file():
-        if run.is_dir():
-            raise UserError(f"{run} is a directory without a run; give one that `train` made, or a file of weights")
+    folder = run.folder
+    if not folder.exists():
+        raise UserError(f"there is no run or file {folder}; correct the path")
+    if not run.job.is_file():
+        if folder.is_dir():
+            raise UserError(f"{folder} is a directory without a run; give one that `train` made, or a file of weights")
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
-    try:
-        job = read_job(run / "job.json", Job)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{run / 'job.json'} is damaged or of another version; name a recipe with --recipe") from None
-    recipe = load_recipe(run / "recipe.toml", overrides=overrides) if overrides else job.recipe
+    job = run.read_job()
+    recipe = load_recipe(run.recipe, overrides=overrides) if overrides else job.recipe
     return job.name, recipe, job

@@ -1,4 +1,4 @@
-"""Launch a run or an evaluation by torchrun, on ranks of this node and others, and report how it ended."""
+"""Launch ranks by torchrun, on this node and others, and report how they ended."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, assert_never
+from typing import TYPE_CHECKING
 
-from imagenet_fast.checkpoint.manifest import MANIFEST
+from imagenet_fast.checkpoint.folder import MANIFEST
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.network_interfaces import route_to
-from imagenet_fast.errors import JobAborted, UserError, first_error_in
+from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
-from imagenet_fast.metrics.run_folder import check_writable
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.training.run_lock import lock_run_dir
 
 if TYPE_CHECKING:
     from imagenet_fast.distributed.join import Meeting
+    from imagenet_fast.doctor.report import CheckResult
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -43,30 +44,30 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     Raises:
         UserError: If the run directory cannot be written, or the nodes cannot meet.
     """
-    check_writable(job.folder, job.resume)
+    run = RunDir(job.folder)
+    run.check_writable(job.resume)
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
-    interrupted = False
-    code, fate = 0, ""
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
-        here = Path(handover)
+    interrupted, code, cause = False, 0, ""
+    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        launcher_dir = Path(folder)
         try:
-            code, fate = run_ranks(job, here, nodes, job.recipe.checkpoint.grace_s)
+            code, cause = run_ranks(job, launcher_dir, nodes, job.recipe.checkpoint.grace_s)
         except KeyboardInterrupt:
             interrupted = True
         ignore_signals()  # what is left takes milliseconds, and is to be written
-        left = read_outcome(here)
-        has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # set by rank 0, if it is on this node
+        left = read_outcome(launcher_dir)
+        has_run, told = (launcher_dir / OPENED).exists(), (launcher_dir / TOLD).exists()  # by rank 0, if it is here
     if left is None and not has_run:
         if interrupted:
             print(NOT_BEGUN)
             return STOPPED
-        if fate and code != 2:  # 2: already printed
-            print(f"failed: {fate}")
+        if cause and code != 2:  # 2: already printed
+            print(f"failed: {cause}")
         return 1 if code < 0 else code
-    outcome = left or RunResult.beginning(job)
+    outcome = left or RunResult.of(job.name, job.recipe, job.batching)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-        saved = any((job.folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        saved = any(run.checkpoints.glob(f"step-*/{MANIFEST}"))
         then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
         outcome.message = outcome.message or (
             f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"
@@ -74,12 +75,11 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     elif code and not interrupted and (outcome.status != "preempted" or outcome.message.startswith(NOTHING_LOST)):
         outcome.status = "failed"  # a rank that reports no loss was stopped since another one failed
         if code < 0 or outcome.message.startswith(NOTHING_LOST):  # of a killed rank others only know that it is silent
-            outcome.message = fate
-        outcome.message = outcome.message or fate
+            outcome.message = cause
+        outcome.message = outcome.message or cause
         if code != 2:  # 2: the rank's error is already printed
-            print(
-                f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else "")
-            )
+            there = f"; what there is of the run lies in {job.folder}" if has_run else ""
+            print(f"failed: {outcome.message}{there}")
     if outcome.status in ("preempted", "interrupted") and not told:
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
@@ -98,24 +98,46 @@ def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
         UserError: If the nodes cannot meet.
     """
     interrupt_on_signals()
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
+    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
         try:
-            code, fate = run_ranks(evaluation, Path(handover), nodes)
+            code, cause = run_ranks(evaluation, Path(folder), nodes)
         except KeyboardInterrupt:
             return 1
     if code and code != 2:  # 2: the rank's error is already printed
-        print(f"failed: {fate}")
+        print(f"failed: {cause}")
     return code if code in (0, 2) else 1
 
 
-def run_ranks(job: AnyJob, handover: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
+def launch_doctor(job: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | None:
+    """Return the results of this node's ranks and those of the other ``nodes``; None on all nodes but the first.
+
+    If ranks cannot train together, that is a result, too.
+
+    Raises:
+        KeyboardInterrupt: If a signal stopped this process.
+    """
+    from imagenet_fast.doctor.host_checks import examine
+    from imagenet_fast.doctor.report import CheckResult, read_results
+
+    interrupt_on_signals()
+    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        code, cause = run_ranks(job, Path(folder), nodes)
+        found = read_results(Path(folder))
+    if found is not None or not code:
+        return found
+    own = examine(job.data, job.out, nodes.ranks_each, job.timeout)
+    said = "the ranks did not come together" if code == 2 else cause
+    return [*own, CheckResult("ranks", "fail", said, "see what they said above")]
+
+
+def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
     """Run ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
 
     If ranks report a user error, the first one's message is printed and returned with the exit code.
 
     Args:
         job: What the ranks do.
-        handover: Directory for the job file. Ranks leave their messages and positions there.
+        launcher_dir: Directory for the job file. Ranks leave their messages and positions there.
         nodes: Nodes and ranks, and where they meet.
         grace_s: Seconds that ranks have to end after a signal.
 
@@ -128,27 +150,14 @@ def run_ranks(job: AnyJob, handover: Path, nodes: LaunchConfig, grace_s: float =
         KeyboardInterrupt: If a signal stopped this process.
     """
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
-    path = handover / f"{task_of(job)}.json"
+    path = launcher_dir / f"{job.task}.json"
     write_job(job, path)
-    code, fate = _run_ranks(path, nodes, grace_s)
+    code, cause = _run_ranks(path, nodes, grace_s)
     if code:
-        fate, code = first_error_in(handover) or (fate, code)
+        cause, code = first_error_in(launcher_dir) or (cause, code)
     if code == 2:
-        print(f"error: {fate}", file=sys.stderr)
-    return code, fate
-
-
-def task_of(job: AnyJob) -> Literal["train", "eval", "doctor"]:
-    """Return the name of the task that ``job`` is, after which its file is named."""
-    match job:
-        case Job():
-            return "train"
-        case Evaluation():
-            return "eval"
-        case DoctorJob():
-            return "doctor"
-        case _:
-            assert_never(job)
+        print(f"error: {cause}", file=sys.stderr)
+    return code, cause
 
 
 def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str]:
@@ -179,14 +188,14 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s)]
+    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s), str(os.getpid())]
     try:
         run(torchrun)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return code, describe_exit(rank, fate, job.parent)
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return code, describe_exit(rank, end, job.parent)
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError:
@@ -221,7 +230,11 @@ def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
 
 def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
     """Return one sentence on why nodes that may leave and join stopped training."""
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousTimeoutError,
+    )
 
     again = "the same command on every node goes on where the run was saved"
     match error:
@@ -229,5 +242,7 @@ def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
             return f"fewer than --nodes {nodes.least} are left at {nodes.endpoint}, and no others came in time; {again}"
         case RendezvousClosedError():
             return f"the nodes at {nodes.endpoint} have ended; see what they say, and {again}"
-        case _:
+        case RendezvousConnectionError():
             return f"the node at {nodes.endpoint} has ended; see what it says, and {again}"
+        case _:
+            return f"the ranks of this node could not be started ({first_line(error)})"

@@ -47,8 +47,10 @@ class Signals:
     all the same, since it reads the interpreter's wake-up pipe.
     """
 
-    def __init__(self, saving_s: float, late: Callable[[], int]) -> None:
+    def __init__(self, saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> None:
         """Install the handlers and start the thread.
+
+        A signal that is already ignored stays ignored, such as SIGHUP under nohup.
 
         Args:
             saving_s: Seconds that the rank has to stop after the first signal, once ``ask_first`` was called.
@@ -104,18 +106,6 @@ class Signals:
         telling.start()
         telling.join(GRACE_S)
         os._exit(code[0])
-
-
-def end_on_signals(saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> Signals:
-    """Make this rank handle SIGINT, SIGTERM, SIGHUP and SIGUSR1, as ``Signals`` does.
-
-    A signal that is already ignored stays ignored, such as SIGHUP under nohup.
-
-    Args:
-        saving_s: Seconds that the rank has to stop after the first signal, once ``Signals.ask_first`` was called.
-        late: Called after the rank's time is up; returns the exit code.
-    """
-    return Signals(saving_s, late)
 
 
 @contextmanager

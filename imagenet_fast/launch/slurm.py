@@ -14,6 +14,7 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
 _LONGEST_WARNING_S = 65535  # that sbatch takes
@@ -28,7 +29,7 @@ _SCRIPT = """\
 # the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was. If
 # they could not save in time (exit code 1), it goes on from the last checkpoint, if this start has made one.
 
-manifests() {{ find {checkpoints} -mindepth 2 -maxdepth 2 -name manifest.json -printf '%p %T@\n' 2>/dev/null; }}
+manifests() {{ stat -c '%n %y' {checkpoints}/step-*/manifest.json 2>/dev/null; }}
 before=$(manifests)
 {step} \\
     {command} &
@@ -112,7 +113,7 @@ def sbatch_text(
         note=job.note,
         step=shlex.join(step),
         command=shlex.join(command),
-        checkpoints=shlex.quote(str(folder / "checkpoints")),
+        checkpoints=shlex.quote(str(RunDir(folder).checkpoints)),
         stopped=STOPPED,
         warning=warning_s,
     )

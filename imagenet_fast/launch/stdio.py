@@ -111,7 +111,7 @@ def _stand_in(error: UnicodeError) -> tuple[str | bytes, int]:
     return _PLAIN.get(character, "?"), error.start + 1
 
 
-def leave(end: SystemExit) -> NoReturn:
+def exit_now(end: SystemExit) -> NoReturn:
     """Exit as ``end`` requests, but leave the memory to the kernel: Python takes a second to free torch.
 
     Registered exit functions are run; they release the semaphores of data workers, for example.

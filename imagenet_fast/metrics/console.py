@@ -12,9 +12,9 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, judged_name
+from imagenet_fast.metrics.accuracy import target_metric
+from imagenet_fast.metrics.events import Event, read_events
+from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT
 from imagenet_fast.metrics.tables import compact_table, number
 
 
@@ -79,7 +79,7 @@ class ConsoleSink:
                 self._keep_evaluation(past["run_s"], past)
 
     def _keep_evaluation(self, run_s: float, values: dict[str, Any]) -> None:
-        judged = judged_name(values, bool(self._latest.get("run/target_mirrored")))
+        judged = target_metric(values, bool(self._latest.get("run/target_mirrored")))
         if (top1 := values.get(judged)) is not None:  # an earlier part of the run may not have measured it
             self._evaluations.append((run_s, top1))
 
@@ -205,7 +205,7 @@ _JUDGED = {
 
 def _verdict(outcome: dict[str, Any]) -> str:
     """Return one sentence on how the run ended."""
-    target, judged = outcome["target_top1"], judged_name(outcome, outcome.get("target_mirrored", False))
+    target, judged = outcome["target_top1"], target_metric(outcome, outcome.get("target_mirrored", False))
     top1, what = outcome[judged], _JUDGED[judged]
     match outcome["status"]:
         case "reached":

@@ -38,7 +38,7 @@ class Ending:
             place: This process's rank.
             handover: The launcher's directory; None without our launcher.
         """
-        self.outcome = RunResult.beginning(job)
+        self.outcome = RunResult.of(job.name, job.recipe, job.batching)
         self.saved_step: Callable[[], int] = lambda: 0
         """Function that returns the step from which the run would resume now."""
         self._job = job

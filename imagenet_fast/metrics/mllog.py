@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import AppendedFile, to_json
+from imagenet_fast.metrics.events import AppendedFile, Event
+from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.optim_config import Lars, Polynomial
 from imagenet_fast.recipe.schema import Recipe
@@ -30,7 +31,7 @@ class MLLog:
             batching: The split of the global batch.
             resumed: The step from which the run resumes; later lines are removed. None: the run begins.
         """
-        self._path = folder / "mllog.txt"
+        self._path = RunDir(folder).mllog
         self._file = AppendedFile(self._path)
         self._lines: list[str] = []
         """The lines of the event at hand. They are written at once, so that a full disk delays an event as a whole."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.network import ExternalModel
@@ -74,7 +75,7 @@ def judge_by_reference(run: PastRun) -> str:
     """
     begun: dict[str, Any] = next((e for e in run.events if e["event"] == "run"), {})
     try:
-        recipe = load_recipe(run.folder / "recipe.toml")
+        recipe = load_recipe(RunDir(run.folder).recipe)
     except UserError:
         return "not compared: its recipe.toml is missing or damaged"
     if (why := _misfit(recipe, begun) or _start(run.folder)) is not None:
@@ -115,7 +116,7 @@ def _misfit(recipe: Recipe, begun: dict[str, Any]) -> str | None:
 def _start(folder: Path) -> str | None:
     """Return that the run starts from weights; None if it does not, or nothing is known."""
     try:
-        given = json.loads((folder / "job.json").read_text(encoding="utf-8")).get("init_from")
+        given = json.loads(RunDir(folder).job.read_text(encoding="utf-8")).get("init_from")
     except (OSError, ValueError, AttributeError):
         return None
     return f"it starts from the weights {given}, and the reference from fresh ones" if given else None

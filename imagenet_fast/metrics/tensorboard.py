@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,9 +22,9 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import AppendedFile, read_events
+from imagenet_fast.metrics.events import AppendedFile, Event, read_events
 from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
 
 _SCALARS = {"train", "speed", "sync", "data", "precision", "eval"}
@@ -50,8 +49,6 @@ _DECIDING = (
 )  # fmt: skip
 """Keys of a recipe that are always among the hyper-parameters."""
 
-_NAME = "events.out.tfevents"
-
 
 class TensorBoard:
     """A sink that writes an event file to the run directory."""
@@ -67,10 +64,10 @@ class TensorBoard:
         self._timed = PastRun(job.folder, None, [event for event in past if event["event"] in ("run", "speed")])
         self._best = max((event["top1"] or 0.0 for event in past if event["event"] == "eval"), default=-math.inf)
         # TensorBoard reads files in the order of their names, in which it expects the time, whatever the clock says.
-        times = [int(file.name.split(".")[3]) for file in job.folder.glob(f"{_NAME}.[0-9]*")]
+        times = RunDir(job.folder).tensorboard_times()
         now = max([int(time.time()), *(before + 1 for before in times)])
         self._begun = now if resumed is None else min(times, default=now)
-        self._file = RecordWriter(AppendedFile(job.folder / f"{_NAME}.{now:010}.{platform.node()}"))
+        self._file = RecordWriter(AppendedFile(RunDir(job.folder).tensorboard(now)))
         self._add(file_version="brain.Event:2")
         self._add(session_log=SessionLog(status=SessionLog.START), step=0 if resumed is None else resumed + 1)
         # Without a summary of the experiment the table's columns are made from all runs, those that differ first.

@@ -96,7 +96,6 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
         path: The file to write.
         about: Description of the weights, as by ``describe``.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
     with atomic_path(path) as partial:
         partial.touch()

@@ -170,7 +170,7 @@ class Meter:
         rows = gather_rows([loss, sent, interval.linked, ended, sum(waits), sum(counted), passed], self._world)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
         waited, of_it, passed = rows.amax(0)[4:].tolist()
-        self._outcome.wait_for_data(of_it, passed)
+        self._outcome.add_wait(of_it, passed)
         step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
         seconds = seconds_between(interval.begun, interval.ended)
         record("data", step, wait_pct=100 * waited / seconds)

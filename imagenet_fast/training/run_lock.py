@@ -13,15 +13,12 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from imagenet_fast.checkpoint.reader import read_survey
+from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import refused_together
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_folder import check_writable, holds_run
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
-
-CHECKPOINTS = "checkpoints"
-"""Directory of the checkpoints in a run directory."""
 
 _LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
 _held: set[Path] = set()
@@ -50,11 +47,12 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
 
 
 def _claim(job: Job) -> None:
+    run = RunDir(job.folder)
     try:
-        check_writable(job.folder, job.resume)
+        run.check_writable(job.resume)
         make_and_lock_run_dir(job.folder)
-        check_writable(job.folder, job.resume)  # another run may have started meanwhile
-        if holds_run(job.folder) and not any(read_survey(job.folder / CHECKPOINTS)):
+        run.check_writable(job.resume)  # another run may have started meanwhile
+        if run.holds_run() and not any(read_survey(run.checkpoints)):
             _move_aside(job.folder)
             make_and_lock_run_dir(job.folder)
     except OSError as error:

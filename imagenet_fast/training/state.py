@@ -27,7 +27,7 @@ from imagenet_fast.training.precision import LossScaler
 class TrainState:
     """Everything that later steps depend on.
 
-    Random numbers are not part of it: they follow from the step (``data/rng.py``, ``seed_step``), as do the epoch and
+    Random numbers are not part of it: they follow from the step (``data/order.py``, ``seed_step``), as do the epoch and
     the images.
     """
 
@@ -140,7 +140,7 @@ class TrainState:
                 velocity[param].copy_(parts[name])
         self.scale.load_state_dict(shared["scale"])
         self.clock.load_state_dict(shared["clock"])
-        self.outcome.go_on(shared["outcome"])
+        self.outcome.resume_from(shared["outcome"])
         self.step = shared["step"]
         _copy(own["buffers"], dict(self.model.named_buffers()))
         self.sent_bytes = own["sent_bytes"]

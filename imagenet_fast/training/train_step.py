@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import shipped_profile
-from imagenet_fast.data.rng import bits
+from imagenet_fast.data.order import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult

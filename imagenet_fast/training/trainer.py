@@ -18,21 +18,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.data.bad_images import left_out
+from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
-from imagenet_fast.data.format_detection import find_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, example_images
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import find_data
 from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
 from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics import Accuracy, MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
-from imagenet_fast.metrics.run_dir import open_run_dir
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.record import open_record
+from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
 from imagenet_fast.recipe.batching import check_norms, explain, split_batch
@@ -40,7 +39,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
+from imagenet_fast.training.evaluation import StopRequested, evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
@@ -159,8 +158,7 @@ class Trainer:
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
-            found.check_contents(self.data, recipe.model)
-            found.check_images(self.data.train_order.images)
+            found.check_data(self.data, recipe.model)
             found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
             self.weights = load_initial_weights(
@@ -178,7 +176,7 @@ class Trainer:
             trained = found is not None or self.weights is not None
             examples = None if trained else partial(example_images, recipe.data, job.data, recipe.seed)
             model = build_initial_model(recipe, self.data.classes, world, self.weights, examples)
-        trace = job.folder / "trace.json" if job.trace and world.is_main else None
+        trace = RunDir(job.folder).trace if job.trace and world.is_main else None
         self.step = build_step(
             recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
@@ -212,7 +210,7 @@ class Trainer:
             val_images=self.data.val_order.images, note=self._note,
         )  # fmt: skip
         if self.world.is_main and state.step < steps and outcome.status != "reached":
-            (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
+            RunDir(job.folder).final_weights.unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()
         try:
@@ -270,10 +268,10 @@ class Trainer:
                 state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
             )
         meter.restart()
-        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.averaged)
+        self.outcome.record_eval(accuracy, self.clock.run_s())
         self.metrics(
-            "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **accuracy.averaged,
+            "eval", state.step, epoch=epoch, eval_s=evaluation.seconds, train_s=self.clock.train_s(),
+            **accuracy.measured(),
         )  # fmt: skip
         return accuracy
 
@@ -329,7 +327,7 @@ class Trainer:
         begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
         data = {"images": self.data.train_order.images, "data": self.data.contents}
-        with open_checkpoints(self.job, self.world, data, ask_first, begun) as checkpoints:
+        with open_checkpoints(self.job, self.world, data, ask_first, self.resumed_from) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
 
@@ -339,7 +337,7 @@ class Trainer:
         job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
         ending.begin_record()
         resumed = None if self.resumed_from is None else self.resumed_from.step
-        self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
+        self.metrics = open_record(job, world, self.clock.run_s, resumed)
         try:
             yield
         except KeyboardInterrupt:
@@ -362,10 +360,11 @@ class Trainer:
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
         self.state.settle()
-        whole, path, failure = self.state.whole(), self.job.folder / FINAL_WEIGHTS, ""
+        whole, path, failure = self.state.whole(), RunDir(self.job.folder).final_weights, ""
         if self.world.is_main:
             about = describe(self.job.name, self.job.recipe, self.data.class_names)
             try:
+                path.parent.mkdir(exist_ok=True)  # not its parent: a run that was renamed does not make it again
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
                 failure = (

@@ -14,10 +14,11 @@ from PIL import Image
 
 from imagenet_fast.bench.dataloaders import Loader, bench_loading
 from imagenet_fast.bench.tables import loading_table
-from imagenet_fast.data.imagefolder import ImageFolder, scan
-from imagenet_fast.data.prefetch import THREADS
+from imagenet_fast.data.folders import ImageFolder
+from imagenet_fast.data.loader import THREADS
 from imagenet_fast.data.throughput import make_photos
 from tests.bench.small import benched
+from tests.data.small import scan
 
 
 @pytest.fixture

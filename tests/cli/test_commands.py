@@ -115,17 +115,18 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
 
     Its own launcher does nothing but to call what is to run on the ranks, and no loaders are tried.
     """
-    from imagenet_fast.launch import doctor
+    from imagenet_fast.doctor import loader_check
+    from imagenet_fast.launch import launcher, rank
 
-    def run_ranks(job: DoctorJob, handover: Path, nodes: object) -> tuple[int, str]:
+    def run_ranks(job: DoctorJob, launcher_dir: Path, nodes: object) -> tuple[int, str]:
         place = rank_info_from_env()
         assert place is not None
-        doctor.examine_as_rank(job, place, 60.0, handover)
+        rank.examine_as_rank(job, place, 60.0, launcher_dir)
         return 0, ""
 
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with patch.object(doctor, "run_ranks", run_ranks), patch.object(doctor, "try_loaders", lambda *_: []):
+    with patch.object(launcher, "run_ranks", run_ranks), patch.object(loader_check, "try_loaders", lambda *_: []):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, line.split(), catch_exceptions=False)
     return done.exit_code, done.output
 

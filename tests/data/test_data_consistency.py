@@ -10,8 +10,8 @@ import pytest
 
 import tests
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.recipe.job import Evaluation
+from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.trainer import Trainer
 from tests.ranks import run
 from tests.training.jobs import job_of
@@ -54,7 +54,7 @@ def _told(sound: Path, other: Path) -> tuple[str, str]:
     root = other if world.rank == 1 else sound
     job = job_of(images=root, ranks=3, global_batch=12, data=DATA)
     trainer, evaluation = Trainer(job, world), Evaluation("test", job.recipe, job.batching, Path("none"), root)
-    return _refusal(trainer.open_data), _refusal(lambda: judge(evaluation, world))
+    return _refusal(trainer.open_data), _refusal(lambda: evaluate_weights(evaluation, world))
 
 
 def _refusal(act: Callable[[], object]) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tests
-from imagenet_fast.checkpoint.serialization import flatten_tree, unflatten_tree
+from imagenet_fast.checkpoint.tree import flatten_tree, unflatten_tree
 from imagenet_fast.data.fingerprint import Contents, differences
 from imagenet_fast.data.verify import verify
 from imagenet_fast.models import build_model
@@ -95,20 +95,18 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 def test_a_run_does_not_go_on_with_other_data(root: Path, change: Callable[[Path], None], told: str):
     resumption = resumed({"data": through_a_checkpoint(contents_of(root)), "images": 6})
     change(root)
-    refusal = refusal_of(resumption.check_contents, opened(root, "folder", ONE), MODEL)
+    refusal = refusal_of(resumption.check_data, opened(root, "folder", ONE), MODEL)
     assert f"the data has {told} since run/step-1 was written; restore it, or begin anoth" in refusal
 
 
 def through_a_checkpoint(contents: Contents) -> Any:
-    outline, leaves = flatten_tree(contents)
-    return unflatten_tree(
-        json.loads(json.dumps(outline)), {name: leaf.tensor for name, leaf in leaves.items()}, torch.device("cpu")
-    )
+    outline, tensors = flatten_tree(contents)
+    return unflatten_tree(json.loads(json.dumps(outline)), tensors, torch.device("cpu"))
 
 
 def resumed(shared: dict[str, Any]) -> ResumePoint:
-    checkpoint = cast(Any, SimpleNamespace(folder=Path("run/step-1")))
-    return ResumePoint(checkpoint, shared, elsewhere=False, found_at=0.0)
+    checkpoint = cast(Any, SimpleNamespace(folder=Path("run/step-1"), shared=shared))
+    return ResumePoint(checkpoint, elsewhere=False, gap_s=0.0)
 
 
 def test_a_class_list_in_another_order_is_told_by_its_first_place():
@@ -122,11 +120,9 @@ def test_early_checkpoints_are_compared_by_what_they_tell(root: Path):
     with torch.device("meta"):
         model = build_model(MODEL, 3).state_dict()
     resumption = resumed({"images": 6, "model": model})
-    dataset = opened(root, "folder", ONE)
-    resumption.check_contents(dataset, MODEL)
-    resumption.check_images(dataset.train_order.images)
+    resumption.check_data(opened(root, "folder", ONE), MODEL)
     add_class(root)
-    refusal = refusal_of(resumption.check_contents, opened(root, "folder", ONE), MODEL)
+    refusal = refusal_of(resumption.check_data, opened(root, "folder", ONE), MODEL)
     assert "the data has 4 classes for 3 since run/step-1 was written" in refusal
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from imagenet_fast.data import loaders
-from imagenet_fast.data.format_detection import check_folders, check_validation, open_training, open_validation
+from imagenet_fast.data.build import build_val_loader
 from imagenet_fast.data.formats.shard_writer import write_classes, write_tar
-from imagenet_fast.data.formats.tfrecord import find_features, masked_crc32c
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
+from imagenet_fast.data.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -87,7 +86,7 @@ def test_resume_mid_epoch_in_any_format(image_dir: Path, tmp_path: Path):
     for root in (image_dir, *(tmp_path / name for name in FORMATS[1:])):
         ranks = [opened(root, "dali", Batching(2, 4, 1), rank, first_step=3).train for rank in range(2)]
         assert same([next(train) for _ in range(2) for train in ranks], whole[3 * 2 :]), "from step 3 of 5 on"
-        evaluation = loaders.open_validation(image_data("dali"), root, Batching(1, 4, 1), 0, 2, CPU, 1)
+        evaluation = build_val_loader(image_data("dali"), root, Batching(1, 4, 1), 0, 2, CPU, 1)
         assert sum(len(labels) for _, labels in evaluation.next_evaluation()) == 7
         assert evaluation.class_names == ["class0", "class1", "class2"]
 
@@ -301,20 +300,23 @@ def test_labels_from_0_on_stay(tmp_path: Path):
     assert train.read(1) == b"A"
 
 
-def test_synsets_decide_where_records_name_them(tmp_path: Path):
-    """As folders would be numbered, whatever numbers say; a validation split without them goes by the numbers."""
-    records_of(tmp_path / "train-00000-of-00001", example(7, "n2"), example(3, "n9"), example(5, "n1"))
-    records_of(tmp_path / "val-00000-of-00001", example(3), example(5))
-    assert open_training(tmp_path).labels.tolist() == [1, 2, 0]
-    assert open_training(tmp_path).classes == ["n1", "n2", "n9"]
+def test_synsets_name_the_classes(tmp_path: Path):
+    """In the order of labels; where classes.txt names them otherwise, it counts."""
+    records_of(tmp_path / "train-00000-of-00001", example(2, "n4"), example(1, "n9"), example(3, "n1"))
+    records_of(tmp_path / "val-00000-of-00001", example(3), example(1))
+    assert open_training(tmp_path).labels.tolist() == [1, 0, 2]
+    assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["n9", "n4", "n1"]
     assert open_validation(tmp_path).labels.tolist() == [2, 0]
-    (tmp_path / "classes.txt").write_text("n2\nn1\n")
-    for look in (open_training, open_validation):
-        with pytest.raises(UserError, match=r"has the label ('n9'|3), of none of the 2 classes"):
-            look(tmp_path)
-    (tmp_path / "classes.txt").unlink()
     records_of(tmp_path / "val-00000-of-00001", example(3, "n7"))
-    assert "the val split has the label 'n7', of none of the 3 classes" in refusal_of(open_validation, tmp_path)
+    assert "a label goes with two synsets" in refusal_of(open_validation, tmp_path)
+    records_of(tmp_path / "val-00000-of-00001", example(4))
+    assert "the val split has the label 4, of none of the 3 classes" in refusal_of(open_validation, tmp_path)
+    (tmp_path / "classes.txt").write_text("bee\ncat\n")
+    assert "labels run from 1 to 3 and 3 of them occur, where classes.txt names 2" in refusal_of(
+        open_training, tmp_path
+    )
+    (tmp_path / "classes.txt").write_text("bee\ncat\ndog\n")
+    assert open_training(tmp_path).classes == ["bee", "cat", "dog"]
 
 
 def test_packed_and_single_numbers_are_the_same_label():

@@ -21,7 +21,7 @@ from imagenet_fast.distributed.network_interfaces import parse_endpoint
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from tests.e2e.command import outcome_of
-from tests.hosts import Hosts, hosts, leave_networks
+from tests.hosts import Hosts, hosts
 from tests.ports import free_port
 
 TINY = (
@@ -59,26 +59,6 @@ def test_two_nodes_meet_by_address_and_share_a_folder(network: Hosts, tmp_path: 
     assert (outcome["world_size"], outcome["status"]) == (2, "reached")
     assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
     assert "--nodes" in json.loads((tmp_path / "run" / "job.json").read_text())["command"]
-
-
-@pytest.mark.ci
-def test_ranks_of_one_node_meet_without_the_name_localhost_but_not_without_the_interface(
-    network: Hosts, tmp_path: Path
-):
-    ((code, _, told),) = network.run([(*TINY, "--nproc", "2", "--out", str(tmp_path / "run"))])
-    assert code == 0, told
-    begun = time.monotonic()
-    (sentence,) = said(network.call([(0, met_alone_without_interfaces, ())]))
-    assert time.monotonic() - begun < 10
-    assert sentence.startswith(
-        "this node's ranks cannot meet, as it has no loopback interface (127.0.0.1: network is unreach"
-    )
-    assert sentence.endswith("; bring it up with `ip link set lo up`")
-
-
-def met_alone_without_interfaces() -> None:
-    leave_networks()
-    meet(None, 1, 300.0)
 
 
 @pytest.mark.ci

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch.distributed as dist
 from rich.console import Console
 
 import tests
+from imagenet_fast.distributed.ranks import rank_info_from_env
+from imagenet_fast.doctor import host_checks, loader_check
 from imagenet_fast.doctor.cluster_checks import _promise, gather_results
-from imagenet_fast.doctor.report import CheckResult, by_host, findings_table
+from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results
+from imagenet_fast.launch.rank import examine_as_rank
+from imagenet_fast.recipe.job import DoctorJob
+from imagenet_fast.recipe.schema import Timeout
+from tests.ports import free_port
 from tests.ranks import run, with_ranks
 
 
@@ -22,6 +31,27 @@ def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_an
     notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], tests.world(local_rank=0, local_size=1), "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
     assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
+
+
+def test_a_node_that_looks_through_slow_data_has_come_all_the_same(tmp_path: Path):
+    """Ranks wait for one another for a time, and for what one of them does as long as in training."""
+    with free_port() as port:
+        run(2, _examined, port, tmp_path, fresh=True)
+    assert [found.said for found in read_results(tmp_path) or []][:1] == ["at last"]
+
+
+def _examined(port: int, handover: Path) -> None:
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = rank_info_from_env()
+    assert rank is not None
+
+    def slowly(*_: object) -> list[CheckResult]:
+        time.sleep(1.5)
+        return [CheckResult("data", "ok", "at last")]
+
+    with patch.object(host_checks, "examine", slowly), patch.object(loader_check, "try_loaders", lambda *_: []):
+        examine_as_rank(DoctorJob(None, handover, Timeout()), rank, 1.0, handover)
 
 
 def test_one_rank_alone_has_nobody_to_measure():

@@ -19,8 +19,11 @@ from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
+from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.recipe.schema import Timeout
 from tests.data.small import one_class, put
+
+pytestmark = pytest.mark.usefixtures("subprocesses")
 
 
 def examined(name: str, out: Path, data: Path | None = None, ranks: int = 1) -> CheckResult:
@@ -45,7 +48,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, *names: str, available: bool = False, 
 def test_this_one_can_train_and_nothing_fails(tmp_path: Path):
     findings = host_checks.examine(None, tmp_path / "runs", 1, Timeout())
     assert not [finding for finding in findings if finding.state == "fail"]
-    assert {"python", "torch", "DALI", "cores", "memory", "open files", "runs", "time-outs"} <= {
+    assert {"python", "torch", "DALI", "compiler", "cores", "memory", "open files", "runs", "time-outs"} <= {
         finding.about for finding in findings
     }
     assert all(bool(finding.fix) == (finding.state != "ok") for finding in findings)
@@ -110,7 +113,6 @@ SMI = {
 }
 
 
-@pytest.mark.usefixtures("subprocesses")
 @pytest.mark.parametrize(("script", "mode", "said"), SMI.values(), ids=SMI.keys())
 def test_a_broken_nvidia_smi_is_a_finding(script: str, mode: int, said: str, tmp_path: Path, monkeypatch):
     """The only program there is, on a node on which torch sees no GPU."""
@@ -124,6 +126,15 @@ def test_a_broken_nvidia_smi_is_a_finding(script: str, mode: int, said: str, tmp
     assert said in found.said
     assert (found.state, bool(found.fix)) == ("fail", True)
     assert "GPU" not in findings  # least of all that there is none
+
+
+def test_what_torchs_compiler_lacks_is_doubtful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    check_compiler.cache_clear()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = examined("compiler", tmp_path)
+    assert found.state == "warn"
+    assert found.said.startswith("compile true needs a compiler, and there is no ")
+    assert found.fix == "install one, or set compile to false"
 
 
 def test_a_class_without_an_image_in_val_is_doubtful(tmp_path: Path):

@@ -19,8 +19,9 @@ from imagenet_fast.bench import compare
 from imagenet_fast.bench.compare import Ended
 from imagenet_fast.bench.parallel_layouts import parse_layouts
 from imagenet_fast.metrics import Event
-from imagenet_fast.metrics.json_io import JsonLines
+from imagenet_fast.metrics.events import JsonLines
 from imagenet_fast.metrics.report import report_table
+from imagenet_fast.metrics.run_dir import RunDir
 from tests.e2e.command import COMMAND, environment, events_of, in_process, outcome_of, setting, wait_for
 
 
@@ -139,7 +140,7 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
         ended_by_force.write(Event("train", step, 1.0, {"loss": 1.0, "epoch": 1}))
     ended_by_force.write(Event("eval", 2, 1.0, {"top1": 12.5, "top5": 50.0, "epoch": 1}))
     ended_by_force.close()
-    monkeypatch.setattr(compare, "check_writable", lambda folder, otherwise: None)  # the run is there already
+    monkeypatch.setattr(RunDir, "check_writable", lambda *_, **__: None)  # the run is there already
     (run,) = compared(monkeypatch, tmp_path, {"lazy": 1})
     text = io.StringIO()
     Console(file=text, width=120).print(report_table([run.past]))

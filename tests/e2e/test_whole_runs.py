@@ -15,14 +15,16 @@ from torch import Tensor
 from torchvision.models import resnet18
 
 import tests
-from imagenet_fast.launch.evaluate import EvalResult, judge
-from imagenet_fast.launch.export import export_weights
-from imagenet_fast.metrics.report import FINAL_WEIGHTS, read_run, report_table
+from imagenet_fast.cli.export import write_weights_for_others
+from imagenet_fast.metrics import Accuracy
+from imagenet_fast.metrics.report import read_run, report_table
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.parallel import small
@@ -71,11 +73,12 @@ def settings(changes: dict[str, Any], engine: str) -> dict[str, Any]:
 def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str, image_dir: Path, tmp_path: Path):
     images = image_dir if changes is MILD else None
     run(2, _train_all, changes, engine, images, tmp_path, fresh=True)
-    ddp, whole, resumed = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("ddp", "whole", "resumed"))
+    ddp, whole, resumed = (load_file(RunDir(tmp_path / name).final_weights) for name in ("ddp", "whole", "resumed"))
     assert_alike(whole, ddp)
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
-    exported = export_weights(tmp_path / "whole", None, "safetensors", tmp_path / "weights.safetensors")
+    exported = tmp_path / "weights.safetensors"
+    write_weights_for_others(tmp_path / "whole", None, "safetensors", exported)
     evaluation = Evaluation("any", job_of(**settings(changes, engine)).recipe, Batching(1, 8, 1), exported, images)
     ((verdict,), past) = run(1, _judged, evaluation), read_run(tmp_path / "whole")
     for value in ("top1", "top1_mirror", "top1_shift", "top5_shift"):
@@ -93,7 +96,7 @@ def _train_all(changes: dict[str, Any], engine: str, images: Path | None, folder
 
 
 def _judged(evaluation: Evaluation) -> EvalResult:
-    return judge(evaluation, tests.world())
+    return evaluate_weights(evaluation, tests.world())
 
 
 def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -105,10 +108,10 @@ def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 @pytest.mark.parametrize("shift", [{}, {"top1_shift": 69.0, "top5_shift": 90.0}], ids=["mirrored", "shifted"])
 def test_a_target_is_for_the_accuracy_of_the_most_views(shift: dict[str, float]):
     outcome = RunResult("failed", "r", "lazy", 1, 8, target_top1=70.0, target_mirrored=True)
-    outcome.judge(75.0, 90.0, 10.0, top1_mirror=71.0 if shift else 69.0, top5_mirror=90.0, **shift)
+    outcome.record_eval(Accuracy(top1=75.0, top1_mirror=71.0 if shift else 69.0, **shift), 10.0)
     assert outcome.status == "failed"
     better = dict.fromkeys(shift, 90.0)
-    outcome.judge(69.0, 90.0, 20.0, top1_mirror=69.0 if shift else 70.5, top5_mirror=90.0, **better)
+    outcome.record_eval(Accuracy(top1=69.0, top1_mirror=69.0 if shift else 70.5, **better), 20.0)
     assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
 
 

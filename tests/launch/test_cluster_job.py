@@ -279,7 +279,7 @@ def answers(process: subprocess.Popen[Any], number: signal.Signals) -> bool:
 
 
 def manifest(step: Path, time_s: float) -> None:
-    step.mkdir(parents=True)
+    step.resolve().mkdir(parents=True)
     (step / "manifest.json").touch()
     os.utime(step / "manifest.json", (time_s, time_s))
 
@@ -302,6 +302,8 @@ def test_sbatch_queues_again_what_was_stopped_and_saved(
     if not told:
         (seen / "end").write_text(f"{code}\n")
     checkpoints = tmp_path / "run" / "checkpoints"
+    checkpoints.parent.mkdir()
+    checkpoints.symlink_to(tmp_path / "large disk")
     manifest(checkpoints / "step-00000050", time_s=2e9)  # that this start has not made
     program = ("--program", "sh wrapper.sh --out log trainer")
     text = launch(*SLURM[:3], *program, "--out", str(tmp_path / "run"), "--recipe", "smoke")

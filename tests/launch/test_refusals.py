@@ -16,14 +16,16 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from imagenet_fast import errors
+from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, tiers
-from tests.e2e.command import Forked, events_of, outcome_of, train_here
+from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
+from tests.ports import free_port
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
@@ -124,7 +126,7 @@ def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_s
 
     def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
         (handover / launcher.OPENED).touch()
-        outcome = RunResult.beginning(job)
+        outcome = RunResult.of(job.name, job.recipe, job.batching)
         outcome.status, outcome.message = "failed", "rank 1 on a stopped answering at step 4, in data"
         outcome.write(handover)
         return -9, "rank 1 on a was killed by SIGKILL at step 4, in data"
@@ -183,6 +185,40 @@ def test_a_signal_while_a_process_starts_is_answered_after_it():
     with pytest.raises(KeyboardInterrupt):
         _start_and_signal(started)
     assert b"default_int_handler" in started[0], "and the process gets its own"
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize(
+    ("node", "sentence"),
+    [
+        ("mount -t tmpfs -o noexec none $TMPDIR", "compile true cannot load what it makes in "),
+        ("export PATH=/sbin/nothing", "compile true needs a compiler, and there is no g++ here; install one"),
+        ("echo 127.0.0.1 here >$TMPDIR/hosts && mount --bind $TMPDIR/hosts /etc/hosts", ""),
+        ("ip link set lo down", "the ranks of this node cannot reach each other at 127.0.0.1 ("),
+    ],
+    ids=["programs may not lie in TMPDIR", "no compiler", "no localhost", "no loopback"],
+)
+def test_a_node_that_lacks_something_is_told_what(node: str, sentence: str, tmp_path: Path):
+    """In namespaces of their own."""
+    run = [*COMMAND, "train", "--recipe", "smoke", "--nproc", "1", "--out", str(tmp_path / "run")]
+    compiles = str("compile" in sentence).lower()
+    run += setting(f"compile={compiles}", "epochs=1", "data.train_images=64", "data.val_images=15")
+    shell = ["unshare", "-nm", "sh", "-c", f'ip link set lo up && {node} && exec "$@"', "sh", *run]
+    done = subprocess.run(shell, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (2 if sentence else 0, False), done.stderr[-1000:]
+    assert f"error: {sentence}" in done.stderr if sentence else not done.stderr
+
+
+@pytest.mark.ci
+def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once(tmp_path: Path):
+    write_job(job(tmp_path), tmp_path / "train.json")
+    with free_port() as port:
+        place = dict(zip(TORCHRUN, ("0", "2", "0", "2"), strict=True)) | {"MASTER_ADDR": "127.0.0.1"}
+        rank = [sys.executable, "-m", "imagenet_fast.launch", tmp_path / "train.json", "60"]
+        launcher = ["sh", "-c", '"$@" $$ & kill -KILL $$', "sh", *rank]
+        told = environment(**place, MASTER_PORT=str(port))
+        subprocess.run(launcher, env=told, capture_output=True, timeout=20)  # the rank holds the pipes until it ends
 
 
 def _start_and_signal(started: list[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,17 @@ def test_one_task_a_node_starts_ranks_of_its_own():
     assert (count, endpoint.partition(":")[0]) == (64, "rack1-node01")
     assert step_nodes(step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=9, node=9)) == (count, endpoint)
     assert step_nodes(environment | {"SLURM_STEP_ID": "3"}) != (count, endpoint), "another step has another port"
+
+
+@pytest.mark.parametrize("other", [{"rank": 5}, {"node": 2}, {"local": 2}, {"tasks": 5}])
+def test_a_task_that_its_variables_do_not_know_is_refused(other: dict[str, int]):
+    """As one of another component of a heterogeneous step, which has numbers beyond its own component's."""
+    known: dict[str, Any] = {"tasks": 4, "per_node": "2(x2)", "nodes": "a,b", "rank": 3, "node": 1}
+    environment = step(**(known | other))
+    with pytest.raises(UserError, match=r"srun's variables do not agree \(.*\), as in a heterogeneous step; start one"):
+        adopt_step(environment)
+    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
+        step_nodes(environment)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from unittest.mock import Mock
 import pytest
 
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.metrics import MetricLogger, RunResult, Status
-from imagenet_fast.metrics.json_io import AppendedFile, JsonLines
+from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult, Status
+from imagenet_fast.metrics.events import AppendedFile, JsonLines
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
@@ -55,7 +55,7 @@ class Trained:
             self.record("sync", self.step, exposed_ms=2.5, sent_MB=89.5)
             self.record("train", self.step, epoch=1, loss=loss, lr=1.0)
             if self.step % 100 == 0:
-                self.result.judge(top1, 90.0, run_s=3.0 + self.step / 2)
+                self.result.record_eval(Accuracy(top1=top1, top5=90.0), run_s=3.0 + self.step / 2)
                 self.record("eval", self.step, epoch=1, top1=top1, top5=90.0, images=9, eval_s=9.0, train_s=1.0)
         return self
 

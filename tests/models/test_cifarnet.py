@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.data.loaders import example_images
+from imagenet_fast.data.build import example_images
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData

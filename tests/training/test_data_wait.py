@@ -62,5 +62,5 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
         report(3)
     assert shares == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
     outcome = RunResult("failed", "r", "lazy", 1, 1)
-    outcome.wait_for_data(0.0, 0.0)
+    outcome.add_wait(0.0, 0.0)
     assert outcome.data_wait_pct is None, "of a run of one step"

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import tests
-from imagenet_fast.data.loaders import Loaders, build_loaders
+from imagenet_fast.data.build import Loaders, build_loaders
+from imagenet_fast.metrics import Accuracy
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate, mirrored_logits, shifted_logits
+from imagenet_fast.training.evaluation import StopRequested, evaluate, mirrored_logits, shifted_logits
 from tests.ranks import run, with_ranks
 
 CPU = torch.device("cpu")
@@ -71,7 +72,7 @@ def by_hand(images: int = 37) -> Accuracy:
     order = [image.flatten()[:10].argsort(descending=True, stable=True).tolist() for image in pixels(images)]
     top1 = sum(guesses[0] == i % 10 for i, guesses in enumerate(order))
     top5 = sum(i % 10 in guesses[:5] for i, guesses in enumerate(order))
-    return Accuracy(100 * top1 / images, 100 * top5 / images, images)
+    return Accuracy(top1=100 * top1 / images, top5=100 * top5 / images, images=images)
 
 
 @pytest.mark.parametrize("shift", [0, 2])

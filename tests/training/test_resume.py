@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
+from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.state import joined
@@ -144,9 +144,7 @@ def _through_a_file(take_step: TrainingStep) -> tuple[Any, Any]:
 
 
 def _read_back(tree: Any) -> Any:
-    copy = StagingBuffer()
-    copy.take(tree)
-    return read_tree(b"".join(bytes(chunk) for chunk in copy.chunks()), CPU)
+    return read_tree(b"".join(HostCopy().take(tree)), CPU)
 
 
 def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -225,7 +223,7 @@ def test_a_run_in_unlike_parts_learns_what_an_unbroken_one_does(parts: str, tmp_
         assert ended == ["finished" if steps == 99 else "preempted"] * ranks
     first, second = (event["step"] for event in events_of(tmp_path / "parts", "resume"))
     assert 0 < first < second < 10
-    expected, found = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("straight", "parts"))
+    expected, found = (load_file(RunDir(tmp_path / name).final_weights) for name in ("straight", "parts"))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():  # sums are rounded in another order, and nothing else differs
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
@@ -247,7 +245,7 @@ def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
 
 def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
     assert run(1, _train, tmp_path, 2, {}, fresh=True) == ["preempted"]
-    assert run(1, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)]
+    assert run(1, _kept_after_resuming, tmp_path) == [(set(), 0)]
 
 
 def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:

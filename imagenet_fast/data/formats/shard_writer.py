@@ -1,25 +1,20 @@
-"""Write images to WebDataset shards.
-
-The same images always give the same bytes. Each shard is complete or absent.
-"""
+"""Write images to WebDataset shards: the same images always give the same bytes."""
 
 from __future__ import annotations
 
 import io
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from imagenet_fast.atomic_io import atomic_path
-from imagenet_fast.data.formats.shard_reader import CLASSES
-from imagenet_fast.data.formats.webdataset import IMAGES
+from imagenet_fast.data.pixels import kind_of
+from imagenet_fast.data.shards import CLASSES, IMAGES
 from imagenet_fast.errors import UserError
 
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives; tars store a time, and must always be the same
-_MAGIC = {b"\xff\xd8": "jpg", b"\x89PNG": "png", b"BM": "bmp", b"RIFF": "webp", b"P6\n": "ppm"}
 
 
 class Sample(NamedTuple):
@@ -39,8 +34,8 @@ def write_classes(folder: Path, classes: Sequence[str]) -> None:
     """
     check_classes(folder, classes)
     folder.mkdir(parents=True, exist_ok=True)
-    with _whole(folder / CLASSES) as file:
-        file.write(_lines(classes))
+    with atomic_path(folder / CLASSES, fsync=True) as partial:
+        partial.write_bytes(_lines(classes))
 
 
 def check_classes(folder: Path, classes: Sequence[str]) -> None:
@@ -65,25 +60,16 @@ def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
         path: The shard.
         samples: Each sample with its number, which becomes its key.
     """
-    with _whole(path) as file, tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in samples:
             for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
                 member = tarfile.TarInfo(f"{number:08}.{extension}")
                 member.size, member.mtime = len(content), _WHEN_S
                 tar.addfile(member, io.BytesIO(content))
+    os.utime(path, (_WHEN_S, _WHEN_S))
 
 
 def _extension(sample: Sample) -> str:
     """Return the extension by the image's first bytes, else by its name."""
     named = Path(sample.name).suffix[1:].lower()
-    known = (extension for magic, extension in _MAGIC.items() if sample.encoded.startswith(magic))
-    return next(known, named if named in IMAGES else "jpg")
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that is renamed to ``path`` if the block ends without an error."""
-    with atomic_path(path, fsync=True) as partial:
-        with partial.open("wb") as file:
-            yield file
-        os.utime(partial, (_WHEN_S, _WHEN_S))
+    return kind_of(sample.encoded) or (named if named in IMAGES else "jpg")

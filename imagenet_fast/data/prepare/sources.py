@@ -1,4 +1,4 @@
-"""Recognise what a directory holds: ImageNet's tars, Kaggle's layout of it, or one folder per class."""
+"""Recognise what a directory holds: for each split, archives, class folders, or images and a table of their classes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,32 @@ import os
 import re
 from collections import defaultdict
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
-from imagenet_fast.data.image_names import class_folders, look_into, shown
-from imagenet_fast.data.imagefolder import deeper_images, require_images
-from imagenet_fast.data.prepare.imagenet_archives import DEVKIT, TRAIN, VAL, flat_classes, official_source
-from imagenet_fast.data.prepare.source_files import Source, SourceClass, SourceFile
+from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, list_folder, shown
+from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, member, members
 from imagenet_fast.errors import UserError
+
+TRAIN = "ILSVRC2012_img_train.tar"
+VAL = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+
+MD5 = {
+    TRAIN: "1d675b47d978889d74fa0da5fadfb00e",
+    VAL: "29b22e2961454d5413ddabcf34fc5622",
+    DEVKIT: "fa75699e90414af021442c21a62c3abf",
+}
+"""The md5 of each file, as image-net.org and torchvision publish them."""
 
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 _SOLUTION = "LOC_val_solution.csv"
+_ANNOTATIONS = "val_annotations.txt"
+_META = "ILSVRC2012_devkit_t12/data/meta.mat"
+_TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+_MOST = 64 << 20  # bytes of either file; each has less than 1 MiB
+_CLASS_TAR = re.compile(r"(n\d{8})\.tar")
+_INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for those to validate on
 
 
 def recognise(folder: Path) -> Source:
@@ -27,97 +43,215 @@ def recognise(folder: Path) -> Source:
     """
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
-    if any((folder / name).is_file() for name in (TRAIN, VAL)):
-        return official_source(folder)
-    for root in (folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC"), folder):
-        if any((root / split).is_dir() for split in ("train", "val")):
-            return _folders(root)
+    for root in (folder, folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
+        found: list[Source] = []
+        for split in SPLITS:
+            known = {of.name for source in found for of in source.classes}
+            if tars := _tars(root, split):
+                found.append(_in_tars(root, split, tars))
+            elif (root / split).is_dir():
+                found.append(_in_folders(root, split, known))
+        if found:
+            return found[0] if len(found) == 1 else found[0] + found[1]
     raise UserError(
         f"{folder} holds no ImageNet that is known: neither {TRAIN} or {VAL} (with {DEVKIT}), nor {_KAGGLE}/train as "
-        "Kaggle has it, nor train/<class>/* and val/<class>/*; give the directory that does with --source DIR"
+        "Kaggle has it, nor train/<class>/* and val/<class>/*, nor train.tar and val.tar with such folders, nor "
+        "train/n01440764.tar and the like; give the directory that does with --source DIR"
     )
 
 
-def _folders(root: Path) -> Source:
-    """Return the source with validation images in one folder per class, or all in one folder, as Kaggle has them."""
-    classes = _classes(root, "train")
-    hidden = _hidden(root, "train")
-    apart = _apart(root, "train", [of.name for of in classes])
-    flat = _flat(root / "val")
-    if not flat or {of.name for of in classes}.intersection(look_into(root / "val").folders):
-        val = _classes(root, "val")
-        apart += _apart(root, "val", [of.name for of in val])
-        return Source("one folder a class", classes + val, apart=apart, hidden=hidden + _hidden(root, "val"))
-    solution = next((f for f in (d / _SOLUTION for d in (root, *root.absolute().parents[:3])) if f.is_file()), None)
-    if solution is None:
-        raise UserError(
-            f"{root / 'val'} does not say of which class its images are; put Kaggle's {_SOLUTION} beside it"
-        )
-    others = [f"val/{file.shown}" for file in flat if not file.is_image]
-    apart += map(shown, deeper_images(root / "val", look_into(root / "val"), "val"))
-    return Source("Kaggle's layout", classes + _solved(flat, solution), others, apart=apart, hidden=hidden)
+def _tars(root: Path, split: str) -> list[Path]:
+    """Return the archives of a split: the official one, or those named after the split, or those in its folder."""
+    if (official := root / {"train": TRAIN, "val": VAL}[split]).is_file():
+        return [official]
+    named = [path for path in root.glob("*.tar") if split in re.split(r"[-_.]", path.stem)]
+    return sorted(named or (root / split).glob("*.tar"))
 
 
-def _classes(root: Path, split: str) -> list[SourceClass]:
-    if not (root / split).is_dir():
-        return []
-    names = class_folders(root / split)
-    for name in names:
+# Archives.
+
+
+def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
+    """Return the split in tars: one a class, tars of such tars, or of class folders, or of images without folders."""
+    source = Source("ImageNet's tars", [], archives=[tar for tar in tars if tar.name in MD5])
+    by_class: dict[str, list[SourceFile]] = defaultdict(list)
+    for tar in tars:
+        if named := _CLASS_TAR.fullmatch(tar.name):
+            source.classes.append(SourceClass(split, named[1], partial(members, tar), tar.stat().st_size))
+            continue
+        files = members(tar, flat=False)
+        if any(file.name.endswith(".tar") for file in files):
+            source.classes.extend(_class_tars(split, tar, files))
+            continue
+        depths = {len(_folders(file)): file for file in files if file.is_image}
+        if len(depths) != 1 or (0 in depths and split == "train"):
+            some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
+            raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
+        if 0 in depths:
+            found = _by_table(root, files, tar)
+            source.classes.extend(found.classes)
+            source.others.extend(found.others)
+            source.archives.extend(found.archives)
+            continue
+        for file in files:
+            if folders := _folders(file):
+                name = file.name.rpartition("/")[2]
+                by_class[folders[-1]].append(SourceFile(name, file.held_by, file.offset, file.size))
+            else:
+                source.others.append(f"{split}/{file.shown}")
+    source.classes.extend(_listed_classes(split, by_class))
+    return source
+
+
+def _class_tars(split: str, tar: Path, files: list[SourceFile]) -> list[SourceClass]:
+    classes = []
+    for file in files:
+        named = _CLASS_TAR.fullmatch(file.name)
+        if named is None:
+            raise UserError(
+                f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
+            )
+        classes.append(SourceClass(split, named[1], partial(members, tar, file), file.size))
+    return classes
+
+
+def _folders(file: SourceFile) -> list[str]:
+    """Return the folders above a file in a tar, of which the last is its class."""
+    folders = file.name.split("/")[:-1]
+    return folders[:-1] if folders[-1:] == [_INNER] else folders
+
+
+def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[SourceClass]:
+    return [
+        SourceClass(split, name, partial(list, files), sum(file.size for file in files))
+        for name, files in by_class.items()
+    ]
+
+
+# Folders.
+
+
+def _in_folders(root: Path, split: str, known: set[str]) -> Source:
+    """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
+    folder = root / split
+    contents = list_folder(folder)
+    hidden = [f"{split}/{shown(name)}" for name in contents.hidden]
+    classes = known.intersection(contents.folders) if known else {*contents.folders} - {_INNER}
+    place = folder if contents.images or _INNER not in contents.folders else folder / _INNER
+    if split == "val" and not classes and (inside := list_folder(place)).images:
+        apart = _deeper(root, inside)
+        return _by_table(root, _files(place), place) + Source("", [], apart=[*map(shown, apart)], hidden=hidden)
+    apart = [f"{split}/{name}" for name in contents.images]
+    source = Source("one folder a class", [], hidden=hidden)
+    for name in class_folders(folder):
         if not name.isprintable():
-            raise UserError(f"{root / split} has a folder {name!r}, which is no name for a class; rename it")
-    return [SourceClass(split, name, partial(_listed, root / split / name)) for name in names]
+            raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
+        place, inside = folder / name, list_folder(folder / name)
+        if not inside.images and _INNER in inside.folders:
+            place, inside = place / _INNER, list_folder(place / _INNER)
+        source.classes.append(SourceClass(split, name, partial(_files_of_class, folder / name, place)))
+        if deeper := _deeper(root, inside):
+            inside.require_images()
+            apart += deeper
+    source.apart.extend(map(shown, apart))
+    return source
 
 
-def _hidden(root: Path, split: str) -> list[str]:
-    """Return the folders of a split whose names are not those of classes."""
-    return [f"{split}/{shown(name)}" for name in look_into(root / split).hidden] if (root / split).is_dir() else []
+def _deeper(root: Path, contents: FolderContents) -> list[str]:
+    """Return the images in subfolders, as paths below ``root``."""
+    return [os.path.join(os.path.relpath(contents.path, root), path) for path in contents.deeper()]  # noqa: PTH118
 
 
-def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
-    """Return images beside class folders and in subfolders of them. Raises UserError if a class has no others."""
-    if not (root / split).is_dir():
-        return []
-    found = [f"{split}/{name}" for name in look_into(root / split).images]
-    for name in classes:
-        folder = root / split / name
-        contents = look_into(folder)
-        if deeper := deeper_images(folder, contents, f"{split}/{name}"):
-            require_images(folder, contents)
-            found += deeper
-    return [shown(path) for path in found]
+def _files_of_class(folder: Path, place: Path) -> list[SourceFile]:
+    """Return the files of a class whose images lie in ``place``: its folder, or one inside it."""
+    return _files(place) + (_files(folder) if place != folder else [])
 
 
-def _listed(folder: Path) -> list[SourceFile]:
+def _files(folder: Path) -> list[SourceFile]:
     """Return the files in ``folder``, with links followed. Raises UserError for what is neither file nor folder."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file():
-                found.append(SourceFile(entry.name, entry.path, 0, entry.stat().st_size))
-            elif not entry.is_dir():
+            if is_folder(entry):
+                continue
+            try:
+                size = entry.stat().st_size if entry.is_file() else None
+            except OSError:  # a loop of links
+                size = None
+            if size is None:
                 raise UserError(f"{entry.path} is neither a file nor a folder, or a link that leads nowhere; remove it")
+            found.append(SourceFile(entry.name, entry.path, 0, size))
     return found
 
 
-def _flat(folder: Path) -> list[SourceFile]:
-    """Return the files in ``folder`` if there are images among them, else nothing."""
-    files = _listed(folder) if folder.is_dir() else []
-    return files if any(file.is_image for file in files) else []
+# Images whose class a table tells.
 
 
-def _solved(files: list[SourceFile], solution: Path) -> list[SourceClass]:
-    """Group files by Kaggle's table: an ``ImageId``, and "wnid x y x y" for each box, all boxes of one class."""
-    with solution.open(newline="", encoding="utf-8") as table:
-        rows = csv.DictReader(table)
-        if rows.fieldnames != ["ImageId", "PredictionString"]:
-            raise UserError(f"{solution} has not the columns ImageId,PredictionString; fetch it again")
-        wnid = {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
-    images: dict[str, list[SourceFile]] = defaultdict(list)
+def _by_table(root: Path, files: list[SourceFile], held_by: Path) -> Source:
+    """Return the classes to validate on of images that lie together in ``held_by``."""
+    for folder in (root / "val", root, *root.absolute().parents[:3]):
+        for name, read in ((DEVKIT, _devkit), (_SOLUTION, _solution), (_ANNOTATIONS, _annotations)):
+            if (table := folder / name).is_file():
+                return _looked_up(files, held_by, table, read(table))
+    raise UserError(
+        f"{held_by} does not say of which class its images are; put {DEVKIT}, or Kaggle's {_SOLUTION}, beside it"
+    )
+
+
+def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dict[str, str]) -> Source:
+    by_class: dict[str, list[SourceFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.name):
-        if not file.is_image:
-            continue
-        label = wnid.get(Path(file.name).stem, "")
-        if not re.fullmatch(r"n\d{8}", label):
-            raise UserError(f"{solution} has no class for {file.held_by}; fetch both again")
-        images[label].append(file)
-    return flat_classes(images)
+        if file.is_image:
+            name = classes.get(file.name.rpartition(".")[0], "")
+            if not re.fullmatch(r"n\d{8}", name):
+                raise UserError(f"{table} has no class for '{file.shown}' in {held_by}; fetch both again")
+            by_class[name].append(file)
+    others = [f"val/{file.shown}" for file in files if not file.is_image]
+    archives = [table] if table.name in MD5 else []
+    return Source(f"images listed in {table.name}", _listed_classes("val", by_class), others, archives=archives)
+
+
+def _solution(table: Path) -> dict[str, str]:
+    """Read Kaggle's table: an ``ImageId``, and "wnid x y x y" for each box, all boxes of one class."""
+    with table.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.DictReader(file)
+        if rows.fieldnames != ["ImageId", "PredictionString"]:
+            raise UserError(f"{table} has not the columns ImageId,PredictionString; fetch it again")
+        return {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
+
+
+def _annotations(table: Path) -> dict[str, str]:
+    """Read Tiny-ImageNet's table: a file name, its wnid and a box."""
+    rows = (line.split() for line in table.read_text(encoding="utf-8", errors="replace").splitlines())
+    return {row[0].rpartition(".")[0]: row[1] for row in rows if len(row) > 1}
+
+
+def _devkit(archive: Path) -> dict[str, str]:
+    """Read the classes of the validation images in the development kit.
+
+    The kit numbers the classes in an order of its own. Only meta.mat maps a number in the ground truth to a wnid.
+    """
+    wnid = _wnids(archive)
+    truth = member(archive, _TRUTH, _MOST).split()
+    try:
+        return {f"ILSVRC2012_val_{number:08}": wnid[int(line)] for number, line in enumerate(truth, 1)}
+    except (KeyError, ValueError) as error:
+        raise UserError(
+            f"{archive}: {_TRUTH} has {error} for a label, which {_META} does not know; fetch it again"
+        ) from None
+
+
+def _wnids(archive: Path) -> dict[int, str]:
+    """Return the wnids of the classes by the kit's numbers; nodes of WordNet that have children are no classes."""
+    from scipy.io import loadmat
+
+    content = member(archive, _META, _MOST)
+    try:
+        synsets = loadmat(BytesIO(content))["synsets"].ravel()
+        return {
+            int(node["ILSVRC2012_ID"].item()): str(node["WNID"].item())
+            for node in synsets
+            if int(node["num_children"].item()) == 0
+        }
+    except Exception as error:  # scipy's reader raises exceptions of any type for a bad file
+        raise UserError(f"{archive}: {_META} cannot be read ({error}); fetch it again") from None

@@ -1,4 +1,4 @@
-"""ImageNet as people have it, with few classes: the official tars, Kaggle's layout, one folder a class.
+"""ImageNet as people have it, with few classes: the official tars, Kaggle's layout, one folder a class, and others.
 
     images = small_imagenet()
     official_tars(tmp_path / "tars", images)
@@ -138,18 +138,72 @@ def meta_mat() -> bytes:
     return written.getvalue()
 
 
-def kaggle(folder: Path, images: Images) -> Path:
-    """What Kaggle's archive unpacks to. Returns ``folder``."""
+def kaggle(folder: Path, images: Images, encoding: str = "utf-8") -> None:
+    """What Kaggle's archive unpacks to."""
     top = folder / "ILSVRC/Data/CLS-LOC"
-    validation = _validation(images)
-    image_folder(top, {path: content for path, content in images.items() if path.startswith("train/")})
-    image_folder(top / "val", {name: images[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
-    with (folder / "LOC_val_solution.csv").open("w", newline="") as file:
+    image_folder(top, _of_split(images, "train") | _flat(images, "val"))
+    with (folder / "LOC_val_solution.csv").open("w", newline="", encoding=encoding) as file:
         rows = csv.writer(file)
         rows.writerow(["ImageId", "PredictionString"])
-        for name, wnid in sorted(validation.items(), key=lambda item: item[1]):
+        for name, wnid in sorted(_validation(images).items(), key=lambda item: item[1]):
             rows.writerow([name.removesuffix(".JPEG"), f"{wnid} 1 2 30 40 {wnid} 5 6 70 80 "])
-    return folder
+
+
+def kaggle_with_a_mark(folder: Path, images: Images) -> None:
+    """With a table that begins with a byte-order mark, as spreadsheets write it."""
+    kaggle(folder, images, encoding="utf-8-sig")
+
+
+def tiny_imagenet(folder: Path, images: Images) -> None:
+    for path, content in _of_split(images, "train").items():
+        _, wnid, name = path.split("/")
+        image_folder(folder, {f"train/{wnid}/images/{name}": content, f"train/{wnid}/{wnid}_boxes.txt": b"a 1 2 3 4"})
+    image_folder(folder, _flat(images, "val/images"))
+    rows = [f"{name}\t{wnid}\t0\t32\t44\t62\n" for name, wnid in _validation(images).items()]
+    (folder / "val/val_annotations.txt").write_text("".join(rows))
+    image_folder(folder, {"test/images/test_0.JPEG": b""})
+
+
+def class_tars(folder: Path, images: Images) -> None:
+    """The outer tar of class tars unpacked into ``train``."""
+    official_tars(folder, images)
+    _unpacked(folder / "ILSVRC2012_img_train.tar", folder / "train")
+
+
+def flat_validation(folder: Path, images: Images) -> None:
+    """The tar of validation images unpacked into ``val``, beside the devkit."""
+    official_tars(folder, images)
+    _unpacked(folder / "ILSVRC2012_img_val.tar", folder / "val")
+
+
+def sorted_validation(folder: Path, images: Images) -> None:
+    """The tar of validation images sorted into class folders, and the other as it is."""
+    official_tars(folder, images)
+    (folder / "ILSVRC2012_img_val.tar").unlink()
+    (folder / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    image_folder(folder, _of_split(images, "val"))
+
+
+def tars_of_folders(folder: Path, images: Images) -> None:
+    folder.mkdir()
+    folders = {"train": named("train", tarfile.DIRTYPE)}
+    write_tar(folder / "train.tar", {**folders, **_of_split(images, "train")})
+    write_tar(folder / "imagenet-val.tar", {f"./{path[4:]}": of for path, of in _of_split(images, "val").items()})
+
+
+def _of_split(images: Images, split: str) -> Images:
+    return {path: content for path, content in images.items() if path.startswith(f"{split}/")}
+
+
+def _flat(images: Images, folder: str) -> Images:
+    """Validation images in one folder."""
+    return {f"{folder}/{path.split('/')[2]}": content for path, content in _of_split(images, "val").items()}
+
+
+def _unpacked(tar: Path, folder: Path) -> None:
+    with tarfile.open(tar) as archive:
+        archive.extractall(folder, filter="data")
+    tar.unlink()
 
 
 def image_folder(folder: Path, images: Mapping[str, bytes]) -> Path:
@@ -191,6 +245,15 @@ def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file in ``folder``, hidden ones too, by its path there; of an index, which holds times, that it is."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """Every file in ``folder``, hidden ones too, by its path there; of an index, which holds times, that it is.
+
+    What is left of an index whose writer was killed is no part of it.
+    """
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("..imagenet"))
     return {str(path.relative_to(folder)): b"" if path.suffix == ".index" else path.read_bytes() for path in files}
+
+
+LAYOUTS = (
+    official_tars, kaggle, image_folder, kaggle_with_a_mark, tiny_imagenet, class_tars, flat_validation,
+    sorted_validation, tars_of_folders,
+)  # fmt: skip

@@ -1,0 +1,361 @@
+"""Read images from one folder per class: ``train/<class>/*`` and ``val/<class>/*``.
+
+Which files are images and which folders are classes is one rule, for all code that lists folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import unicodedata
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data.index import Fingerprint, Index, Kind, digest_of, load_or_build_index, map_in_order, stamp_of
+from imagenet_fast.errors import UserError, warn
+
+SUFFIXES = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".avif", ".ppm", ".pgm",
+)  # fmt: skip
+"""Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
+
+_UNREAD = (
+    ".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".svg", ".psd", ".tga", ".ico", ".exr", ".hdr", ".dng",
+    ".cr2", ".nef", ".arw", ".raw",
+)  # fmt: skip
+"""Suffixes of files that a user may take for images, but that are skipped."""
+
+_SYSTEM = frozenset(
+    (
+        "@eadir", "@recycle", "@recently-snapshot", "@tmp", "#recycle", "#snapshot", "__macosx", "__pycache__",
+        "$recycle.bin", "system volume information", "lost+found",
+    )
+)  # fmt: skip
+"""Names in lower case of folders that systems create beside the user's."""
+
+_KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
+
+
+def is_image_name(name: str) -> bool:
+    """Return whether a file of this name is an image.
+
+    An AppleDouble file (``._*``), which macOS leaves beside others, is not.
+    """
+    return name.lower().endswith(SUFFIXES) and not name.startswith("._")
+
+
+def is_class_name(name: str) -> bool:
+    """Return whether a folder of this name is a class: hidden folders and system folders are not."""
+    return not name.startswith(".") and name.lower() not in _SYSTEM
+
+
+def shown(name: str) -> str:
+    """Return a file name as text that can be printed; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def quoted(name: str, others: Collection[str]) -> str:
+    """Return a name in quotes for a message, with its Unicode form where one of ``others`` looks the same."""
+    composed = unicodedata.normalize("NFC", name)
+    if all(other == name or unicodedata.normalize("NFC", other) != composed for other in others):
+        return f"'{name}'"
+    form = "composed" if name == composed else "decomposed"
+    return f"'{name}' in {form} Unicode ({ascii(name)[1:-1]})"
+
+
+@dataclass(frozen=True)
+class FolderContents:
+    """The entries of one folder by kind, each list sorted."""
+
+    path: Path
+    images: list[str]
+    folders: list[str]
+    """Folders that may hold images, and links to such folders."""
+    hidden: list[str]
+    """Hidden folders and system folders."""
+    others: list[str]
+    """All other files."""
+
+    @property
+    def unread(self) -> list[str]:
+        """Files in ``others`` that a user may take for images."""
+        return [name for name in self.others if name.lower().endswith(_UNREAD) and not name.startswith("._")]
+
+    def deeper(self) -> list[str]:
+        """Return the images in subfolders, as paths relative to this folder; in them, links are not followed."""
+        found = []
+        for top in self.folders:
+            for place, folders, files in os.walk(self.path / top):
+                folders[:] = sorted(name for name in folders if is_class_name(name))
+                inside = os.path.relpath(place, self.path)
+                found += [os.path.join(inside, name) for name in sorted(files) if is_image_name(name)]  # noqa: PTH118
+        return found
+
+    def require_images(self) -> None:
+        """Raise UserError if there are no images in this class folder."""
+        if self.images:
+            return
+        advice = "add some, or remove the folder"
+        if deeper := self.deeper():
+            advice = f"{len(deeper)} lie in folders inside it, as {shown(min(deeper))}; move them up into {self.path}"
+        raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)}); {advice}")
+
+
+def list_folder(folder: Path) -> FolderContents:
+    """List the entries of ``folder`` by kind, from their names and types alone.
+
+    Raises:
+        OSError: If the folder cannot be listed.
+    """
+    images: list[str] = []
+    folders: list[str] = []
+    hidden: list[str] = []
+    others: list[str] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            named_so = is_image_name(entry.name)
+            if is_folder(entry, follow=not named_so):  # following a million links would take long
+                (folders if is_class_name(entry.name) else hidden).append(entry.name)
+            else:
+                (images if named_so else others).append(entry.name)
+    return FolderContents(folder, sorted(images), sorted(folders), sorted(hidden), sorted(others))
+
+
+def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
+    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere.
+
+    Raises:
+        OSError: If the system does not say what it is.
+    """
+    try:
+        return entry.is_dir(follow_symlinks=follow)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
+
+
+def class_folders(split: Path) -> list[str]:
+    """Return the names of the class folders in ``split``, sorted.
+
+    Raises:
+        UserError: A link leads nowhere: without its class, others would have other labels.
+        OSError: The folder, or what a link in it leads to, cannot be listed.
+    """
+    contents = list_folder(split)
+    for name in contents.others:
+        if not (name.startswith(".") or (split / name).exists()):
+            raise UserError(
+                f"{split / shown(name)} is a link that leads nowhere; make it lead to its class, or remove it"
+            )
+    return contents.folders
+
+
+@dataclass(frozen=True)
+class ListedSplit:
+    """All class folders of a split, and what lies in none of them, as paths below the split."""
+
+    classes: dict[str, FolderContents]
+    """The class folders by name."""
+    apart: list[str]
+    """Images beside class folders, and in subfolders of them."""
+    hidden: list[str]
+    """Folders that are no classes."""
+
+
+def list_split(split: Path, classes: Sequence[str]) -> ListedSplit:
+    """List the class folders of ``split``, named by ``class_folders``, and all that lies around the images in them.
+
+    Raises:
+        OSError: If a folder cannot be listed.
+    """
+    beside = list_folder(split)
+
+    def listed(name: str) -> tuple[FolderContents, list[str]]:
+        contents = list_folder(split / name)
+        return contents, [os.path.join(name, path) for path in contents.deeper()]  # noqa: PTH118  (keeps odd names)
+
+    found = list(map_in_order(listed, classes))
+    apart = beside.images + [path for _, deeper in found for path in deeper]
+    contents = {name: contents for name, (contents, _) in zip(classes, found, strict=True)}
+    return ListedSplit(contents, apart, beside.hidden)
+
+
+def read_file(path: str) -> bytes:
+    """Return the bytes of a file; none of a pipe, which would be waited for."""
+    with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        return file.read() or b""
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """One split in class folders.
+
+    ``labels`` [images] are indices into the sorted class names of the training split. ``names`` holds all file names
+    without separators; each ends at its element of ``ends`` [images]. A million strings would take several times the
+    memory.
+    """
+
+    folder: Path
+    names: bytes
+    ends: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    classes: list[str]
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.ends)
+
+    def name(self, index: int) -> str:
+        """Return the path of image ``index``."""
+        begin = self.ends[index - 1] if index else 0
+        file = os.fsdecode(self.names[begin : self.ends[index]])
+        return os.path.join(self.folder, self.classes[self.labels[index]], file)  # noqa: PTH118  (pathlib is slow)
+
+    def find(self, names: Collection[str]) -> Iterator[int]:
+        """Yield the images that have one of these names."""
+        start = os.path.join(self.folder, "")  # noqa: PTH118
+        if any(name.startswith(start) for name in names):
+            yield from (index for index in range(len(self)) if self.name(index) in names)
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of image ``index``."""
+        return read_file(self.name(index))
+
+    def digest(self) -> str:
+        """Return a digest of the names and labels of all images."""
+        return digest_of(self.names, self.ends, self.labels)
+
+    def pixels(self, index: int) -> None:
+        """Return None: image files are decoded."""
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
+
+
+def check_folders(root: Path) -> None:
+    """Raise UserError if ``root`` cannot be trained on, without listing every image."""
+    for split, names in zip(("train", "val"), _both_splits(root), strict=True):
+        _check_classes(root / split, names)
+
+
+def check_validation(root: Path) -> None:
+    """Raise UserError if ``scan_validation`` would, without listing every image."""
+    names, _ = _validation_split(root)
+    _check_classes(root / "val", names)
+
+
+def scan_training(root: Path) -> ImageFolder:
+    """Return the training split.
+
+    The folders are listed once; the list is kept until a folder changes.
+
+    Raises:
+        UserError: If a folder is missing, a class has no images, or val has a class that train lacks.
+    """
+    train, _ = _both_splits(root)
+    return _open(root, "train", train, train)
+
+
+def scan_validation(root: Path) -> ImageFolder:
+    """Return the validation split; if there is no training split, its own folders define the classes.
+
+    Raises:
+        UserError: As ``scan_training`` does.
+    """
+    names, classes = _validation_split(root)
+    return _open(root, "val", names, classes)
+
+
+def _validation_split(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of val, and the class names that define its labels."""
+    if (root / "train").is_dir():
+        classes, names = _both_splits(root)
+        return names, classes
+    names = _class_names(root, "val")
+    return names, names
+
+
+def _both_splits(root: Path) -> tuple[list[str], list[str]]:
+    train, val = (_class_names(root, split) for split in ("train", "val"))
+    strangers = sorted(set(val) - set(train))
+    if strangers:
+        raise UserError(
+            f"{root / 'val'} has {len(strangers)} class(es) that train lacks, the first {quoted(strangers[0], train)}; "
+            "class folders must have the same names in both"
+        )
+    return train, val
+
+
+def _class_names(root: Path, split: str) -> list[str]:
+    if not root.is_dir():
+        raise UserError(f"there is no data directory {root}; give one with --data DIR")
+    if not (root / split).is_dir():
+        raise UserError(
+            f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*, or shards of both"
+        )
+    names = class_folders(root / split)
+    if not names:
+        raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
+    return names
+
+
+def _check_classes(split: Path, names: list[str]) -> None:
+    for name in names:
+        with os.scandir(split / name) as entries:
+            found = any(is_image_name(entry.name) for entry in entries)
+        if not found:
+            list_folder(split / name).require_images()
+
+
+def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
+    folder = root / split
+
+    def stamps() -> Fingerprint:  # a folder's times change when a name in it does
+        return [stamp_of(name, (folder / name).stat()) for name in names]
+
+    index = load_or_build_index(root, split, _KIND, stamps, lambda: _index(folder, names))
+    if os.environ.get("RANK", "0") == "0":
+        _warn_of_left_out(folder, index.about)
+    kept = index.columns
+    number = {name: label for label, name in enumerate(classes)}
+    numbers = np.asarray([number[name] for name in names], dtype=np.int64)
+    return ImageFolder(folder, kept["names"].tobytes(), kept["ends"], numbers[kept["folders"]], classes)
+
+
+def _index(folder: Path, names: list[str]) -> Index:
+    """List all images with the number of their class folder, and count the left-out files that may be images."""
+    listed = list_split(folder, names)
+    for contents in listed.classes.values():
+        contents.require_images()
+    files = [os.fsencode(file) for contents in listed.classes.values() for file in contents.images]
+    columns: dict[str, NDArray[Any]] = {
+        "names": np.frombuffer(b"".join(files), np.uint8),
+        "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
+        "folders": np.repeat(np.arange(len(listed.classes)), [len(found.images) for found in listed.classes.values()]),
+    }
+    unread = [f"{name}/{file}" for name, contents in listed.classes.items() for file in contents.unread]
+    return Index({"apart": _some(listed.apart), "unread": _some(unread)}, columns)
+
+
+def _some(paths: list[str]) -> list[Any]:
+    """Return the number of paths and the first in order; empty if there are none."""
+    return [len(paths), shown(min(paths))] if paths else []
+
+
+def _warn_of_left_out(folder: Path, about: Mapping[str, Any]) -> None:
+    if apart := about.get("apart"):
+        warn(
+            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
+            "into the folder of their class"
+        )
+    if unread := about.get("unread"):
+        warn(
+            f"{folder}: {unread[0]} files are of kinds that are not read, as {unread[1]}, and are left out; convert "
+            "them, or take them away"
+        )

@@ -1,0 +1,206 @@
+"""Files of a source by where their bytes lie, in archives or on their own: all that a writer of any format needs."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from imagenet_fast.data.archives import tar_members
+from imagenet_fast.data.folders import is_image_name, shown
+from imagenet_fast.errors import UserError
+
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of a source: ``size`` bytes of the file ``held_by``, from ``offset``."""
+
+    name: str
+    held_by: str
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Return the file's bytes.
+
+        Raises:
+            UserError: The bytes cannot be read, or there are fewer than ``size``.
+        """
+        try:
+            with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
+                content = os.pread(file.fileno(), self.size, self.offset)
+        except OSError as error:
+            raise UserError(
+                f"{self.held_by} cannot be read ({error.strerror}); put that right, and the same command goes on"
+            ) from None
+        if len(content) != self.size:
+            raise UserError(f"{self.held_by} breaks off within '{self.name}'; fetch it again")
+        return content
+
+    @property
+    def is_image(self) -> bool:
+        """True if the name is that of an image, by the rule of ``ImageFolder``."""
+        return is_image_name(self.name)
+
+    @property
+    def shown(self) -> str:
+        """The name as text, whatever its bytes are."""
+        return shown(self.name)
+
+
+@dataclass(frozen=True, eq=False)
+class SourceClass:
+    """One class of one split of a source."""
+
+    split: str
+    name: str
+    files: Callable[[], list[SourceFile]]
+    """Function that lists the class's files, each name once; some may not be images."""
+    size: int | None = None
+    """Bytes that the files take, or slightly fewer; None if the files must be listed to know."""
+
+    @property
+    def path(self) -> str:
+        """The class's path, ``split/name``."""
+        return f"{self.split}/{self.name}"
+
+    def listed(self) -> list[SourceFile]:
+        """Return the files of the class. Raises UserError if they cannot be listed, or one has a bad name."""
+        try:
+            return self.files()
+        except OSError as error:
+            raise UserError(
+                f"{error.filename or self.path} cannot be read ({error.strerror}); put that right, and the same "
+                "command goes on"
+            ) from None
+
+    def measured(self) -> int:
+        """Return the bytes that the files take; they are listed if ``size`` is None."""
+        return sum(file.size for file in self.listed()) if self.size is None else self.size
+
+    def sorted_out(self) -> tuple[list[SourceFile], tuple[str, ...]]:
+        """Return the images of the class, and the sorted names of its other files.
+
+        Raises:
+            UserError: There are no images, or the class cannot be listed.
+        """
+        files = self.listed()
+        images = [file for file in files if file.is_image]
+        if not images:
+            raise UserError(f"{self.path} has no images in the source; add them, or leave that class out")
+        return images, tuple(sorted(file.shown for file in files if not file.is_image))
+
+
+@dataclass(frozen=True)
+class Source:
+    """ImageNet, or a part of it, as the user has it."""
+
+    told: str
+    """The layout that it was recognised as."""
+    classes: list[SourceClass]
+    others: list[str] = field(default_factory=list)
+    """Files that belong to no class and are left out."""
+    apart: list[str] = field(default_factory=list)
+    """Images that are not directly in a class's folder, and are left out."""
+    hidden: list[str] = field(default_factory=list)
+    """Folders whose names are not those of classes."""
+    archives: list[Path] = field(default_factory=list)
+    """The archives that were read."""
+
+    def __add__(self, other: Source) -> Source:
+        """Return both as one."""
+        return Source(
+            " and ".join(dict.fromkeys(filter(None, (self.told, other.told)))), self.classes + other.classes,
+            self.others + other.others, self.apart + other.apart, self.hidden + other.hidden,
+            self.archives + other.archives,
+        )  # fmt: skip
+
+
+def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> list[SourceFile]:
+    """Return the members of the tar in the file ``tar``. Only headers are read.
+
+    Args:
+        tar: The file.
+        within: A member of ``tar`` that is itself a tar, to list instead; None for ``tar`` itself.
+        flat: Whether all members must be at the top level; otherwise folders are skipped, and a name is a path.
+
+    Raises:
+        UserError: It is not a tar, is truncated or damaged, or has a member twice. Also if a member is not a regular
+            file (a link, a device), or its path leads elsewhere.
+    """
+    told = str(tar) if within is None else f"'{within.name}' in {tar}"
+    with tar.open("rb") as file:
+        if within is None:
+            return list(_members(file, tar, told, 0, flat))
+        file.seek(within.offset - tarfile.BLOCKSIZE)  # of its header
+        with tarfile.open(fileobj=file, mode="r:") as outer:
+            found = outer.next()
+            inner = None if found is None else outer.extractfile(found)
+            assert inner is not None
+            return list(_members(inner, tar, told, within.offset, flat))
+
+
+def member(tar: Path, name: str, most: int) -> bytes:
+    """Return the content of one file of a tar, compressed or not.
+
+    Args:
+        tar: The tar.
+        name: The path of the file in the tar.
+        most: The most bytes that the file may have.
+
+    Raises:
+        UserError: There is no such file, it has more than ``most`` bytes, or the tar cannot be read.
+    """
+    try:
+        with tarfile.open(tar) as archive:
+            found = archive.getmember(name)
+            if not found.isreg() or found.size > most:
+                raise KeyError(name)
+            content = archive.extractfile(found)
+            assert content is not None
+            return content.read()
+    except KeyError:
+        raise UserError(f"{tar} does not hold {name} as it should; fetch it again") from None
+    except (tarfile.TarError, EOFError, OSError, ValueError) as error:  # the latter two from gzip and zlib
+        raise UserError(f"{tar} cannot be read ({error}); fetch it again") from None
+
+
+def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) -> Iterator[SourceFile]:
+    seen: set[str] = set()
+    for info in tar_members(stream, told, "fetch it again"):
+        name = info.name.removeprefix("./")
+        if info.isdir() and name in ("", "."):
+            continue
+        _check(info, name, told, flat)
+        if info.isdir():
+            continue
+        if name in seen:
+            raise UserError(f"{told} has the member '{name}' twice; fetch it again")
+        seen.add(name)
+        yield SourceFile(name, str(tar), begin + info.offset_data, info.size)
+
+
+def _check(info: tarfile.TarInfo, name: str, told: str, flat: bool) -> None:
+    parts = name.split("/")
+    match info.type:
+        case tarfile.DIRTYPE if flat:
+            what = "a folder"
+        case tarfile.REGTYPE | tarfile.AREGTYPE | tarfile.DIRTYPE if info.size >= 0 and not info.issparse():
+            elsewhere = "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or (flat and len(parts) > 1)
+            what = "a path that leads elsewhere" if elsewhere else ""
+        case tarfile.LNKTYPE | tarfile.SYMTYPE:
+            what = "a link"
+        case tarfile.CHRTYPE | tarfile.BLKTYPE | tarfile.FIFOTYPE:
+            what = "a device"
+        case _:
+            what = "no plain file"
+    if what:
+        raise UserError(
+            f"{told} has a member '{info.name}' that is {what}, and nothing is unpacked from it; "
+            "ImageNet's own tars hold plain files alone, so fetch it again"
+        )

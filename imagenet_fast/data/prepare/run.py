@@ -1,0 +1,354 @@
+"""Turn a source into folders or shards: in parallel, and resumable whenever it was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.data.formats.shard_writer import check_classes, write_classes
+from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile
+from imagenet_fast.data.prepare.output import (
+    RECORD,
+    Begun,
+    PreparedClass,
+    Record,
+    alone_in,
+    begin,
+    check_same,
+    in_place,
+    publish,
+)
+from imagenet_fast.data.prepare.sources import MD5, recognise
+from imagenet_fast.data.prepare.write import Piece, Settings, pieces_of, shrinking_ratio, write_piece
+from imagenet_fast.data.progress import progress_bars
+from imagenet_fast.distributed.cores import usable_cores
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.units import gigabytes
+
+CLASSES = 1000
+IMAGES = {"train": 1_281_167, "val": 50_000}
+"""Number of images in each split. This and ``CLASSES`` are those of ImageNet's 2012 challenge."""
+
+_BYTES_AROUND = 2100  # most that an image takes in a shard besides its own: two headers, the label, padding
+_SPARE = 1.02  # a file's last block is half empty, and folders take space too
+_SAMPLE_SPARE = 1.1
+_PART = 4 << 20  # bytes to read at a time for an md5
+_SHOWN = 3  # paths of each kind
+
+_Sized = Mapping[SourceClass, int]
+"""Classes, with the bytes that their files take in the source."""
+_Listed = Mapping[SourceClass, tuple[list[SourceFile], tuple[str, ...]]]
+"""The images of each class, and the names of its other files."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of ``prepare``."""
+
+    record: Record
+    source: str
+    """The layout that the source was recognised as."""
+    already: bool
+    """True if there was nothing to do."""
+
+
+def prepare(
+    source: Path, out: Path, settings: Settings, *, subset: bool = False, md5: bool = True, workers: int | None = None
+) -> Prepared:
+    """Fill ``out`` from ``source``, and return what it then holds.
+
+    No split is moved to its place before everything is made. If the call fails or is interrupted by KeyboardInterrupt,
+    what has been made is kept, and the next call resumes from there.
+
+    Args:
+        source: The directory that holds ImageNet.
+        out: The directory to fill.
+        settings: The format of the result, and how images are shrunk.
+        subset: Whether fewer classes or images than ImageNet has are accepted, and archives other than its own.
+        md5: Whether the archives must have the md5 of ImageNet's own.
+        workers: Number of classes or shards to make at a time; None for one per core.
+
+    Raises:
+        UserError: Something is wrong with the source, with ``out``, or with what is there already.
+    """
+    found = recognise(source)
+    if out.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
+    with (
+        alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool, progress_bars("bytes") as bars
+    ):  # fmt: skip
+        work = _Work(pool, bars, threading.Event())
+        try:
+            return _fill(found, source, out, settings, work, subset, md5 and not subset)
+        except BaseException as error:
+            work.stop.set()
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):
+                print("stopped; run the same command again to continue", file=sys.stderr)
+            raise
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Threads, the bars that show how far they are, and what ends them."""
+
+    pool: Executor
+    bars: Progress
+    stop: threading.Event
+
+    def advance(self, task: TaskID, read: int) -> None:
+        """Advance a progress bar. Raises CancelledError if all work is to stop."""
+        if self.stop.is_set():
+            raise CancelledError
+        self.bars.advance(task, read)
+
+
+def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:
+    """Make what ``out`` lacks, and move it to its place."""
+    before, staging, is_folder = in_place(out, settings), out / ".preparing", settings.format == "folder"
+    classes = _classes(found, before, source, subset)
+    sized = dict(zip(classes, work.pool.map(SourceClass.measured, classes), strict=True))
+    by_path = {of.path: size for of, size in sized.items()}
+    check_same(before, out, by_path, source)
+    rest = {of: size for of, size in sized.items() if of.split not in before.splits}
+    if not rest and not staging.exists():
+        return Prepared(before, found.told, already=True)
+    begin(staging, Begun(settings=settings, classes=by_path), source)
+    if rest and md5:
+        _check_archives(found.archives, staging, work)
+    names = _names(rest, before)
+    if not is_folder:
+        check_classes(out, names)
+    listed = _list(rest, work)
+    if not subset:
+        _check_counts(before, listed, source)
+    pieces = pieces_of({of: images for of, (images, _) in listed.items()}, names, settings)
+    missing = [piece for piece in pieces if not (staging / piece.split / piece.name).exists()]
+    _check_space(out, missing, settings)
+    _make(missing, staging, names, settings, work)
+    splits = {**before.splits, **_classes_made(rest, listed, pieces, staging)}
+    files = {} if is_folder else {**before.files, **_sizes(pieces, staging)}
+    left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in ("others", "apart", "hidden")}
+    record = Record(
+        settings=settings,
+        splits={split: dict(sorted(splits[split].items())) for split in SPLITS if split in splits},
+        files={split: files[split] for split in SPLITS if split in files},
+        **{kind: tuple(sorted(paths)) for kind, paths in left_out.items()},
+    )
+    if not is_folder:
+        write_classes(out, names)
+    publish(record, out, staging)
+    return Prepared(record, found.told, already=False)
+
+
+def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
+    """Return the classes of ``source`` to prepare: training first, by name.
+
+    Raises UserError if there are not as many as there should be, or validation has one that training lacks.
+    """
+    names = {split: {of.name for of in found.classes if of.split == split} for split in SPLITS}
+    if not subset:
+        for split, given in names.items():
+            there = given | before.splits.get(split, {}).keys()
+            if len(there) != CLASSES:
+                raise UserError(
+                    f"{source} has {len(there)} classes of {split}, and ImageNet has {CLASSES}; give all of it, or "
+                    "--subset if a part is meant"
+                )
+    train = names["train"] | before.splits.get("train", {}).keys()
+    strangers = sorted(names["val"] - train) if train else []
+    if strangers and (not subset or len(strangers) == len(names["val"])):
+        raise UserError(f"{source} has a class {strangers[0]} to validate on that train lacks; fetch both again")
+    if strangers:
+        warn(f"{len(strangers)} classes are left out of val, as train lacks them, the first {strangers[0]}")
+    kept = [of for of in found.classes if of.split == "train" or of.name not in strangers]
+    if not kept:
+        raise UserError(f"{source} has no classes in it; give the directory that holds ImageNet with --source DIR")
+    return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
+
+
+def _names(rest: _Sized, before: Record) -> list[str]:
+    """Return the sorted class names that number the labels: those of the training split, if there are any."""
+    for split in SPLITS:
+        if names := before.splits.get(split, {}).keys() | {of.name for of in rest if of.split == split}:
+            return sorted(names)
+    return []
+
+
+def _list(rest: _Sized, work: _Work) -> _Listed:
+    """List the classes. For tars this reads all headers."""
+    task = work.bars.add_task("listing", total=sum(rest.values()))
+
+    def look(of: SourceClass) -> tuple[list[SourceFile], tuple[str, ...]]:
+        found = of.sorted_out()
+        work.advance(task, rest[of])
+        return found
+
+    return dict(zip(rest, work.pool.map(look, rest), strict=True))
+
+
+def _check_counts(before: Record, listed: _Listed, source: Path) -> None:
+    for split, expected in IMAGES.items():
+        found = sum(made.images for made in before.splits.get(split, {}).values())
+        found += sum(len(images) for of, (images, _) in listed.items() if of.split == split)
+        if found != expected:
+            raise UserError(
+                f"{source} has {found} images of {split}, and ImageNet has {expected}; fetch it again, or give "
+                "--subset if that is meant"
+            )
+
+
+def _check_archives(archives: Sequence[Path], staging: Path, work: _Work) -> None:
+    """Raise UserError if an archive is not image-net.org's, by its md5.
+
+    Files that passed before are not read again unless their size or mtime has changed.
+    """
+    note = staging / "checked.json"
+    known: dict[str, list[int]] = {}
+    with suppress(OSError, ValueError):
+        known = json.loads(note.read_text(encoding="utf-8"))
+    stamps = {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in archives}
+
+    def check(file: Path) -> None:
+        if known.get(str(file)) == stamps[str(file)]:
+            return
+        task = work.bars.add_task(f"md5 of {file.name}", total=file.stat().st_size)
+        digest = hashlib.md5(usedforsecurity=False)
+        with file.open("rb", buffering=0) as stream:
+            while part := stream.read(_PART):
+                digest.update(part)
+                work.advance(task, len(part))
+        if digest.hexdigest() != MD5[file.name]:
+            raise UserError(
+                f"{file} is not what image-net.org gives: its md5 is {digest.hexdigest()}, not {MD5[file.name]}; fetch "
+                "it again, or give --no-md5 if it is meant to be another"
+            )
+
+    for _ in work.pool.map(check, archives):
+        pass
+    atomic_write_text(note, json.dumps(stamps), fsync=True)
+
+
+def _check_space(out: Path, pieces: Sequence[Piece], settings: Settings) -> None:
+    """Raise UserError if the disk of ``out`` has too few free bytes or inodes for these pieces.
+
+    The size of pixels is estimated from a sample. Images to be shrunk are first counted at their size in the source;
+    only if that does not fit is their new size estimated, too.
+    """
+    images = [image for piece in pieces for image in piece.images]
+    files, around = (len(images) + len(pieces), 0) if settings.format == "folder" else (len(pieces), _BYTES_AROUND)
+    needed = _SPARE * (sum(piece.size for piece in pieces) + around * len(images))
+    free = shutil.disk_usage(out).free
+    told = ""
+    if settings.format == "pixels" or (needed > free and settings.decodes):
+        needed *= _SAMPLE_SPARE * shrinking_ratio(images, settings)
+        told = f" at --resize {settings.resize}, by a sample of them" if settings.resize else " as pixels"
+    if needed > free:
+        raise UserError(
+            f"the images need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "
+            f"{gigabytes(needed - free)} are missing; free them, or give --out on another disk"
+        )
+    room = os.statvfs(out)
+    if room.f_files > 0 and room.f_favail < files:
+        raise UserError(f"the disk of {out} has room for {room.f_favail} more files only (`df -i`); give another --out")
+
+
+# Making it.
+
+
+def _make(pieces: Sequence[Piece], staging: Path, names: Sequence[str], settings: Settings, work: _Work) -> None:
+    """Make pieces in threads."""
+    tasks = {
+        split: work.bars.add_task(split, total=size, images=0)
+        for split in SPLITS
+        if (size := sum(piece.size for piece in pieces if piece.split == split))
+    }
+
+    def make(piece: Piece) -> None:
+        try:
+            undecodable = write_piece(
+                piece, staging / "partial" / piece.split / piece.name, names, settings,
+                lambda read: work.advance(tasks[piece.split], read),
+            )  # fmt: skip
+            note = staging / "undecodable" / piece.split / piece.name
+            note.write_text(json.dumps(undecodable), encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"{staging.parent} cannot be written to ({error.strerror}); put that right, and the same command goes "
+                "on"
+            ) from None
+
+    pending = {work.pool.submit(make, piece): piece for piece in pieces}
+    images = dict.fromkeys(SPLITS, 0)
+    while pending:
+        done = wait(pending, return_when=FIRST_COMPLETED).done
+        os.sync()  # once for many files: to sync each would take longer than to write it
+        for future in sorted(done, key=lambda future: future.exception() is not None):
+            future.result()
+            piece = pending.pop(future)
+            (staging / "partial" / piece.split / piece.name).rename(staging / piece.split / piece.name)
+            images[piece.split] += len(piece.images)
+            work.bars.update(tasks[piece.split], images=images[piece.split])
+
+
+def _classes_made(
+    rest: _Sized, listed: _Listed, pieces: Sequence[Piece], staging: Path
+) -> dict[str, dict[str, PreparedClass]]:
+    """Return what was made of each class, by split and name."""
+    undecodable: dict[str, list[str]] = defaultdict(list)
+    for piece in pieces:
+        for name, file in json.loads((staging / "undecodable" / piece.split / piece.name).read_bytes()):
+            undecodable[f"{piece.split}/{name}"].append(file)
+    splits: dict[str, dict[str, PreparedClass]] = defaultdict(dict)
+    for of, (images, left_out) in listed.items():
+        splits[of.split][of.name] = PreparedClass(
+            images=len(images), size=rest[of], left_out=left_out, undecodable=tuple(sorted(undecodable[of.path]))
+        )
+    return splits
+
+
+def _sizes(pieces: Sequence[Piece], staging: Path) -> dict[str, dict[str, int]]:
+    """Return the bytes of each shard, by split and file name."""
+    found: dict[str, dict[str, int]] = {}
+    for piece in pieces:
+        found.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
+    return found
+
+
+def report(prepared: Prepared, out: Path) -> Iterator[str]:
+    """Yield lines that tell the user what ``out`` holds and what was left out."""
+    record = prepared.record
+    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
+    for split, classes in record.splits.items():
+        count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
+        shards = f", {count} shards" if count else ""
+        images = sum(made.images for made in classes.values())
+        yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
+    every = [(f"{split}/{name}", made) for split, classes in record.splits.items() for name, made in classes.items()]
+    left_out = [*record.others] + [f"{path}/{file}" for path, made in every for file in made.left_out]
+    undecodable = [f"{path}/{file}" for path, made in every for file in made.undecodable]
+    apart = f"as they lie in no class's own folder and so belong to no class: {len(record.apart)} images,"
+    for what, paths in (
+        ("left out, as they are no images:", left_out),
+        (f"left out, {apart}", record.apart),
+        ("left out, as hidden folders and those of systems are no classes:", record.hidden),
+        ("copied as they are, as they cannot be decoded:", undecodable),
+    ):
+        if paths:
+            more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+            yield f"{what} {', '.join(paths[:_SHOWN])}{more}"
+    if left_out or undecodable or record.apart or record.hidden:
+        yield f"all of their names are in {out / RECORD}"

@@ -1,0 +1,230 @@
+"""Divide the images of a source into pieces, and write a piece: a class's folder, or a shard.
+
+It is decided which image goes into which piece before the first is written. So any worker may write any piece, and any
+piece may be written again, with the same bytes.
+
+In shards, training images are sorted by a hash of their names. Neighbours, which are read together, are then of many
+classes. This also helps readers that shuffle no more than a shard or two (ours draw each epoch from the whole set).
+Unlike a shuffle by a random generator, the order is the same with every version of every library, and from any source.
+Validation images are sorted by class and name, as in folders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BytesIO
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from PIL import Image
+from pydantic import PositiveInt
+
+from imagenet_fast.data.formats.shard_writer import Sample, write_tar
+from imagenet_fast.data.pixels import ImageDecodeError, decode, store_pixels
+from imagenet_fast.data.pixels import shrunk as loaders_shrunk
+from imagenet_fast.data.prepare.files import SPLITS, SourceClass, SourceFile
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.base import Table
+from imagenet_fast.units import exact_size
+
+PreparedFormat = Literal["folder", "webdataset", "pixels"]
+"""Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``decode.store_pixels``)."""
+
+SHRUNK_QUALITY = 95
+"""JPEG quality of shrunk images, unless told otherwise."""
+
+_LONGEST = 65_500  # pixels of a JPEG's side
+_SEED = b"imagenet-fast"
+_SAMPLE = 256  # images, written to estimate how many fit into a shard or on a disk
+_MOST = 100_000  # shards; up to this many, names sort as their numbers do
+
+
+class Settings(Table):
+    """The settings that decide the bytes of the result, besides the source."""
+
+    format: PreparedFormat
+    resize: PositiveInt | None
+    quality: PositiveInt | None
+    shard_size: PositiveInt | None = None
+    """Bytes per shard; None for folders."""
+
+    def __str__(self) -> str:
+        """Return the settings as command-line options."""
+        shards = "" if self.shard_size is None else f" --shard-size {exact_size(self.shard_size)}"
+        shrunk = "" if self.resize is None else f" --resize {self.resize}"
+        quality = "" if self.quality is None else f" --quality {self.quality}"
+        return f"--format {self.format}{shards}{shrunk}{quality}"
+
+    @property
+    def decodes(self) -> bool:
+        """True if images are decoded and written anew; False if their bytes are copied."""
+        return self.resize is not None or self.format == "pixels"
+
+
+class Labelled(NamedTuple):
+    """An image and its label, an index into the sorted class names."""
+
+    file: SourceFile
+    label: int
+
+
+class Piece(NamedTuple):
+    """A part of a split that is written in one go."""
+
+    split: str
+    name: str
+    """The name of the folder or file in the split's folder."""
+    first: int
+    """The number of a shard's first image in its split."""
+    images: Sequence[Labelled]
+
+    @property
+    def size(self) -> int:
+        """The bytes of the images in the source."""
+        return sum(image.file.size for image in self.images)
+
+
+def pieces_of(
+    images: Mapping[SourceClass, Sequence[SourceFile]], names: Sequence[str], settings: Settings
+) -> list[Piece]:
+    """Return the pieces of a result: one a class, or shards of ``settings.shard_size`` bytes.
+
+    If images are to be shrunk, their new size is estimated from a sample of each split.
+
+    Args:
+        images: The images of each class.
+        names: The class names, in the order of labels.
+        settings: The settings of the result.
+
+    Raises:
+        UserError: A split would have too many shards.
+    """
+    label = {name: number for number, name in enumerate(names)}
+    labelled = {of: [Labelled(file, label[of.name]) for file in files] for of, files in images.items()}
+    if settings.format == "folder":
+        return [Piece(of.split, of.name, 0, files) for of, files in labelled.items()]
+    pieces: list[Piece] = []
+    for split in SPLITS:
+        every = [image for of, files in labelled.items() if of.split == split for image in files]
+        every.sort(key=_mixed(names) if split == "train" else _by_class)
+        shards = list(_cut(every, settings))
+        if len(shards) > _MOST:
+            raise UserError(f"{split} would have {len(shards)} shards; give a larger --shard-size")
+        begins = accumulate(map(len, shards), initial=0)
+        for number, (begin, shard) in enumerate(zip(begins, shards, strict=False)):
+            pieces.append(Piece(split, f"{split}-{number:06}.tar", begin, shard))
+    return pieces
+
+
+def _mixed(names: Sequence[str]) -> Callable[[Labelled], bytes]:
+    def key(image: Labelled) -> bytes:
+        path = os.fsencode(f"{names[image.label]}/{image.file.name}")
+        return hashlib.blake2b(path, digest_size=16, key=_SEED).digest()
+
+    return key
+
+
+def _by_class(image: Labelled) -> tuple[int, str]:
+    return image.label, image.file.name
+
+
+def _cut(images: Sequence[Labelled], settings: Settings) -> Iterator[list[Labelled]]:
+    """Yield the images of each shard."""
+    most = settings.shard_size or 0
+    ratio = shrinking_ratio(images, settings) if settings.decodes else 1.0
+
+    def numbered() -> Iterator[tuple[int, Labelled]]:
+        shard, filled = 0, 0.0
+        for image in images:
+            size = image.file.size * ratio
+            if filled and filled + size > most:
+                shard, filled = shard + 1, 0.0
+            filled += size
+            yield shard, image
+
+    for _, group in groupby(numbered(), key=lambda pair: pair[0]):
+        yield [image for _, image in group]
+
+
+def shrinking_ratio(images: Sequence[Labelled], settings: Settings) -> float:
+    """Return the bytes that a sample of the images takes when written, by those in the source; 1 if these are 0."""
+    before = after = 0
+    for file, _ in images[:: max(1, len(images) // _SAMPLE)]:
+        before += file.size
+        after += len(_encoded(file, settings)[0])
+    return after / before if before else 1.0
+
+
+def write_piece(
+    piece: Piece, path: Path, names: Sequence[str], settings: Settings, on_bytes: Callable[[int], None]
+) -> list[tuple[str, str]]:
+    """Write a piece to ``path``; return class and name of images that cannot be decoded and are kept as they are.
+
+    Args:
+        piece: The piece.
+        path: The folder or file to write. Its parent exists.
+        names: The class names, in the order of labels.
+        settings: The settings of the result.
+        on_bytes: Called with the bytes of each image in the source.
+    """
+    undecodable = []
+
+    def samples() -> Iterator[Sample]:
+        for file, label in piece.images:
+            content, is_undecodable = _encoded(file, settings)
+            if is_undecodable:
+                undecodable.append((names[label], file.shown))
+            yield Sample(file.name, content, label)
+            on_bytes(file.size)
+
+    if settings.format == "folder":
+        path.mkdir()
+        for sample in samples():
+            with (path / sample.name).open("xb") as target:
+                target.write(sample.encoded)
+    else:
+        write_tar(path, enumerate(samples(), piece.first))
+    return undecodable
+
+
+def _encoded(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
+    """Return the bytes to keep of an image, and whether it could not be decoded, and so is kept unchanged."""
+    content = file.read()
+    try:
+        if settings.format == "pixels":
+            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0)), False
+        if settings.resize is not None and settings.quality is not None:
+            return shrunk(content, settings.resize, settings.quality), False
+    except ImageDecodeError:
+        return content, True
+    return content, False
+
+
+def shrunk(content: bytes, side: int, quality: int) -> bytes:
+    """Return ``content`` as a JPEG with the short side ``side``, without metadata.
+
+    It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
+    pixels are those that the loaders see: as stored, without the rotation that EXIF asks for. Grey stays grey.
+
+    Args:
+        content: The encoded image.
+        side: The short side in pixels.
+        quality: The quality of the JPEG.
+
+    Raises:
+        ImageDecodeError: The loaders cannot decode the image.
+    """
+    pixels = decode(content)
+    height, width, _ = pixels.shape
+    scale = side / min(width, height)
+    size = round(width * scale), round(height * scale)
+    if scale >= 1 or max(size) > _LONGEST:
+        return content
+    is_grey = bool((pixels == pixels[..., :1]).all())
+    written = BytesIO()
+    image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
+    image.resize(size, Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
+    return written.getvalue()

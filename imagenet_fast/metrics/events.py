@@ -1,0 +1,236 @@
+"""Events: passed on to sinks, and kept in a run's events.jsonl, its authoritative record, one event per line.
+
+The record can be read while the run writes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.run_dir import RunDir
+
+
+@dataclass(frozen=True)
+class Event:
+    """A set of values measured at one step.
+
+    The tag of value ``v`` of event ``name`` is ``name/v``. The name of a value includes its unit.
+    """
+
+    name: str
+    step: int
+    """Optimizer steps done so far."""
+    run_s: float
+    """Seconds since the run began."""
+    values: dict[str, Any]
+
+    def tagged(self) -> dict[str, Any]:
+        """Return the values by tag."""
+        return {f"{self.name}/{key}": value for key, value in self.values.items()}
+
+
+class Sink(Protocol):
+    """A consumer of events, such as a file or the console."""
+
+    def write(self, event: Event) -> None:
+        """Record one event."""
+        ...
+
+    def close(self) -> None:
+        """Release the sink's resources."""
+        ...
+
+
+class MetricLogger:
+    """Adds the run time to values and passes them on to every sink.
+
+    On ranks other than 0 there are no sinks, and nothing is recorded.
+
+    >>> record("train", step, loss=2.3, lr=0.1)
+    """
+
+    def __init__(self, run_s: Callable[[], float], sinks: Sequence[Sink] = ()) -> None:
+        """Create a logger.
+
+        Args:
+            run_s: Returns the seconds since the run began.
+            sinks: Receive every event.
+        """
+        self._run_s = run_s
+        self._sinks = sinks
+        self._waits = False
+
+    def __call__(self, name: str, step: int, **values: Any) -> None:
+        """Record one event.
+
+        If the disk is full or the run's directory has another name now, print a warning once; sinks write the events
+        later.
+
+        Raises:
+            UserError: A sink cannot be written for any other reason.
+        """
+        event = Event(name, step, self._run_s(), values)
+        obstacles = []
+        for sink in self._sinks:
+            try:
+                sink.write(event)
+            except OSError as error:
+                obstacles.append(_obstacle(error))
+        if obstacles and not self._waits:
+            warn(f"{obstacles[0]}, and what happens meanwhile is recorded then")
+        self._waits = bool(obstacles)
+
+    def close(self) -> None:
+        """Close all sinks, with a warning if one cannot be written."""
+        lost = None
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except OSError as error:
+                lost = error
+        if lost is not None:
+            warn(f"the run's last events are not recorded ({lost.strerror or lost})")
+
+
+def _obstacle(error: OSError) -> str:
+    """Return what keeps a record waiting, and what to do. Raises UserError if waiting is of no use."""
+    match error.errno:
+        case errno.ENOSPC | errno.EDQUOT:
+            return "the run's directory is on a full disk; free space there"
+        case errno.ENOENT | errno.ESTALE:
+            return f"{error.filename} has been moved or removed; put it back"
+        case _:
+            raise UserError(
+                f"the run cannot be recorded ({error.strerror or error}); see to the disk of its directory, then "
+                "resume the run"
+            ) from None
+
+
+class AppendedFile:
+    """A file opened for appending, without buffering.
+
+    A record is in the file as soon as ``write`` returns. One that could not be written is written before the next one,
+    so that none is lost or torn while the process lives. Nothing is written to a file that has lost its name: with its
+    directory renamed, a run's record would be here and what it saves elsewhere.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending."""
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._pending = b""
+
+    def write(self, record: bytes) -> None:
+        """Append ``record``, after any earlier one that could not be written.
+
+        Raises:
+            OSError: The record cannot be written now; it is kept for the next call.
+        """
+        self._pending += record
+        self._flush()
+
+    def close(self) -> None:
+        """Write what is left, and close the file.
+
+        Raises:
+            OSError: The rest cannot be written, and is lost.
+        """
+        try:
+            self._flush()
+        finally:
+            self._file.close()
+
+    def _flush(self) -> None:
+        """Write the pending bytes; a write may take only a part of them."""
+        if self._pending and not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
+
+
+class JsonLines:
+    """A sink that appends to ``events.jsonl``, and flushes after each line."""
+
+    def __init__(self, folder: Path, resumed: int | None = None) -> None:
+        """Open the file.
+
+        Args:
+            folder: The run directory.
+            resumed: The step from which the run resumes; later events are removed first. None: the run begins.
+        """
+        path = RunDir(folder).events
+        if resumed is not None and path.exists():
+            kept = [event for event in read_events(folder) if _precedes(event, resumed)]
+            atomic_write_text(path, "".join(to_json(event) + "\n" for event in kept), shared=True)
+        self._file = AppendedFile(path)
+
+    def write(self, event: Event) -> None:
+        """Append one event."""
+        line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
+        self._file.write(f"{to_json(line)}\n".encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _precedes(event: dict[str, Any], resumed: int) -> bool:
+    """Return whether ``event`` is of the part before step ``resumed``, which is not recorded again."""
+    match event["event"]:
+        case "end":
+            return False
+        case "epoch":
+            return bool(event["step"] < resumed)
+        case _:
+            return bool(event["step"] <= resumed)
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    """Read the events of a run.
+
+    A last line that was cut off while being written is left out. Other lines that hold no event are left out too, with
+    a warning on stderr.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    path = RunDir(folder).events
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); see to that, or restore it") from None
+    events = [_event(line) for line in lines]
+    damaged = [number for number, event in enumerate(events[:-1], start=1) if event is None]
+    if damaged:
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        warn(f"{path} is damaged: line {damaged[0]}{more} holds no event and is left out")
+    return [event for event in events if event is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """Return the event of a line, or None if it holds none."""
+    try:
+        event = json.loads(line, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    match event:
+        case {"event": str(), "step": bool()} | {"run_s": bool()}:
+            return None
+        case {"event": str(), "step": int(), "run_s": int() | float() as run_s} if math.isfinite(run_s):
+            return {**event}
+        case _:
+            return None
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
