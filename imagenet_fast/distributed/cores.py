@@ -1,4 +1,4 @@
-"""What of its node this process may use: processors, memory and files, by affinity, NUMA node and cgroups."""
+"""What of its node this process may use: processors, memory, threads and files, by affinity, NUMA node and cgroups."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import psutil
 if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
     import torch
 
+_FILES = resource.RLIMIT_NOFILE
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -72,11 +73,43 @@ def usable_memory(root: Path = Path("/")) -> int:
     return min(left)
 
 
+def usable_tasks(root: Path = Path("/")) -> tuple[float, str]:
+    """Return how many more processes and threads may be started here, and the limit that says so; infinity without one.
+
+    Args:
+        root: Root of the file system with ``proc`` and ``sys``.
+    """
+    limits = [(math.inf, "")]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
+        limits.append((max(0, soft - _tasks_of_user()), f"`ulimit -u` is {soft}"))
+    for folder in _cgroups(root, "pids"):
+        with suppress(OSError, ValueError):  # without the controller, or without a limit: "max"
+            most, there = (int((folder / f"pids.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
+            limits.append((max(0, most - there), f"{folder / 'pids.max'} is {most}"))
+    return min(limits)
+
+
+def exceeded_limit(message: str) -> str:
+    """Return, by the message of an error, which limit of this process was exceeded and how to raise it; empty if none.
+
+    Backends report what the system refuses as errors of the connection.
+    """
+    if "Resource temporarily unavailable" in message or "can't start new thread" in message:
+        _, limit = usable_tasks()
+        return f"no more processes and threads may be started; raise the limit ({limit or 'of the node'})"
+    if "Too many open files" in message:
+        return (
+            f"no more files may be opened; raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
+        )
+    return ""
+
+
 def raise_open_files() -> None:
     """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(_FILES)
     with suppress(ValueError, OSError):  # the kernel's own limit is lower
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        resource.setrlimit(_FILES, (hard, hard))
 
 
 def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
@@ -116,6 +149,12 @@ def _cores_in(listed: str) -> set[int]:
     """Parse a kernel list of cores: "0-2,8" as 0, 1, 2, 8."""
     ranges = [part.partition("-") for part in listed.strip().split(",")]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _tasks_of_user() -> int:
+    """Return the number of processes and threads that this user has, as far as this process sees them."""
+    found = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.getuid())
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:

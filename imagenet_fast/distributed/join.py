@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from imagenet_fast.distributed.board import Board, call_within
+from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, cause, is_here, route_to
 from imagenet_fast.distributed.ranks import RankInfo, ranges
 from imagenet_fast.errors import UserError, exit_with_error, first_line
@@ -189,10 +190,11 @@ def connecting(place: RankInfo, store: Store, join_timeout: timedelta) -> Iterat
                 if broken := board.read("broken"):
                     _end(broken)
                 if time.monotonic() > deadline:
-                    _end(f"rank {place.rank} had no connection to all others after {join_timeout.total_seconds():g} s")
+                    waited_s = join_timeout.total_seconds()
+                    _end(f"rank {place.rank} had no connection to all others after {waited_s:g} s; {_INTERFACES}")
         except DistError:
             if not connected.is_set():
-                _end(f"rank {place.rank} lost the store of all ranks while they connected to one another")
+                _end(f"rank {place.rank} lost the store of all ranks while they connected; see the output of rank 0")
 
     if place.size > 1:
         threading.Thread(target=watch, daemon=True).start()
@@ -201,16 +203,20 @@ def connecting(place: RankInfo, store: Store, join_timeout: timedelta) -> Iterat
         connected.set()
     except RuntimeError as error:
         connected.set()
-        sentence = f"rank {place.rank} could not connect to the others ({first_line(error)})"
+        reason = first_line(error)
+        limit = exceeded_limit(reason)
+        sentence = f"rank {place.rank} could not connect to the others" + (
+            f": {limit}" if limit else f" ({reason}); {_INTERFACES}"
+        )
         with suppress(DistError):
             Board(store, "ranks").first("broken", sentence)
             time.sleep(_LINGER_S if place.is_main else 0)
-        raise UserError(f"{sentence}; {_INTERFACES}") from None
+        raise UserError(sentence) from None
 
 
 def _end(sentence: str) -> NoReturn:
     with suppress(SystemExit):
-        exit_with_error(f"{sentence}; {_INTERFACES}")
+        exit_with_error(sentence)
     os._exit(2)
 
 
