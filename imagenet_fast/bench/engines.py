@@ -28,8 +28,7 @@ from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_o
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
 from imagenet_fast.distributed.cores import usable_memory
-from imagenet_fast.distributed.forkserver import freeze_gc
-from imagenet_fast.distributed.rank_pool import report_progress
+from imagenet_fast.distributed.forks import freeze_gc, report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.parallel.ddp import attach

@@ -20,10 +20,15 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, shares
-from imagenet_fast.distributed.flight_recorder import record_flights
+from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit, record_flights
 from imagenet_fast.distributed.join import connecting, introduce
-from imagenet_fast.distributed.process_groups import SLACK_S, leave_at_exit
-from imagenet_fast.distributed.ranks import RankInfo, adopt_step, rank_info_from_env, refuse_mpirun, set_group_rank
+from imagenet_fast.distributed.ranks import (
+    RankInfo,
+    rank_info_from_env,
+    refuse_mpirun,
+    set_group_rank,
+    srun_to_torchrun_env,
+)
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -103,7 +108,7 @@ def current_world() -> DistContext:
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
     tasks = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
     if not there or tasks == (str(rank), str(size)):  # else a task has started ranks of its own
-        adopt_step(os.environ, chosen=True, one_a_node=True)
+        srun_to_torchrun_env(os.environ, chosen=True, one_a_node=True)
     if (place := rank_info_from_env()) is None:
         if not there:
             refuse_mpirun()

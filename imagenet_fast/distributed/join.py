@@ -23,7 +23,7 @@ from torch.distributed import DistError, DistNetworkError
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.cores import exceeded_limit
-from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener, cause, is_here, route_to
+from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, route_to
 from imagenet_fast.distributed.ranks import RankInfo, ranges
 from imagenet_fast.errors import UserError, exit_with_error, first_line
 from imagenet_fast.recipe.job import flat_tables

@@ -121,7 +121,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in shown) + (f" and {more} more" if more else "")
 
 
-def adopt_step(environment: MutableMapping[str, str], chosen: bool = False, one_a_node: bool = False) -> None:
+def srun_to_torchrun_env(environment: MutableMapping[str, str], chosen: bool = False, one_a_node: bool = False) -> None:
     """Set torchrun's variables, unless set, if srun has started several tasks on a node: each task is a rank.
 
     Args:

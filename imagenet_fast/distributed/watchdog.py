@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
-from imagenet_fast.distributed.flight_recorder import write_flight_record
+from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import (
     Heartbeat,
     describe_hang,
@@ -31,7 +31,6 @@ from imagenet_fast.distributed.heartbeat import (
     publish,
     published,
 )  # fmt: skip
-from imagenet_fast.distributed.process_groups import set_group_timeouts
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.schema import Timeout
 

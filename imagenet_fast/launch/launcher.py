@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from imagenet_fast.checkpoint.folder import MANIFEST
 from imagenet_fast.distributed.cores import cores_per_rank
-from imagenet_fast.distributed.network_interfaces import route_to
+from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.rendezvous import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals

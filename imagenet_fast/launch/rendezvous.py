@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from imagenet_fast.distributed.cores import usable_memory, usable_tasks
-from imagenet_fast.distributed.network_interfaces import Endpoint, parse_endpoint
+from imagenet_fast.distributed.network import Endpoint, parse_endpoint
 from imagenet_fast.distributed.ranks import refuse_mpirun, step_nodes
 from imagenet_fast.errors import UserError
 

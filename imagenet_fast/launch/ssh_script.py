@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
 
-from imagenet_fast.distributed.network_interfaces import Endpoint
+from imagenet_fast.distributed.network import Endpoint
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp
-from imagenet_fast.distributed.process_groups import end_group, leave_at_exit, new_group
+from imagenet_fast.distributed.groups import end_group, leave_at_exit, new_group
 from imagenet_fast.distributed.watchdog import PeerLost
 
 # Renamed in torch 2.13.

@@ -12,10 +12,9 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.distributed.board import Board
-from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import AsyncAnyReduce
+from imagenet_fast.distributed.reductions import AsyncAnyReduce, common_folder
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, digest, recipe_tables

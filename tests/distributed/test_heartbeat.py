@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed import heartbeat, watchdog
-from imagenet_fast.distributed.flight_recorder import record_flights, write_flight_record
+from imagenet_fast.distributed.groups import SLACK_S, record_flights, set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import (
     Heartbeat,
     Here,
@@ -24,7 +24,6 @@ from imagenet_fast.distributed.heartbeat import (
     publish,
     published,
 )  # fmt: skip
-from imagenet_fast.distributed.process_groups import SLACK_S, set_group_timeouts
 from imagenet_fast.distributed.ranks import ranges
 from imagenet_fast.distributed.watchdog import Watchdog, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.join import introduce, meet
-from imagenet_fast.distributed.network_interfaces import parse_endpoint
+from imagenet_fast.distributed.network import parse_endpoint
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from tests.e2e.command import outcome_of

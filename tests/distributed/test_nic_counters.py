@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from imagenet_fast.distributed.network_interfaces import link_bytes, sent_bytes
+from imagenet_fast.distributed.network import link_bytes, sent_bytes
 from imagenet_fast.distributed.ranks import RankInfo
 
 

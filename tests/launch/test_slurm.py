@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imagenet_fast.distributed.ranks import TORCHRUN, adopt_step, step_nodes
+from imagenet_fast.distributed.ranks import TORCHRUN, srun_to_torchrun_env, step_nodes
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.rendezvous import resolve_nodes
 from tests.e2e import command
@@ -27,7 +27,7 @@ def step(tasks: int, per_node: str, nodes: str, rank: int = 0, node: int = 0, lo
 def adopted(environment: dict[str, str], **options: bool) -> dict[str, str]:
     """What a rank of this environment is told beyond it, or otherwise."""
     after = dict(environment)
-    adopt_step(after, **options)
+    srun_to_torchrun_env(after, **options)
     return {key: after.get(key, "gone") for key in environment | after if environment.get(key) != after.get(key)}
 
 
@@ -70,7 +70,7 @@ def test_a_task_that_its_variables_do_not_know_is_refused(other: dict[str, int])
     known: dict[str, Any] = {"tasks": 4, "per_node": "2(x2)", "nodes": "a,b", "rank": 3, "node": 1}
     environment = step(**(known | other))
     with pytest.raises(UserError, match=r"srun's variables do not agree \(.*\), as in a heterogeneous step; start one"):
-        adopt_step(environment)
+        srun_to_torchrun_env(environment)
     with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
         step_nodes(environment)
 
@@ -114,10 +114,10 @@ def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: True)
     environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
     with pytest.raises(UserError, match=r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks"):
-        adopt_step(environment)
+        srun_to_torchrun_env(environment)
     assert "RANK" not in adopted(environment, chosen=True)
     nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
-    adopt_step(nodes, chosen=True)
+    srun_to_torchrun_env(nodes, chosen=True)
     assert step_nodes(nodes) is None
 
 
