@@ -62,8 +62,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writer of a run's checkpoints, in a thread of each rank.
 
     Each rank makes one, once, and calls ``save`` and ``wait`` at the same steps as the others, not before rank 0 has
-    made its own. A rank holds one copy of what it saves in host memory. The newest checkpoint, the best one and
-    ``keep`` others are kept.
+    made its own. A rank holds one copy of what it saves in host memory.
 
     A second ``save`` waits for the first: to skip it, ranks would have to agree. A caller that prefers to skip checks
     ``under_way`` on one rank, and sends the result to the others along with whether a checkpoint is due.

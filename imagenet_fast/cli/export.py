@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import WeightsOption, WeightsRecipeOption
+from imagenet_fast.cli.options import WeightsOption, WeightsRecipeOption, in_a_directory
 from imagenet_fast.errors import UserError
 
 
 def export(
     weights: WeightsOption,
-    out: Annotated[Path, typer.Option(metavar="FILE", help="New file, ending in .safetensors or .pt2.")],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="New file, ending in .safetensors or .pt2.")
+    ],
     recipe: WeightsRecipeOption = None,
     kind: Annotated[
         Literal["safetensors", "pt2"], typer.Option("--format", help="The weights, or a program of torch.export.")
@@ -61,7 +63,6 @@ def write_weights_for_others(given: Path, named: str | None, kind: str, out: Pat
     from imagenet_fast.training.init_weights import given_weights, warn_of_blurpool
 
     weights = given_weights(given)
-    out.parent.mkdir(parents=True, exist_ok=True)
     if kind == "safetensors" and named is None and not run_of(given).job.is_file():
         recognised = recognise(weights)
         if recognised is None:

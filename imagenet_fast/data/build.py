@@ -73,20 +73,10 @@ def build_loaders(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
 ) -> Loaders:
-    """Build this rank's loaders of both splits, with normalised images.
+    """Build this rank's loaders of both splits, with normalised images on ``device``.
 
-    Args:
-        data: The recipe's ``[data]`` table.
-        root: Data directory; not read for synthetic data.
-        batching: How the global batch is split over the ranks.
-        rank: This rank.
-        cores: Largest number of decoding threads.
-        device: Device of the batches.
-        seed: Seed of the order of images, of augmentation and of synthetic images.
-        first_step: Step at which training begins, counted over all epochs. Its batches are those that loaders built
-            with 0 give at that step, on any number of ranks.
-        dtype: Data type of the normalised images.
-        channels_last: Whether they are in channels_last memory.
+    Training begins at ``first_step``, counted over all epochs. Its batches are those that loaders built with 0 give at
+    that step, on any number of ranks. At most ``cores`` threads decode. For synthetic data, ``root`` is not read.
 
     Raises:
         UserError: If the images cannot be trained on, or not with this batch.
@@ -163,13 +153,7 @@ def open_loader(
 ) -> Loader:
     """Build the loader that ``data`` describes; its batches hold bytes, not normalised.
 
-    Args:
-        data: The recipe's ``[data]`` table.
-        images: The images to read; None for synthetic data.
-        order: This rank's batches of indices.
-        cores: Largest number of decoding threads.
-        device: Device of the batches.
-        seed: Seed of synthetic images.
+    At most ``cores`` threads decode. Synthetic data takes its images from ``seed``, and None for ``images``.
 
     Raises:
         UserError: If the loader cannot be used.
@@ -186,17 +170,9 @@ def open_loader(
 
 
 def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]:
-    """Yield batches of normalised training images, not augmented, from which a model can compute initial weights.
+    """Yield 5000 normalised training images, not augmented, from which a model can compute initial weights.
 
-    They are chosen by ``seed`` alone, so they are the same for any loader and any number of ranks.
-
-    Args:
-        data: The recipe's ``[data]`` table.
-        root: Data directory; not read for synthetic data.
-        seed: Seed of the order of images, of which the first 5000 are taken.
-
-    Yields:
-        Images fp32 [n, 3, S, S] on the CPU.
+    They are fp32 [n, 3, S, S] on the CPU, chosen by ``seed`` alone: the same for any loader and any number of ranks.
 
     Raises:
         UserError: If the images cannot be read.

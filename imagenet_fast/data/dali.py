@@ -54,14 +54,7 @@ class DaliLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Import DALI and keep the settings; a pipeline is built when iteration begins.
-
-        Args:
-            images: The images to read.
-            order: This rank's batches of indices.
-            data: The recipe's ``[data]`` table.
-            device: Device of the batches; DALI decodes on it.
-            threads: CPU threads for DALI, and for reading files (there at least 2).
+        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files.
 
         Raises:
             UserError: If DALI is not installed.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.index import Fingerprint, Index, Kind, digest_of, load_or_build_index, map_in_order, stamp_of
+from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
 from imagenet_fast.errors import UserError, warn
 
 SUFFIXES = (
@@ -315,11 +315,8 @@ def _check_classes(split: Path, names: list[str]) -> None:
 
 def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
     folder = root / split
-
-    def stamps() -> Fingerprint:  # a folder's times change when a name in it does
-        return [stamp_of(name, (folder / name).stat()) for name in names]
-
-    index = load_or_build_index(root, split, _KIND, stamps, lambda: _index(folder, names))
+    paths = [folder / name for name in names]  # their times change when a name in them does
+    index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
     if os.environ.get("RANK", "0") == "0":
         _warn_of_left_out(folder, index.about)
     kept = index.columns

@@ -30,14 +30,11 @@ _THREADS = 16  # they wait for a file server
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 
-Stamp = tuple[str, int, int, int]
-"""The state of a file or folder: name, size in bytes (0 for a folder), mtime in ns and ctime in ns.
+Stamps = list[tuple[str, int, int, int]]
+"""The state of files or folders: path, size in bytes (0 for a folder), mtime in ns and ctime in ns.
 
 Anyone can set the mtime to any value, and programs that copy do. The ctime cannot be set.
 """
-
-Fingerprint = list[Stamp]
-"""The stamps of all files or folders that an index describes."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +55,7 @@ class Kind:
     columns: Mapping[str, str]
 
 
-def load_or_build_index(
-    root: Path, split: str, kind: Kind, stamp: Callable[[], Fingerprint], make: Callable[[], Index]
-) -> Index:
+def load_or_build_index(root: Path, split: str, kind: Kind, paths: Sequence[Path], make: Callable[[], Index]) -> Index:
     """Return the index of a split under ``root``: the stored one if it is valid, else a new one.
 
     A stored index is valid if it is not damaged and describes the data as it is now. It is stored beside the data, or
@@ -71,10 +66,10 @@ def load_or_build_index(
         root: The data directory.
         split: The name of the split.
         kind: The format and the columns that the index must have.
-        stamp: Returns the stamps of the data as it is now. What it raises is passed on.
+        paths: The files or folders below ``root`` that the index describes.
         make: Builds a new index. What it raises is passed on.
     """
-    stamps, places = stamp(), _places(root, split)
+    stamps, places = _stamps(root, paths), _places(root, split)
     reasons = []
     for place in places:
         found = _read(place, kind, stamps)
@@ -85,21 +80,22 @@ def load_or_build_index(
         _print(f"{reasons[0]}; it is made anew")
     elif len(stamps) >= _MANY:
         _print(f"looking through the {split} split of {root} for the first time")
-    stamps = _settled(stamp)
+    newest = max((max(times) for _, _, *times in stamps), default=0) / 1e9
+    if abs(time.time() - newest) < _TICK_S:  # so that any later change gets another time
+        time.sleep(_TICK_S)
+        stamps = _stamps(root, paths)
     index = make()
     _write(places, kind, stamps, index)
     return index
 
 
-def stamps_of(root: Path, files: Sequence[Path]) -> Fingerprint:
-    """Return the stamps of ``files``, named by their paths below ``root``."""
-    return [stamp_of(str(file.relative_to(root)), file.stat()) for file in files]
-
-
-def stamp_of(name: str, stat: os.stat_result) -> Stamp:
-    """Return the stamp of a file or folder from its ``stat`` result."""
-    size = 0 if S_ISDIR(stat.st_mode) else stat.st_size
-    return (name, size, stat.st_mtime_ns, stat.st_ctime_ns)
+def _stamps(root: Path, paths: Sequence[Path]) -> Stamps:
+    found = []
+    for path in paths:
+        stat = path.stat()
+        size = 0 if S_ISDIR(stat.st_mode) else stat.st_size
+        found.append((str(path.relative_to(root)), size, stat.st_mtime_ns, stat.st_ctime_ns))
+    return found
 
 
 def _places(root: Path, split: str) -> list[Path]:
@@ -110,7 +106,7 @@ def _places(root: Path, split: str) -> list[Path]:
     return [root / name]
 
 
-def _read(place: Path, kind: Kind, stamps: Fingerprint) -> Index | str:
+def _read(place: Path, kind: Kind, stamps: Stamps) -> Index | str:
     """Return the index stored at ``place``, or why it is not valid; an empty string if there is none."""
     try:
         with np.load(place, allow_pickle=False) as file:  # a zip file, which has a checksum per part
@@ -129,7 +125,7 @@ def _read(place: Path, kind: Kind, stamps: Fingerprint) -> Index | str:
     return Index(about, columns)
 
 
-def _write(places: Sequence[Path], kind: Kind, stamps: Fingerprint, index: Index) -> None:
+def _write(places: Sequence[Path], kind: Kind, stamps: Stamps, index: Index) -> None:
     """Write the index to the first of ``places`` that can be written; that none can is reported, and ends no run."""
     about = json.dumps({**index.about, "version": _VERSION, "kind": kind.name, "stamps": stamps}).encode()
     why: str | None = ""
@@ -142,16 +138,6 @@ def _write(places: Sequence[Path], kind: Kind, stamps: Fingerprint, index: Index
         except OSError as error:
             why = error.strerror
     _print(f"{places[0]} cannot be written ({why}); the next run will look through the data again")
-
-
-def _settled(stamp: Callable[[], Fingerprint]) -> Fingerprint:
-    """Return stamps that are old enough for any later change to get another time."""
-    stamps = stamp()
-    newest = max((max(times) for _, _, *times in stamps), default=0) / 1e9
-    if abs(time.time() - newest) < _TICK_S:
-        time.sleep(_TICK_S)
-        stamps = stamp()
-    return stamps
 
 
 def map_in_order(look: Callable[[Item], Found], items: Sequence[Item]) -> Iterator[Found]:

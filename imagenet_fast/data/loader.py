@@ -52,15 +52,10 @@ Job = Iterator[None]
 
 
 def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: int) -> Generator[T, None, None]:
-    """Yield each batch in order once all its jobs are done, while threads work on the next ones.
+    """Yield each batch in order once all its jobs are done, while threads work on the next ``depth`` batches.
 
     An exception in a job is raised here when it is its batch's turn. If the iterator is closed or dropped, the threads
     end after their current step.
-
-    Args:
-        batches: Batches, each with the jobs that fill it.
-        threads: Number of threads.
-        depth: Number of batches that are worked on ahead of the one that is yielded.
     """
     stopped = Event()
 
@@ -116,17 +111,10 @@ class BadImagePolicy:
         self._lock = Lock()
 
     def load_or_substitute(self, index: int, epoch: int, load: Callable[[int], T]) -> LoadedImage[T] | None:
-        """Load image ``index``, or a replacement if it is bad.
+        """Load image ``index`` in an epoch, counted from 0, or a replacement if it is bad.
 
-        An image is bad if ``load`` raises ImageDecodeError or UserError (its shard is damaged).
-
-        Args:
-            index: Index of the image.
-            epoch: Epoch, counted from 0.
-            load: Function that loads the image of an index.
-
-        Returns:
-            The result of ``load`` with the index and label it belongs to; None for a bad image in an evaluation.
+        An image is bad if ``load`` raises ImageDecodeError or UserError (its shard is damaged). Return what ``load``
+        does for an index, with the index and label it belongs to; None for a bad image in an evaluation.
 
         Raises:
             UserError: If the image cannot be read; if it is bad and ``data.on_bad_image`` is "fail"; or if in training
@@ -157,11 +145,7 @@ class BadImagePolicy:
         return None
 
     def exclude(self, index: int, fault: str) -> None:
-        """Record that image ``index`` is bad, and warn about it once.
-
-        Args:
-            index: Index of the image.
-            fault: What is wrong, to follow the image's name in a message, such as "cannot be read".
+        """Record that image ``index`` has a ``fault``, such as "cannot be read", and warn about it once.
 
         Raises:
             UserError: If ``data.on_bad_image`` is "fail".
@@ -203,15 +187,7 @@ class ThreadLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Keep the settings.
-
-        Args:
-            images: The images to read.
-            order: This rank's batches of indices.
-            data: The recipe's ``[data]`` table.
-            device: Device of the batches.
-            threads: Number of decoding threads.
-        """
+        """Read ``images`` in this rank's ``order`` with so many decoding ``threads``, and yield them on ``device``."""
         cv2.setNumThreads(0)  # OpenCV would split each image among its own threads
         self._order = order
         self._images = images

@@ -35,7 +35,8 @@ def progress_bars(unit: Literal["images", "bytes"]) -> Progress:
     """Return bars that count images, or bytes and, for a task with the field ``images``, also images."""
     counted = [MofNCompleteColumn()] if unit == "images" else [DownloadColumn(), TransferSpeedColumn()]
     return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), *counted, _Rate(unit == "images"), _TimeLeft(),
+        TextColumn("{task.description}"), BarColumn(bar_width=16), *counted, _Rate(unit == "images"),
+        TimeRemainingColumn(compact=True),
         console=Console(stderr=True), disable=not sys.stderr.isatty(),
     )  # fmt: skip
 
@@ -47,7 +48,8 @@ def measurement_bar() -> Iterator[Show]:
     The bar is drawn by that function alone. There is no thread that would disturb what is measured.
     """
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), _TimeLeft(),
+        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(),
+        TimeRemainingColumn(compact=True),
         console=Console(stderr=True), disable=not sys.stderr.isatty(),
         auto_refresh=False, transient=True, speed_estimate_period=3600,
     )  # fmt: skip
@@ -62,19 +64,6 @@ def measurement_bar() -> Iterator[Show]:
 
     with bar:
         yield show
-
-
-class _TimeLeft(ProgressColumn):
-    """The time left, in words; empty while it is unknown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = TimeRemainingColumn(compact=True)
-
-    def render(self, task: Task) -> Text:
-        if task.finished or task.time_remaining is None:
-            return Text("")
-        return self._clock.render(task) + Text(" left", style="progress.remaining")
 
 
 class _Rate(ProgressColumn):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
 
 QUARANTINE = "quarantine.json"
@@ -44,6 +45,7 @@ def prefix_of(root: Path) -> str:
     return "" if root == Path() else os.path.join(root, "")  # noqa: PTH118
 
 
-def quarantine_text(files: Mapping[str, str]) -> str:
-    """Return the text of the list file; it preserves names that are not valid text."""
-    return json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n"
+def write_quarantine(root: Path, files: Mapping[str, str]) -> None:
+    """Write what is wrong with each bad file, by path; names that are not valid text are preserved."""
+    text = json.dumps({"format": 1, "files": dict(sorted(files.items()))}, indent=1) + "\n"
+    atomic_write_text(root / QUARANTINE, text, fsync=True)

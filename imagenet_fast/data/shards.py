@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import SUFFIXES
-from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order, stamps_of
+from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
 from imagenet_fast.data.pixels import PIXELS, Pixels, stored_pixels
 from imagenet_fast.errors import UserError
 
@@ -49,14 +49,7 @@ class Shards:
     """One split in shards. Many threads may read at once; shards are opened when needed."""
 
     def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
-        """Create the split of the images that ``index`` lists in ``files``.
-
-        Args:
-            files: The shards, in the order of the shard numbers in ``index``.
-            index: The index, with all columns of ``COLUMNS``.
-            labels: [images], indices into ``classes``.
-            classes: The names of the classes.
-        """
+        """Create the split of the images that ``index`` lists in ``files``; its columns are ``COLUMNS``."""
         self.files = [str(file) for file in files]
         self.labels = labels
         self.classes = classes
@@ -222,16 +215,10 @@ class TarShards(Shards):
 
 
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """Open the images in ``files``.
+    """Open the images of a ``split`` in ``files``.
 
     The class names are those in ``classes.txt``. Without it they are numbers, those of the labels in the ``training``
     files, or in ``files`` if there are no training files.
-
-    Args:
-        root: The data directory.
-        split: The name of the split.
-        files: The shards of the split.
-        training: The shards of the training split; empty if there are none.
 
     Raises:
         UserError: A shard is damaged, or a label is not a number or is of no class.
@@ -270,7 +257,7 @@ def check_tar(shard: Path) -> None:
 
 
 def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
-    return load_or_build_index(root, split, _TAR, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+    return load_or_build_index(root, split, _TAR, files, lambda: _index(root, split, files))
 
 
 def _index(root: Path, split: str, files: Sequence[Path]) -> Index:

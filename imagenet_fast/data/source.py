@@ -192,12 +192,7 @@ def _open(root: Path, split: SplitName) -> ImageSource:
 
 
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
-    """Open all images of a split in shards, those in quarantine too.
-
-    Args:
-        root: Data directory.
-        split: Name of the split.
-        found: The shards, as returned by ``find_split``.
+    """Open all images of a split in the shards that ``find_split`` has found, those in quarantine too.
 
     Raises:
         UserError: If the shards are damaged.
@@ -317,10 +312,7 @@ def _check(found: Found) -> None:
 def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = check_folders) -> Path | None:
     """Return the directory of the images after a ``check``, or None for synthetic images.
 
-    Args:
-        data: The recipe's images.
-        given: Directory that the user has given; None: the default.
-        check: Raises UserError if the images cannot be used.
+    It is the one that the user has ``given``, else the data set's own.
 
     Raises:
         UserError: There are no such images, or synthetic ones and ``given``.

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data.archives import refuse_compressed
-from imagenet_fast.data.index import Index, Kind, load_or_build_index, map_in_order, stamps_of
+from imagenet_fast.data.index import Index, Kind, load_or_build_index, map_in_order
 from imagenet_fast.data.shards import COLUMNS, Row, Shards, columns_of, read_classes
 from imagenet_fast.errors import UserError
 
@@ -87,17 +87,11 @@ class RecordShards(Shards):
 
 
 def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """Open the images in ``files``.
+    """Open the images of a ``split`` in ``files``.
 
     Stored labels begin at 0, or at 1 as in TensorFlow's scripts, where 0 is a background; those of the ``training``
     files decide, or of ``files`` without them. The class names are those in ``classes.txt``, else the records' synsets
     if they have any, else the stored labels.
-
-    Args:
-        root: The data directory.
-        split: The name of the split.
-        files: The shards of the split.
-        training: The shards of the training split; empty if there are none.
 
     Raises:
         UserError: A shard is damaged, or its labels can be read in two ways or none.
@@ -147,7 +141,7 @@ def check_record_file(shard: Path) -> None:
 
 def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
     kind = Kind("records", COLUMNS)
-    return load_or_build_index(root, split, kind, lambda: stamps_of(root, files), lambda: _index(root, split, files))
+    return load_or_build_index(root, split, kind, files, lambda: _index(root, split, files))
 
 
 class Record(NamedTuple):
@@ -226,15 +220,9 @@ class _Window:
 
 
 def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[str, list[Span | int]]:
-    """Return the values of those ``wanted`` features that the Example has.
+    """Return the values of those ``wanted`` features that an Example has, by name.
 
-    Args:
-        fetch: Returns the file's bytes from one offset to another.
-        example: The span of the Example in the file.
-        wanted: Names of features.
-
-    Returns:
-        A list of values by feature name: the span of each bytes value, or the integer itself.
+    They are a list for each: the span of a bytes value, or the integer itself.
 
     Raises:
         ValueError: The bytes are not an Example.

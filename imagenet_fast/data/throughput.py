@@ -40,16 +40,7 @@ _QUALITIES = (90, 96)
 def training_batches(
     loader: OwnLoader, images: ImageSource, image_size: int, batch: int, threads: int, device: torch.device
 ) -> Iterator[Batch]:
-    """Return an iterator over training batches for a single rank, in bytes, not normalised.
-
-    Args:
-        loader: Name of the loader.
-        images: The images to read, at least ``batch`` of them.
-        image_size: Side of the images in pixels.
-        batch: Images per batch.
-        threads: Number of decoding threads.
-        device: Device of the batches.
-    """
+    """Return an iterator over training batches for a single rank, in bytes; there must be ``batch`` images."""
     data = ImageData(
         dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads,
         on_bad_image="skip",
@@ -59,16 +50,9 @@ def training_batches(
 
 
 def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:
-    """Measure the throughput of ``batches`` for about ``seconds``, after the first batches.
+    """Return images per second, and per second of CPU time, of ``batches`` for about ``seconds``.
 
-    Args:
-        batches: The batches of a loader.
-        batch: Images per batch.
-        seconds: Duration of the measurement.
-        device: Device of the batches, which is synchronised after each.
-
-    Returns:
-        Images per second, and images per second of CPU time.
+    The first batches are not counted, and ``device`` is synchronised after each.
     """
     for _ in range(_WARM_BATCHES):
         next(batches)
@@ -82,13 +66,9 @@ def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.de
 
 
 def fastest(rates: Mapping[str, float | None]) -> str:
-    """Return a line that names the fastest of our loaders and compares the others with it.
+    """Return a line that compares our loaders by their images per second; None: it is not installed.
 
-    Args:
-        rates: Images per second by loader; None: it is not installed. Loaders that are not ours are ignored.
-
-    Returns:
-        The line; empty if ``rates`` has fewer than two of our loaders, or none that is installed.
+    It is empty if ``rates`` has fewer than two of our loaders, or none that is installed.
     """
     own = {loader: rates[loader] for loader in get_args(OwnLoader) if loader in rates}
     ordered = sorted(((rate, loader) for loader, rate in own.items() if rate), reverse=True)

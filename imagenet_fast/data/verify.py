@@ -16,11 +16,10 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.data.folders import class_folders, list_split, read_file, shown
 from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_of
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantine_text, quarantined
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
 from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
@@ -46,7 +45,7 @@ class Verified:
     leaks: list[list[str]]
     """Groups of duplicates that are in both the training and the validation split."""
     unlisted: str = ""
-    """The reason why the list of bad files could not be written, if it had to be; else empty."""
+    """The reason why the list of bad files cannot be written; else empty."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
     Args:
         root: The data directory.
         workers: Number of threads; None for one per core.
-        must_list: Whether it is an error if the list cannot be written. It need not be written if the same list is
-            there already.
+        must_list: Whether it is an error if the list cannot be written.
 
     Raises:
         UserError: There is nothing to read, a shard's index cannot be built, or the list cannot be written although
@@ -108,44 +106,27 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
         raise UserError(
             f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
-    if must_list and not (root / QUARANTINE).is_file():
-        _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # now, not after an hour of decoding
+    unlisted = _tried(root, must_list, lambda: tempfile.TemporaryFile(dir=root).close())  # not after an hour
     bad, good, digests = _check_all(files, workers or usable_cores())
-    unlisted = _tried(lambda: atomic_write_text(root / QUARANTINE, quarantine_text(bad), fsync=True))
-    if unlisted and _listed(root) == bad:
-        unlisted = ""
-    if must_list:
-        _refuse(root, unlisted)
+    unlisted = unlisted or _tried(root, must_list, lambda: write_quarantine(root, bad))
     same = _duplicates(digests, np.flatnonzero(good))
     leaks = [group for group in same if len({files.at(index)[0].split for index in group}) > 1]
     duplicates, in_both = (sorted([files.name(index) for index in group] for group in some) for some in (same, leaks))
     return Verified(_counts(files, good), bad, duplicates, in_both, unlisted)
 
 
-def _tried(write: Callable[[], None]) -> str:
-    """Call ``write`` and return why it failed; an empty string if it succeeded."""
+def _tried(root: Path, must: bool, write: Callable[[], None]) -> str:
+    """Call ``write`` and return why it failed, as text; raise UserError instead if it ``must`` not."""
     try:
         write()
     except OSError as error:
+        if must:
+            raise UserError(
+                f"{root / QUARANTINE} cannot be written ({error.strerror}); make {root} writable, or give --json FILE, "
+                "which does without it"
+            ) from None
         return error.strerror or str(error)
     return ""
-
-
-def _refuse(root: Path, reason: str) -> None:
-    """Raise UserError if there is a ``reason`` why the list cannot be written."""
-    if reason:
-        raise UserError(
-            f"{root / QUARANTINE} cannot be written ({reason}); make {root} writable, or give --json FILE, which does "
-            "without it"
-        )
-
-
-def _listed(root: Path) -> dict[str, str] | None:
-    """Return the list that is there already, or None if it cannot be read."""
-    try:
-        return quarantined(root)
-    except (UserError, OSError):
-        return None
 
 
 @in_sentences

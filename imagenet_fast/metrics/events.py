@@ -161,18 +161,9 @@ class AppendedFile:
 class JsonLines:
     """A sink that appends to ``events.jsonl``, and flushes after each line."""
 
-    def __init__(self, folder: Path, resumed: int | None = None) -> None:
-        """Open the file.
-
-        Args:
-            folder: The run directory.
-            resumed: The step from which the run resumes; later events are removed first. None: the run begins.
-        """
-        path = RunDir(folder).events
-        if resumed is not None and path.exists():
-            kept = [event for event in read_events(folder) if _precedes(event, resumed)]
-            atomic_write_text(path, "".join(to_json(event) + "\n" for event in kept), shared=True)
-        self._file = AppendedFile(path)
+    def __init__(self, folder: Path) -> None:
+        """Open the file in the run directory ``folder``."""
+        self._file = AppendedFile(RunDir(folder).events)
 
     def write(self, event: Event) -> None:
         """Append one event."""
@@ -184,15 +175,22 @@ class JsonLines:
         self._file.close()
 
 
-def _precedes(event: dict[str, Any], resumed: int) -> bool:
-    """Return whether ``event`` is of the part before step ``resumed``, which is not recorded again."""
-    match event["event"]:
-        case "end":
-            return False
-        case "epoch":
-            return bool(event["step"] < resumed)
-        case _:
-            return bool(event["step"] <= resumed)
+def take_back(folder: Path, step: int) -> list[dict[str, Any]]:
+    """Remove the events that a run which resumes from ``step`` records again, and return the others.
+
+    The file is replaced at once, so that there is always a complete record.
+
+    Raises:
+        UserError: It cannot be read.
+        OSError: It cannot be written.
+    """
+    path = RunDir(folder).events
+    if not path.exists():
+        return []
+    before = [e for e in read_events(folder) if e["step"] <= step and e["event"] != "end"]
+    kept = [e for e in before if (e["event"], e["step"]) != ("epoch", step)]
+    atomic_write_text(path, "".join(to_json(event) + "\n" for event in kept), shared=True)
+    return kept
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.distributed.groups import backend_name
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.events import JsonLines, MetricLogger
+from imagenet_fast.metrics.events import JsonLines, MetricLogger, take_back
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.mllog import MLLog
 from imagenet_fast.metrics.run_dir import RunDir
@@ -49,13 +49,15 @@ def open_record(job: Job, world: DistContext, run_s: Callable[[], float], resume
         write_job(job, run.job)
         atomic_write_text(run.recipe, to_toml(job.recipe))
         atomic_write_text(run.environment, to_json(environment(job, world), indent=2) + "\n")
+        past = [] if resumed is None else take_back(run.folder, resumed)
+        passed_s = max([run_s(), *(event["run_s"] for event in past)])
         return MetricLogger(
             run_s,
             [
-                JsonLines(run.folder, resumed),
-                MLLog(run.folder, job.recipe, job.batching, resumed),
-                TensorBoard(job, resumed),  # reads what JsonLines has kept
-                ConsoleSink(run.folder),
+                JsonLines(run.folder),
+                MLLog(run.folder, job.recipe, job.batching, past, passed_s),
+                TensorBoard(job, resumed, past),
+                ConsoleSink(run.folder, past),
             ],
         )
     except OSError as error:

@@ -35,7 +35,7 @@ class PastRun:
     folder: Path
     outcome: RunResult | None
     """Result of the run; None if that is not recorded or cannot be read."""
-    events: list[dict[str, Any]]
+    events: Sequence[dict[str, Any]]
     name: str = ""
     """A label to use instead of recipe, engine and layout."""
     damaged: bool = False

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event as Record
@@ -22,7 +22,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import custom_scalars
 
-from imagenet_fast.metrics.events import AppendedFile, Event, read_events
+from imagenet_fast.metrics.events import AppendedFile, Event
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
@@ -53,32 +53,33 @@ _DECIDING = (
 class TensorBoard:
     """A sink that writes an event file to the run directory."""
 
-    def __init__(self, job: Job, resumed: int | None = None) -> None:
+    def __init__(self, job: Job, resumed: int | None = None, past: Sequence[dict[str, Any]] = ()) -> None:
         """Open a new event file.
 
         Args:
             job: The run: its directory, and the recipe that is shown as hyper-parameters.
-            resumed: The step from which the run resumes; ``events.jsonl`` ends there. None: the run begins.
+            resumed: The step from which the run resumes. None: it begins.
+            past: The events that ``take_back`` has kept.
         """
-        past = [] if resumed is None else read_events(job.folder)
-        self._timed = PastRun(job.folder, None, [event for event in past if event["event"] in ("run", "speed")])
-        self._best = max((event["top1"] or 0.0 for event in past if event["event"] == "eval"), default=-math.inf)
+        run = RunDir(job.folder)
+        self._folder = job.folder
+        self._speeds = [event for event in past if event["event"] in ("run", "speed")]
+        _, accuracies = PastRun(job.folder, None, past).curve("eval", "top1")
+        self._best = max((top1 for top1 in accuracies if not math.isnan(top1)), default=-math.inf)
         # TensorBoard reads files in the order of their names, in which it expects the time, whatever the clock says.
-        times = RunDir(job.folder).tensorboard_times()
+        times = run.tensorboard_times()
         now = max([int(time.time()), *(before + 1 for before in times)])
         self._begun = now if resumed is None else min(times, default=now)
-        self._file = RecordWriter(AppendedFile(RunDir(job.folder).tensorboard(now)))
+        self._file = RecordWriter(AppendedFile(run.tensorboard(now)))
         self._add(file_version="brain.Event:2")
         self._add(session_log=SessionLog(status=SessionLog.START), step=0 if resumed is None else resumed + 1)
         # Without a summary of the experiment the table's columns are made from all runs, those that differ first.
         info = SessionStartInfo(start_time_secs=self._begun)
         for key, value in hyperparameters(job).items():
-            match value:
-                case str():
-                    # a file's name may have bytes that the locale could not decode
-                    info.hparams[key].string_value = os.fsencode(value).decode(errors="replace")
-                case _:
-                    info.hparams[key].number_value = value
+            if isinstance(value, str):  # a file's name may have bytes that the locale could not decode
+                info.hparams[key].string_value = os.fsencode(value).decode(errors="replace")
+            else:
+                info.hparams[key].number_value = value
         self._add_session(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
         charts = {title: ["Multiline", [f"^{tag}$"]] for title, tag in _CHARTS.items()}
         self._add(summary=custom_scalars({"Overview": charts}))
@@ -90,7 +91,7 @@ class TensorBoard:
             OSError: They cannot be written now; they are written before the next ones.
         """
         if event.name in ("run", "speed"):
-            self._timed.events.append({"event": event.name, "step": event.step, **event.values})
+            self._speeds.append({"event": event.name, "step": event.step, **event.values})
         if event.name == "end" and event.values["status"] in ("reached", "finished"):
             info = SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=self._begun + event.run_s)
             self._add_session(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
@@ -115,10 +116,9 @@ class TensorBoard:
             yield from ((tag, value) for tag, value in event.tagged().items() if tag not in _NO_CURVES)
         match event.name:
             case "eval":
-                if (top1 := event.values["top1"]) is not None:
-                    self._best = max(self._best, top1)
-                    yield "compare/top1_best", self._best
-                if (step_s := self._timed.step_s) is not None:
+                self._best = max(self._best, event.values["top1"])
+                yield "compare/top1_best", self._best
+                if (step_s := PastRun(self._folder, None, self._speeds).step_s) is not None:
                     yield "compare/step_s", step_s
             case "end" if event.values["time_to_accuracy_s"] is not None:
                 yield "compare/time_to_accuracy_s", event.values["time_to_accuracy_s"]

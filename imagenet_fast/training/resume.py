@@ -38,12 +38,6 @@ class ResumePoint:
     """Seconds since the checkpoint was saved; 0 if the clock was set back."""
 
     @property
-    def shared(self) -> dict[str, Any]:
-        """State that all ranks share, in host memory."""
-        found: dict[str, Any] = self.checkpoint.shared
-        return found
-
-    @property
     def step(self) -> int:
         """Last step before the checkpoint."""
         return self.checkpoint.manifest.step
@@ -57,9 +51,9 @@ class ResumePoint:
         else:
             own = checkpoint.part(world.rank, world.device)
         try:
-            state.load(self.shared, own)
+            state.load(checkpoint.shared, own)
         except (KeyError, RuntimeError):
-            if change := _change_of_network(self.shared, state):
+            if change := _change_of_network(checkpoint.shared, state):
                 raise UserError(
                     f"the network {change} since {checkpoint.folder} was written; restore it, or begin another run "
                     "with --init-from"
@@ -86,7 +80,7 @@ class ResumePoint:
 
         An early checkpoint records only the number of training images, and of the classes of its ``model``.
         """
-        shared, images = self.shared, dataset.train_order.images
+        shared, images = self.checkpoint.shared, dataset.train_order.images
         if "data" in shared:
             changed = differences_of_data(shared["data"], dataset.contents)
         else:
@@ -133,7 +127,11 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     folder = root / named[0]
     checkpoint = open_checkpoint(folder) if last is None else replace(last, folder=folder)
     begun, gap_s = checkpoint.shared["recipe"], time.time() - checkpoint.shared["saved_at"]
-    _check_recipe(job, begun)
+    if changed := differences(begun, job.recipe):
+        raise UserError(
+            f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "
+            "change that back, or give another --out"
+        )
     manifest, parallel = checkpoint.manifest, job.recipe.parallel
     schedule = begun.get("parallel", {}).get("schedule", parallel.schedule)
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
@@ -154,13 +152,3 @@ def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
         if param.requires_grad and name not in shared["velocity"]:
             return f"trains {name}, which was frozen,"
     return ""
-
-
-def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
-    """Raise UserError if the recipe differs from the one that the run was started with in a way that matters."""
-    changed = differences(begun, job.recipe)
-    if changed:
-        raise UserError(
-            f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "
-            "change that back, or give another --out"
-        )

@@ -83,12 +83,8 @@ def make_and_lock_run_dir(folder: Path) -> None:
 def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
-    Args:
-        folder: Run directory.
-        timeout_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
-
     Raises:
-        UserError: If another process trains there.
+        UserError: Another process trains there, and goes on for ``timeout_s``.
     """
     if not folder.is_dir() or folder.absolute() in _held:
         return

@@ -121,13 +121,7 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            shared: A value of ``shared``.
-            own: This rank's value of ``own``. With another number of ranks or another layout: what ``joined`` makes of
-                the values of all ranks.
-        """
+        """Continue from values of ``shared`` and ``own``; on other ranks than before, from what is ``joined``."""
         self._fill(self.model, shared["model"])
         if self.average is not None:
             self._fill(self.average.module, shared["average"])
@@ -168,11 +162,7 @@ def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
     """Merge the ``TrainState.own`` of every rank into one, for each rank of another number of ranks or layout.
 
     Batch-norm statistics are averaged. At most two values are held at a time: those of many ranks together may be
-    larger than a device's memory.
-
-    Args:
-        parts: The value of every rank.
-        sharded: Whether ranks held shards of layers.
+    larger than a device's memory. ``sharded`` tells whether ranks held shards of layers.
     """
     own: dict[str, Any] = {"averaged": [], "sent_bytes": 0}
     statistics = {"buffers": RunningMeans(), "average": RunningMeans()}

@@ -14,7 +14,7 @@ import pytest
 import tests
 from imagenet_fast.data.folders import check_folders, scan_training
 from imagenet_fast.data.formats.shard_writer import Sample, write_tar
-from imagenet_fast.data.index import Index, Kind, load_or_build_index, stamps_of
+from imagenet_fast.data.index import Index, Kind, load_or_build_index
 from imagenet_fast.data.source import open_training
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.errors import UserError
@@ -43,7 +43,7 @@ def kept(root: Path, made: list[int] | None = None, fill: int = 1) -> list[int]:
         return Index({"fill": fill}, {"numbers": np.full(100, fill)})
 
     files = sorted(root.glob("*.data"))
-    return load_or_build_index(root, "train", KIND, lambda: stamps_of(root, files), make).columns["numbers"].tolist()
+    return load_or_build_index(root, "train", KIND, files, make).columns["numbers"].tolist()
 
 
 def test_an_index_is_made_once(tmp_path: Path):
@@ -119,7 +119,7 @@ def test_nothing_is_kept_of_an_index_whose_making_fails(tmp_path: Path):
         raise UserError("a bad shard")
 
     for _ in range(2):
-        assert refusal_of(load_or_build_index, tmp_path, "train", KIND, list, make) == "a bad shard"
+        assert refusal_of(load_or_build_index, tmp_path, "train", KIND, [], make) == "a bad shard"
     assert list(tmp_path.iterdir()) == []
 
 

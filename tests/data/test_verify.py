@@ -153,7 +153,6 @@ def test_read_only_data_is_verified_where_the_json_is_asked_for(tmp_path: Path, 
     read_only = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     with monkeypatch.context() as patch:
         patch.setattr(verification.tempfile, "TemporaryFile", read_only)
-        patch.setattr(verification, "atomic_write_text", read_only)
         told = r"quarantine.json cannot be written \(Read-only file system\); .* or give --json FILE, which does with"
         with pytest.raises(UserError, match=told):
             verify(data)

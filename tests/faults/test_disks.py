@@ -75,7 +75,7 @@ def test_full_or_read_only_disk_ends_no_training(tmp_path: Path):
         wait_for(lambda: bool(events_of(out, "resume")) and running.step > 4)
         with read_only(out / "checkpoints"):
             log = said(running)
-            assert "cannot be written (Read-only file system); make it writable; training goes on" in log
+            assert "cannot be written (Read-only file system), and 2 more; make it writable; training goes on" in log
             assert f"failed: trained to the end, but {out}/checkpoints/final.safetensors cannot be written (" in log
             log = said(start(out, *FUSED))
             assert f"{out}/checkpoints cannot be written (Read-only file system); make it writable" in log

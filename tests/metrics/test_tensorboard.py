@@ -16,7 +16,7 @@ import pytest
 
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult, Status
-from imagenet_fast.metrics.events import AppendedFile, JsonLines
+from imagenet_fast.metrics.events import AppendedFile, JsonLines, take_back
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
@@ -41,7 +41,8 @@ class Trained:
     def __init__(self, job: Job, resumed: int | None = None) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
         self.step = resumed or 0
-        sinks = [JsonLines(job.folder, resumed), TensorBoard(job, resumed)]
+        past = [] if resumed is None else take_back(job.folder, resumed)
+        sinks = [JsonLines(job.folder), TensorBoard(job, resumed, past)]
         self.record = MetricLogger(lambda: 3.0 + self.step / 2, sinks)
         self.result = RunResult("failed", job.name, job.recipe.sync.kind, 8, 3200, target_top1=75.9)
         self.record("run", self.step, recipe=job.name, sync=job.recipe.sync.kind, world_size=8, global_batch=3200)

@@ -252,11 +252,11 @@ def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
     trainer = Trainer(_job(folder, {}), tests.world())
     trainer.open_data()
     assert trainer.resumed_from is not None
-    loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.shared["model"].values()]
+    loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.checkpoint.shared["model"].values()]
     trainer.build()
     gc.collect()
     trainer.state.sync.close()
-    return set(trainer.resumed_from.shared), sum(ref() is not None for ref in loaded)
+    return set(trainer.resumed_from.checkpoint.shared), sum(ref() is not None for ref in loaded)
 
 
 def test_what_ranks_have_left_is_added_up_one_rank_after_another():

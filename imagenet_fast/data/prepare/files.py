@@ -60,7 +60,7 @@ class SourceClass:
     split: str
     name: str
     files: Callable[[], list[SourceFile]]
-    """Function that lists the class's files, each name once; some may not be images."""
+    """Function that lists the class's files; some may not be images."""
     size: int | None = None
     """Bytes that the files take, or slightly fewer; None if the files must be listed to know."""
 
@@ -87,10 +87,12 @@ class SourceClass:
         """Return the images of the class, and the sorted names of its other files.
 
         Raises:
-            UserError: There are no images, or the class cannot be listed.
+            UserError: There are no images, or two of one name, or the class cannot be listed.
         """
         files = self.listed()
         images = [file for file in files if file.is_image]
+        if len({file.name for file in images}) < len(images):
+            raise UserError(f"{self.path} has two images of one name in the source; keep one of them")
         if not images:
             raise UserError(f"{self.path} has no images in the source; add them, or leave that class out")
         return images, tuple(sorted(file.shown for file in files if not file.is_image))

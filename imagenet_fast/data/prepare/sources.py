@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 
 from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, list_folder, shown
-from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, member, members
+from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, member, members
 from imagenet_fast.errors import UserError
 
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -44,15 +44,12 @@ def recognise(folder: Path) -> Source:
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
     for root in (folder, folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
-        found: list[Source] = []
-        for split in SPLITS:
-            known = {of.name for source in found for of in source.classes}
-            if tars := _tars(root, split):
-                found.append(_in_tars(root, split, tars))
-            elif (root / split).is_dir():
-                found.append(_in_folders(root, split, known))
-        if found:
-            return found[0] if len(found) == 1 else found[0] + found[1]
+        train = _split(root, "train", set())
+        val = _split(root, "val", {of.name for of in train.classes} if train else set())
+        if train and val:
+            return train + val
+        if found := train or val:
+            return found
     raise UserError(
         f"{folder} holds no ImageNet that is known: neither {TRAIN} or {VAL} (with {DEVKIT}), nor {_KAGGLE}/train as "
         "Kaggle has it, nor train/<class>/* and val/<class>/*, nor train.tar and val.tar with such folders, nor "
@@ -60,12 +57,23 @@ def recognise(folder: Path) -> Source:
     )
 
 
-def _tars(root: Path, split: str) -> list[Path]:
-    """Return the archives of a split: the official one, or those named after the split, or those in its folder."""
+def _split(root: Path, split: str, known: set[str]) -> Source | None:
+    """Return one split, if it is there; ``known`` are the classes of training.
+
+    The official tar goes before a folder with the split's name, and that before other tars named after the split.
+    """
+    folder = root / split
     if (official := root / {"train": TRAIN, "val": VAL}[split]).is_file():
-        return [official]
-    named = [path for path in root.glob("*.tar") if split in re.split(r"[-_.]", path.stem)]
-    return sorted(named or (root / split).glob("*.tar"))
+        return _in_tars(root, split, [official])
+    if not folder.is_dir():
+        tars = [path for path in root.glob("*.tar") if split in re.split(r"[-_.]", path.stem)]
+        return _in_tars(root, split, sorted(tars)) if tars else None
+    tars = sorted(folder.glob("*.tar"))
+    if not list_folder(folder).folders and tars:
+        return _in_tars(root, split, tars)
+    if packed := [tar for tar in tars if _CLASS_TAR.fullmatch(tar.name) and not tar.with_suffix("").is_dir()]:
+        raise UserError(f"{packed[0]} is not unpacked, as others beside it are; unpack it, or remove their folders")
+    return _in_folders(root, split, known)
 
 
 # Archives.
@@ -100,6 +108,8 @@ def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
             else:
                 source.others.append(f"{split}/{file.shown}")
     source.classes.extend(_listed_classes(split, by_class))
+    if twice := [name for name, times in Counter(of.name for of in source.classes).items() if times > 1]:
+        raise UserError(f"the tars of {split} in {root} hold the class {twice[0]} twice; keep one of them")
     return source
 
 

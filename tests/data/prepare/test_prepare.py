@@ -239,6 +239,23 @@ def test_what_is_no_class_tar_is_refused(own_tars: Path):
         refused(own_tars, told)
 
 
+def test_tars_that_do_not_say_which_class_an_image_has_are_refused(tmp_path: Path):
+    source, image = tmp_path / "source", {"a.jpg": b"an image"}
+    in_class = {f"n01440764/{name}": content for name, content in image.items()}
+    for tars, told in (
+        ({"train.tar": image}, "train.tar must hold class tars, as n01440764.tar, or <class>/<image> each"),
+        ({"train.tar": image | in_class}, "it holds 'a.jpg' and 'n01440764/a.jpg'"),
+        ({"train/n01440764.tar": image, "train/1.tar": in_class}, "hold the class n01440764 twice; keep one of them"),
+        ({"train/1.tar": in_class, "train/2.tar": in_class}, "train/n01440764 has two images of one name"),
+        ({"val/1.tar": image}, "does not say of which class its images are"),
+    ):
+        replica.image_folder(source, {name: tar_of(files) for name, files in tars.items()})
+        refused(source, told)
+        shutil.rmtree(source)
+    replica.image_folder(source, {"train/a/0.jpg": b"", "train/n01440764.tar": tar_of(image)})
+    refused(source, "train/n01440764.tar is not unpacked, as others beside it are")
+
+
 def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars: Path, images: Images):
     outer = own_tars / sources.TRAIN
     whole = outer.read_bytes()
