@@ -135,7 +135,7 @@ def train(
         raise typer.Exit(train_as_rank(job, place, join_timeout, traces=job.folder if known else None).exit_code)
 
     from imagenet_fast.launch.launcher import launch
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
     raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
@@ -178,7 +178,7 @@ def evaluate(
         return
 
     from imagenet_fast.launch.launcher import launch_evaluation
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))

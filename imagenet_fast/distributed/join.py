@@ -79,8 +79,8 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
     store = held or _connect(endpoint, deadline, _ANSWER_S, "give every node another --rdzv-endpoint HOST:PORT")
     endpoint = Endpoint(host, store.port)
     needed, told = (count, f"{count}") if least is None else (least, f"{least}:{count}")
-    enough = f"{'all' if least is None else 'at least'} {needed}"
-    gone = f"the node at {endpoint} has ended before {enough} nodes had come; its own output says why"
+    all_, enough = ("all ", f"{needed}") if least is None else ("", f"at least {needed}")
+    gone = f"the node at {endpoint} has ended before {all_}{enough} nodes had come; its own output says why"
 
     def differs(first: _Record) -> str:
         if first["nodes"] == told:
@@ -91,7 +91,7 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
         if len(came) < needed:
             names = ", ".join(record["host"] for record in came.values())
             raise UserError(
-                f"{len(came)} of {enough.removeprefix('all ')} nodes came to {endpoint} within {join_timeout_s:g} s "
+                f"{len(came)} of {enough} nodes came to {endpoint} within {join_timeout_s:g} s "
                 f"({names}); start the same command on the others, or wait longer with --join-timeout"
             )
         # Rings go from node to node, and a scheduler counts neighbours on one switch one after the other.
@@ -277,9 +277,9 @@ def _refuse(board: Board, sentence: str, holds: bool) -> None:
     time.sleep(_LINGER_S if holds else 0)
 
 
-def _place_in_job(environment: Mapping[str, str] = os.environ) -> int:
+def _place_in_job() -> int:
     """Return this node's place among those of the job, as Slurm or Kubernetes counts them; 0 where nobody does."""
-    place = environment.get("SLURM_NODEID") or environment.get("JOB_COMPLETION_INDEX") or ""
+    place = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or ""
     return int(place) if place.isascii() and place.isdecimal() else 0
 
 
@@ -316,21 +316,21 @@ def _master() -> Endpoint:
 def _open_store(place: RankInfo, master: Endpoint, join_timeout: timedelta, deadline: float) -> Store:
     """Open the store of all ranks at ``master``; rank 0 holds it, unless torchrun does."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    another = "choose another MASTER_ADDR and MASTER_PORT, or --rdzv-endpoint HOST:PORT"
-    try:
-        if place.is_main and not shared:
-            store = TCPStore(master.host, master.port, is_master=True, wait_for_workers=False, timeout=join_timeout)
-        else:
-            store = _connect(master, deadline, join_timeout.total_seconds(), another)
-            store.set_timeout(join_timeout)
-    except DistError as error:
-        away = f"{master.host} is no address of the node that has rank 0"
-        reason = first_line(error) if is_here(master.host) else away
-        raise UserError(f"rank {place.rank} cannot use {master} ({reason}); {another}") from None
     # After a restart torchrun's store still has the keys of the previous attempt; a store that rank 0 holds is new. The
     # restart count is the same on all nodes only if nodes never leave or join.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "0"
-    return PrefixStore(f"attempt-{attempt}", store)
+    attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if shared else '0'}"
+    another = "choose another MASTER_ADDR and MASTER_PORT, or --rdzv-endpoint HOST:PORT"
+    if shared or not place.is_main:
+        store = _connect(master, deadline, join_timeout.total_seconds(), another)
+        store.set_timeout(join_timeout)
+        return PrefixStore(attempt, store)
+    try:
+        store = TCPStore(master.host, master.port, is_master=True, wait_for_workers=False, timeout=join_timeout)
+    except DistError as error:
+        here = is_here(master.host)
+        reason = first_line(error) if here else f"{master.host} is no address of the node that has rank 0"
+        raise UserError(f"rank 0 cannot use {master} ({reason}); {another}") from None
+    return PrefixStore(attempt, store)
 
 
 def _own_endpoint() -> Endpoint:

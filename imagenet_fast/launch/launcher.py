@@ -16,7 +16,7 @@ from imagenet_fast.checkpoint.folder import MANIFEST
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
-from imagenet_fast.launch.rendezvous import LaunchConfig
+from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
 from imagenet_fast.metrics.run_dir import RunDir

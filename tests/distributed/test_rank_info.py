@@ -7,7 +7,7 @@ import pytest
 from imagenet_fast.distributed.init import current_world
 from imagenet_fast.distributed.ranks import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import resolve_nodes
+from imagenet_fast.launch.nodes import resolve_nodes
 from tests.conftest import refusal_of
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from imagenet_fast.distributed.ranks import TORCHRUN, srun_to_torchrun_env, step_nodes
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import resolve_nodes
+from imagenet_fast.launch.nodes import resolve_nodes
 from tests.e2e import command
 from tests.ports import free_port
 
