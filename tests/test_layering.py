@@ -31,7 +31,7 @@ LAYERS = (
 """From the top: a module imports from its own package and from layers below it."""
 
 WITHOUT_TORCH = (
-    "recipe.load", "distributed.cpu_affinity", "metrics.report", "launch.slurm", "launch.rendezvous",
+    "recipe.load", "distributed.cores", "metrics.report", "launch.slurm", "launch.nodes",
     "launch.cluster_job", "launch.job_setup", "plan.rows", "cli.plan",
     "bench.compare", "bench.plots", "data.verify", "data.download",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from pathlib import Path
 from imagenet_fast.atomic_io import check_place
 from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.distributed.reductions import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
@@ -37,7 +37,7 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
             that cannot be moved aside.
     """
     try:
-        with refused_together(world.device):
+        with raise_on_all_ranks(world.device):
             if world.is_main:
                 _claim(job)
         yield

@@ -34,7 +34,7 @@ from imagenet_fast.data.prepare.output import (
 from imagenet_fast.data.prepare.sources import MD5, recognise
 from imagenet_fast.data.prepare.write import Piece, Settings, pieces_of, shrinking_ratio, write_piece
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.units import gigabytes
 
