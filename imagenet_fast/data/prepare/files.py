@@ -1,19 +1,27 @@
-"""Files of a source by where their bytes lie, in archives or on their own: all that a writer of any format needs."""
+"""Files of a source by where their bytes lie, in tars or on their own: all that a writer of any format needs.
+
+Single images cannot be read from parquet files, only groups of hundreds; so these are first made into tars.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.image_names import is_image_name, shown
 from imagenet_fast.errors import UserError
 
 SPLITS = ("train", "val")
+
+_ROWS = 64  # to decode at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +214,56 @@ def _check(info: tarfile.TarInfo, name: str, told: str, flat: bool) -> None:
             f"{told} has a member '{info.name}' that is {what}, and nothing is unpacked from it; "
             "ImageNet's own tars hold plain files alone, so fetch it again"
         )
+
+
+def parquet_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the parquet files of each split in ``folder``, named as those of Hugging Face's ImageNet."""
+    for root in (folder, folder / "data"):
+        words = {"train": "train", "val": "validation"}
+        found = {split: sorted(root.glob(f"{word}-*.parquet")) for split, word in words.items()}
+        if any(found.values()):
+            return {split: paths for split, paths in found.items() if paths}
+    return {}
+
+
+def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) -> None:
+    """Write the images of a parquet file to a tar of class folders, under the names that they have in ImageNet's tars.
+
+    Args:
+        parquet: The file.
+        tar: The tar to write. It is whole or not there.
+        on_bytes: Called with the bytes of each image.
+
+    Raises:
+        UserError: The file is damaged, has no images, or does not name their classes.
+    """
+    with atomic_path(tar, fsync=True) as partial, tarfile.open(partial, "w") as archive:
+        for path, content in _rows(parquet):
+            named = re.fullmatch(r"(?:.*/)?([^/]+)_(n\d{8})(\.\w+)", path)
+            if named is None:
+                raise UserError(
+                    f"{parquet} has an image '{path}', whose name does not end in its class, as that of "
+                    "n01440764_10026_n01440764.JPEG does; make class folders of these files"
+                )
+            member = tarfile.TarInfo(f"{named[2]}/{named[1]}{named[3]}")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+            on_bytes(len(content))
+
+
+def _rows(parquet: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield path and bytes of each image, in the order of the file."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"{parquet} is read by pyarrow, which is not installed; `pip install pyarrow`") from None
+    try:
+        with ParquetFile(parquet) as file:
+            for batch in file.iter_batches(_ROWS, columns=["image"]):
+                for image in batch.column("image").to_pylist():
+                    yield str(image["path"]), bytes(image["bytes"])
+    except (ArrowException, OSError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{parquet} is no whole parquet file with a column image of bytes and path ({error}); fetch it again"
+        ) from None
