@@ -110,7 +110,7 @@ class SourceClass:
 class Source:
     """ImageNet, or a part of it, as the user has it."""
 
-    told: str
+    layout: str
     """The layout that it was recognised as."""
     classes: list[SourceClass]
     others: list[str] = field(default_factory=list)
@@ -125,7 +125,7 @@ class Source:
     def __add__(self, other: Source) -> Source:
         """Return both as one."""
         return Source(
-            " and ".join(dict.fromkeys(filter(None, (self.told, other.told)))), self.classes + other.classes,
+            " and ".join(dict.fromkeys(filter(None, (self.layout, other.layout)))), self.classes + other.classes,
             self.others + other.others, self.apart + other.apart, self.hidden + other.hidden,
             self.archives + other.archives,
         )  # fmt: skip
@@ -153,31 +153,6 @@ def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> l
             inner = None if found is None else outer.extractfile(found)
             assert inner is not None
             return list(_members(inner, tar, told, within.offset, flat))
-
-
-def member(tar: Path, name: str, most: int) -> bytes:
-    """Return the content of one file of a tar, compressed or not.
-
-    Args:
-        tar: The tar.
-        name: The path of the file in the tar.
-        most: The most bytes that the file may have.
-
-    Raises:
-        UserError: There is no such file, it has more than ``most`` bytes, or the tar cannot be read.
-    """
-    try:
-        with tarfile.open(tar) as archive:
-            found = archive.getmember(name)
-            if not found.isreg() or found.size > most:
-                raise KeyError(name)
-            content = archive.extractfile(found)
-            assert content is not None
-            return content.read()
-    except KeyError:
-        raise UserError(f"{tar} does not hold {name} as it should; fetch it again") from None
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:  # the latter two from gzip and zlib
-        raise UserError(f"{tar} cannot be read ({error}); fetch it again") from None
 
 
 def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) -> Iterator[SourceFile]:

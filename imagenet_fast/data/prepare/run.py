@@ -9,7 +9,7 @@ import shutil
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -61,7 +61,7 @@ class Prepared:
     """The result of ``prepare``."""
 
     record: Record
-    source: str
+    layout: str
     """The layout that the source was recognised as."""
     already: bool
     """True if there was nothing to do."""
@@ -99,8 +99,8 @@ def prepare(
                 before = in_place(out, settings)
                 if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
                     check_same(before, out, {}, source)
-                    return Prepared(before, found.told, already=True)
-                found = replace(_unpacked(packed, out, work), told=found.told)
+                    return Prepared(before, found.layout, already=True)
+                found = replace(_unpacked(packed, out, work), layout=found.layout)
             return _fill(found, source, out, settings, work, subset, md5 and not subset)
         except BaseException as error:
             work.stop.set()
@@ -155,11 +155,12 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     check_same(before, out, by_path, source)
     rest = {of: size for of, size in sized.items() if of.split not in before.splits}
     if not rest and not staging.exists():
-        return Prepared(before, found.told, already=True)
+        return Prepared(before, found.layout, already=True)
     begin(staging, Begun(settings=settings, classes=by_path), source)
     if rest and md5:
         _check_archives(found.archives, staging, work)
-    names = _names(rest, before)
+    by_split = {split: {*before.splits.get(split, {}), *_names_in(rest, split)} for split in SPLITS}
+    names = sorted(by_split["train"] or by_split["val"])  # in the order of labels
     if not is_folder:
         check_classes(out, names)
     listed = _list(rest, work)
@@ -170,7 +171,9 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     _check_space(out, missing, settings)
     _make(missing, staging, names, settings, work)
     splits = {**before.splits, **_classes_made(rest, listed, pieces, staging)}
-    files = {} if is_folder else {**before.files, **_sizes(pieces, staging)}
+    files = {**before.files}
+    for piece in [] if is_folder else pieces:
+        files.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
     left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in ("others", "apart", "hidden")}
     record = Record(
         settings=settings,
@@ -181,7 +184,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     if not is_folder:
         write_classes(out, names)
     publish(record, out, staging)
-    return Prepared(record, found.told, already=False)
+    return Prepared(record, found.layout, already=False)
 
 
 def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
@@ -189,7 +192,7 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
 
     Raises UserError if there are not as many as there should be, or validation has one that training lacks.
     """
-    names = {split: {of.name for of in found.classes if of.split == split} for split in SPLITS}
+    names = {split: _names_in(found.classes, split) for split in SPLITS}
     if not subset:
         for split, given in names.items():
             there = given | before.splits.get(split, {}).keys()
@@ -210,12 +213,8 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
     return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
 
 
-def _names(rest: _Sized, before: Record) -> list[str]:
-    """Return the sorted class names that number the labels: those of the training split, if there are any."""
-    for split in SPLITS:
-        if names := before.splits.get(split, {}).keys() | {of.name for of in rest if of.split == split}:
-            return sorted(names)
-    return []
+def _names_in(classes: Iterable[SourceClass], split: str) -> set[str]:
+    return {of.name for of in classes if of.split == split}
 
 
 def _list(rest: _Sized, work: _Work) -> _Listed:
@@ -318,9 +317,8 @@ def _writing(out: Path) -> Iterator[None]:
 def _make(pieces: Sequence[Piece], staging: Path, names: Sequence[str], settings: Settings, work: _Work) -> None:
     """Make pieces in threads."""
     tasks = {
-        split: work.bars.add_task(split, total=size, images=0)
-        for split in SPLITS
-        if (size := sum(piece.size for piece in pieces if piece.split == split))
+        split: work.bars.add_task(split, total=sum(piece.size for piece in pieces if piece.split == split), images=0)
+        for split in dict.fromkeys(piece.split for piece in pieces)
     }
 
     def make(piece: Piece) -> None:
@@ -359,18 +357,10 @@ def _classes_made(
     return splits
 
 
-def _sizes(pieces: Sequence[Piece], staging: Path) -> dict[str, dict[str, int]]:
-    """Return the bytes of each shard, by split and file name."""
-    found: dict[str, dict[str, int]] = {}
-    for piece in pieces:
-        found.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
-    return found
-
-
 def report(prepared: Prepared, out: Path) -> Iterator[str]:
     """Yield lines that tell the user what ``out`` holds and what was left out."""
     record = prepared.record
-    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
+    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.layout}:"
     for split, classes in record.splits.items():
         count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
         shards = f", {count} shards" if count else ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import os
 import re
+import tarfile
+import zlib
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial, reduce
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from imagenet_fast.data.image_names import class_folders, look_into, shown
 from imagenet_fast.data.imagefolder import deeper_images, require_images
-from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, member, members
+from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
 from imagenet_fast.errors import UserError
 
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -86,7 +88,7 @@ def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
     for of in source.classes:
         parts[of.name].append(of)
     classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
-    return replace(source, told="ImageNet's tars", classes=classes)
+    return replace(source, layout="ImageNet's tars", classes=classes)
 
 
 def _joined(parts: list[SourceClass]) -> SourceClass:
@@ -233,8 +235,12 @@ def _annotations(table: Path) -> dict[str, str]:
 def _devkit(archive: Path) -> dict[str, str]:
     """Read the classes of the validation images in the development kit, which numbers them in an order of its own."""
     wnids = Path(__file__).with_name("wnids.txt").read_text(encoding="ascii").split()
-    truth = member(archive, _TRUTH, _MOST).split()
-    for line in truth:
-        if not line.isdigit() or not 0 < int(line) <= len(wnids):
-            raise UserError(f"{archive}: {_TRUTH} has {line.decode(errors='replace')!r} for a label; fetch it again")
-    return {f"ILSVRC2012_val_{number:08}": wnids[int(line) - 1] for number, line in enumerate(truth, 1)}
+    try:
+        with tarfile.open(archive) as tar:
+            file = tar.extractfile(_TRUTH)
+            truth = [int(line) for line in (file.read(_MOST) if file else b"").split()]
+    except (tarfile.TarError, KeyError, EOFError, OSError, ValueError, zlib.error) as error:
+        raise UserError(f"{archive} holds no {_TRUTH} that can be read ({error}); fetch it again") from None
+    if strange := [number for number in truth if not 0 < number <= len(wnids)]:
+        raise UserError(f"{archive}: {_TRUTH} has {strange[0]} for a label; fetch it again")
+    return {f"ILSVRC2012_val_{number:08}": wnids[label - 1] for number, label in enumerate(truth, 1)}
