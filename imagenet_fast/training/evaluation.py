@@ -28,14 +28,9 @@ class StopRequested(Exception):
 
 
 def evaluate(
-    model: nn.Module,
-    dataset: ValLoader,
-    cast: torch.autocast,
-    world: DistContext,
-    asked: Callable[[], bool] = lambda: False,
-    mirror: bool = False,
-    shift: int = 0,
-) -> Accuracy:
+    model: nn.Module, dataset: ValLoader, cast: torch.autocast, world: DistContext,
+    asked: Callable[[], bool] = lambda: False, mirror: bool = False, shift: int = 0,
+) -> Accuracy:  # fmt: skip
     """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
     Ranks may hold different numbers of batches, so they communicate only at the end. The model is left in the mode it
