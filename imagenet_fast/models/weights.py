@@ -39,8 +39,7 @@ A moving average is first: it is what they report.
 """
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
-_CLASSES = 7919
-"""A prime number: no layer of a network is as wide."""
+_CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
