@@ -37,10 +37,7 @@ def part_name(rank: int) -> str:
 
 
 class FileSum(Table):
-    """Expected size of a file in bytes, and its CRC-32 in hexadecimal.
-
-    CRC-32 takes a third of the time of blake2b, which is taken from image decoding, and finds faults of disks.
-    """
+    """Expected size of a file in bytes, and its CRC-32 in hexadecimal: fast, and enough for faults of disks."""
 
     size: NonNegativeInt
     crc32: str

@@ -101,15 +101,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             _tidied(lambda: folders.retain(folders.survey(root)[0], keep))
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
-        """Copy the trees as they are now, and write them in the background, after a ``wait`` for the last checkpoint.
+        """Copy the trees as they are now, and write them in the background: ``shared`` by rank 0, ``own`` by this rank.
 
-        Args:
-            stamp: The step and the run.
-            shared: Tree that rank 0 writes; None: no tree.
-            own: Tree that this rank writes; None: no tree.
-
-        Raises:
-            UserError: As ``wait``, for the last checkpoint.
+        Where one is None, nothing is written. It first does ``wait``, whose errors are of the checkpoint before.
         """
         self.wait()
         trees = {SHARED: shared if self._place.is_main else None, part_name(self._place.rank): own}

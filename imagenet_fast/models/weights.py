@@ -39,8 +39,7 @@ A moving average is first: it is what they report.
 """
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
-_CLASSES = 7919
-"""A prime number: no layer of a network is as wide."""
+_CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
@@ -291,10 +290,11 @@ def _expected(model: schema.Model, classes: int) -> tuple[dict[str, str], dict[s
 def _head(model: schema.Model) -> dict[str, int]:
     """Return the axis of each tensor of the last layer that has an entry a class, by the tensor's name.
 
-    It is found by a number of classes that no other axis has, so it need not be linear, nor one layer alone.
+    It is found by a number of classes that divides no other axis, so it need not be linear, nor one layer alone.
     """
     _, tensors = _expected(model, _CLASSES)
-    return {name: tensor.shape.index(_CLASSES) for name, tensor in tensors.items() if _CLASSES in tensor.shape}
+    axes = ((name, axis, size) for name, tensor in tensors.items() for axis, size in enumerate(tensor.shape))
+    return {name: axis for name, axis, size in axes if size and size % _CLASSES == 0}
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
 from imagenet_fast.checkpoint import folder as folders
-from imagenet_fast.checkpoint.folder import CorruptCheckpoint, Manifest, read_manifest, retain, survey, sweep
+from imagenet_fast.checkpoint.folder import CorruptCheckpoint, Manifest, read_manifest
 from imagenet_fast.checkpoint.writer import _Leaving
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
@@ -80,23 +80,11 @@ def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: P
     assert names(tmp_path) == ["step-00000005", "step-00000006"]
 
 
-def test_killed_removal_is_finished_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    saved(tmp_path, 1, 2)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            retain(survey(tmp_path)[0], 0)
-    assert names(tmp_path) == [".step-00000001", "step-00000002"]
-    sweep(tmp_path)
-    assert names(tmp_path) == ["step-00000002"]
-
-
-def test_what_is_not_ours_stays(tmp_path: Path):
+def test_what_killed_ones_left_is_removed_and_what_is_not_ours_stays(tmp_path: Path):
     root = tmp_path / "checkpoints"
     saved(root, 1)
     elsewhere = tmp_path / "elsewhere"
-    for folder in (elsewhere, root / "notes", root / "step-analysis"):
+    for folder in (elsewhere, root / "notes", root / "step-analysis", root / ".step-00000005"):
         folder.mkdir()
     for file in (elsewhere / "thesis.txt", root / "step-by-step.txt", root / "final.safetensors"):
         file.touch()
@@ -105,7 +93,6 @@ def test_what_is_not_ours_stays(tmp_path: Path):
     (root / "step-00000007" / "rank-00000.safetensors").write_bytes(b"half of it is copied back by hand")
     (root / "step-00000000").symlink_to(elsewhere)
     saved(root, 2, keep=0)
-    sweep(root)
     assert names(root) == [
         "final.safetensors", "notes", "step-00000000", "step-00000001-submitted", "step-00000002", "step-00000007",
         "step-analysis", "step-by-step.txt",
