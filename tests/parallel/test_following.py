@@ -33,7 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = EXACT | {
     "sparse-hybrid": {**SPARSE, "sparsity": 0.0, "timing": "hybrid"},
     "powersgd": {"kind": "powersgd", "wire": "fp32", "rank": 36, "timing": "dear"},  # of full rank
 }
-OTHER_ENGINES: dict[str, dict[str, Any]] = {"auto": {"kind": "auto", "wire": "fp32"}, "ddp": {"kind": "ddp"}}
+MORE: dict[str, dict[str, Any]] = {"auto": {"kind": "auto", "wire": "fp32"}, "ddp": {"kind": "ddp"}}
 INEXACT: dict[str, dict[str, Any]] = {
     "sparse": {**SPARSE, "sparsity": 0.9},
     "sparse-hybrid": {**SPARSE, "sparsity": 0.9, "timing": "hybrid"},
@@ -120,7 +120,7 @@ def follow(world: int, kind: str, rule: str, layout: Parallel, engine: str) -> T
     """The first of ``world`` ranks."""
     lr = {"resnet18": RATE.get(rule, 0.0), "alexnet_bn": 0.01}.get(kind, 0.1)
     micro = 4 if kind == "resnet18" else 1 if BATCH[kind] % (2 * layout.micro_batches) else 2
-    settings = {"global_batch": BATCH[kind], "micro_batch": micro, "sync": (ENGINES | OTHER_ENGINES)[engine]} | RULES[rule]
+    settings = {"global_batch": BATCH[kind], "micro_batch": micro, "sync": (ENGINES | MORE)[engine]} | RULES[rule]
     steps = 10 if rule == "larc" else 7 if kind == "tiny" else 5
     return run(world, partial(train, kind, steps, lr, layout, **settings))[0]
 
