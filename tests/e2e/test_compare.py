@@ -147,26 +147,22 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
     assert re.search(r"lazy +failed +12\.50 +1\.0000 +2$", text.getvalue().rstrip()), text.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "engines", "seeds", "layouts", "labels"),
-    [
-        (
-            "alexnet-8gpu", ["lazy", "hybrid"], [1, 2], "dp4,pp2dp2",
-            [f"{e}-{layout}-seed{s}" for e in ("lazy", "hybrid") for layout in ("dp4", "pp2dp2") for s in (1, 2)],
-        ),
+def test_names_tell_what_differs():
+    """Engines, layouts and seeds, of which there are several."""
+    both = ["lazy", "hybrid"]
+    all_of_them = [f"{e}-{layout}-seed{s}" for e in both for layout in ("dp4", "pp2dp2") for s in (1, 2)]
+    for recipe, engines, seeds, layouts, labels in (
+        ("alexnet-8gpu", both, [1, 2], "dp4,pp2dp2", all_of_them),
         ("alexnet-8gpu", ["hybrid"], [], "tp2dp2,dp4", ["tp2dp2", "dp4"]),
         ("smoke", ["hybrid"], [7], "dp4", ["dp4-seed7"]),
-    ],
-    ids=["every engine with every layout and seed", "layouts of a single engine", "seeds of a single engine"],
-)  # fmt: skip
-def test_names_tell_what_differs(recipe: str, engines: list[str], seeds: list[int], layouts: str, labels: list[str]):
-    settings = ["hybrid.wire=fp32", "epochs=30"]
-    *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
-    assert [run.label for run in (*others, last)] == labels
-    assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
-    arguments = last.arguments(recipe, None, Path("runs"))
-    assert ("parallel.pipeline=2" in arguments) == ("pp2dp2" in labels[-1])
-    assert not seeds or arguments[arguments.index("--seed") + 1] == str(seeds[-1])
+    ):
+        settings = ["hybrid.wire=fp32", "epochs=30"]
+        *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
+        assert [run.label for run in (*others, last)] == labels
+        assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
+        arguments = last.arguments(recipe, None, Path("runs"))
+        assert ("parallel.pipeline=2" in arguments) == ("pp2dp2" in labels[-1])
+        assert not seeds or arguments[arguments.index("--seed") + 1] == str(seeds[-1])
 
 
 SAVES_SLOWLY = """

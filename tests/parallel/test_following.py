@@ -49,7 +49,7 @@ RULES: dict[str, dict[str, Any]] = {
     "lars": {"optim": LARS},
     "larc": {"optim": {**LARS, "clip": True, "biases": "scaled"}},
     "clipped": {"optim": SGD, "clip_norm": 0.05},
-    "averaged": {"optim": LARS, "ema_decay": 0.7},
+    "averaged": {"optim": SGD | {"decay_all": True, "decoupled": True}, "ema_decay": 0.7, "loss": "bce"},
 }
 LAYOUTS: dict[str, tuple[int, Parallel]] = {
     "tp2": (2, Parallel(tensor=2)),
