@@ -6,7 +6,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,14 +19,10 @@ from imagenet_fast.metrics import Accuracy
 from imagenet_fast.metrics.report import read_run, report_table
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation
-from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
-from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, train_here
-from tests.parallel import small
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
@@ -125,56 +120,3 @@ def test_a_resumed_run_is_judged_by_what_its_recipe_measures_now(tmp_path: Path)
     assert [event.get("top1_shift") is None for event in evaluations] == [False, True]
     assert (outcome["status"], outcome["top1_shift"]) == ("reached", None)
     assert outcome["top1_mirror"] == evaluations[1]["top1_mirror"]
-
-
-@pytest.mark.ci
-def test_pipelines_blur_and_decay_as_one_rank_does():
-    changes = {"loss": "bce", "optim": OPTIM, "sync": {"kind": "hybrid", "wire": "fp32"}}
-    (one,) = run(1, _piped, Parallel(), changes, fresh=True)
-    two, _ = run(2, _piped, Parallel(pipeline=2, micro_batches=2), changes, fresh=True)
-    assert two.losses == pytest.approx(one.losses, rel=1e-4)
-    assert_alike(one.weights, two.weights)
-
-
-def _piped(parallel: Parallel, changes: dict[str, Any]) -> Any:
-    whole = small.small_model("resnet18")
-    add_blurpool(whole, "conv_maxpool")
-    with patch.object(small, "small_model", lambda kind: whole):
-        return small.train("resnet18", 2, 0.02, parallel, global_batch=4, **changes)
-
-
-STEPS, IMAGES = 6, 40
-
-
-@pytest.mark.weekly
-def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Path):
-    """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the ranks.
-
-    What is left is the order of additions, which training a network amplifies, and on images with flat areas
-    (ties in max-pooling) quickly: hence smooth images.
-    """
-    images = make_images(tmp_path / "images", train=64, val=IMAGES)
-    (alone,), (both, _), (four, *_) = (
-        run(ranks, _train, engine, images, tmp_path / str(ranks), fresh=True)
-        for ranks, engine in ((1, "lazy"), (2, "lazy"), (4, "hybrid"))
-    )
-    losses, correct = alone
-    assert len(losses) == STEPS
-    assert losses[-1] < 0.9 * losses[0], "it learns"
-    for other in (both, four):
-        assert other[0] == pytest.approx(losses, rel=1e-3)
-        assert other[1] == pytest.approx(correct, abs=2), "images, after each epoch"
-
-
-def _train(engine: str, images: Path, folder: Path) -> tuple[list[float], list[float]]:
-    """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
-    job = job_of(
-        folder, images, ranks=4, global_batch=32, epochs=STEPS // 2, label_smoothing=0.1,
-        model={"kind": "resnet18", "zero_init_last_gamma": True},
-        data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
-        optim={"kind": "lars", "lr": 0.6, "weight_decay": 5e-5}, schedule={"kind": "polynomial", "warmup_epochs": 1},
-        sync={"kind": engine, "wire": "fp32"},
-    )  # fmt: skip
-    assert train_here(job).status == "finished"
-    losses = [event["loss"] for event in events_of(folder, "train")]
-    return losses, [event["top1"] / 100 * IMAGES for event in events_of(folder, "eval")]

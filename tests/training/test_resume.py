@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped-accumulated": {"clip_norm": 0.5, "global_batch": 24, "sync": {"kind": "ring", "wire": "fp32"}},
     "fp16": {"precision": {"kind": "fp16"}, "sync": {"kind": "hybrid", "wire": "fp16"}},
 }  # fmt: skip
+FIRST = ["dear-averaged", "int8", "powersgd", "sparse-deferred-corrected"]
 PIPED = Parallel(pipeline=2, micro_batches=2)
 
 
@@ -73,7 +74,7 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.weekly)])
-@pytest.mark.parametrize("name", tiers(["dear-averaged", "sparse-deferred-corrected"], SETTINGS))
+@pytest.mark.parametrize("name", tiers(FIRST, SETTINGS))
 def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
     """Before and after what is learnt from the first steps."""
     run(ranks, _goes_on, normalised, 9, [[1], [7]], UNDIVIDED, {"global_batch": 12} | SETTINGS[name])
