@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import pytest
-import scipy.io
 import torch
 
 import imagenet_fast.bench.comm_volume

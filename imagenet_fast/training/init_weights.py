@@ -181,10 +181,7 @@ def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
 
 
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
-    """Return the weights that an evaluation at the checkpoint's step would have used.
-
-    These are the moving average if there is one, with batch-norm statistics averaged over all ranks.
-    """
+    """Return the moving average if there is one, or the weights with batch-norm statistics averaged over all ranks."""
     folder = checkpoint.folder
     try:
         shared = checkpoint.shared

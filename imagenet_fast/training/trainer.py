@@ -47,7 +47,7 @@ from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import claimed
+from imagenet_fast.training.run_lock import check_locked, claimed
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -304,9 +304,6 @@ class Trainer:
         """Train to the end or a stop; return why the end could not be saved, or an empty string.
 
         The last step is checked for non-finite numbers here, as no step follows it.
-
-        Raises:
-            JobAborted: If numbers are no longer finite.
         """
         outcome, checkpoints = self.outcome, self.checkpoints
         assert checkpoints is not None
@@ -364,7 +361,8 @@ class Trainer:
         if self.world.is_main:
             about = describe(self.job.name, self.job.recipe, self.data.class_names)
             try:
-                path.parent.mkdir(exist_ok=True)  # not its parent: a run that was renamed does not make it again
+                check_locked(self.job.folder)
+                path.parent.mkdir(exist_ok=True)
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
                 failure = (
