@@ -141,7 +141,7 @@ LINES = {
     "imagenet_fast/checkpoint": 856,
     "imagenet_fast/cli": 1825,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 5312,
+    "imagenet_fast/data": 5261,
     "imagenet_fast/distributed": 2819,
     "imagenet_fast/doctor": 486,
     "imagenet_fast/launch": 1616,
@@ -152,8 +152,8 @@ LINES = {
     "imagenet_fast/recipe": 2286,
     "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2913,
-    "imagenet_fast": 35590,
-    "tests": 29409,
+    "imagenet_fast": 35539,
+    "tests": 29397,
     "tests/sync": 6609,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -179,7 +179,7 @@ def _open(
             made_up = SyntheticData(
                 loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
             )
-            return iter(open_loader(made_up, None, order, 1, device, seed=1))
+            return open_loader(made_up, None, order, 1, device, seed=1)
         case "folder" | "dali" | "pixels":
             images = open_training(folder)
             if len(images) < batch:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.bench.checkpoint_overhead import CheckpointStalls, Saving
-from imagenet_fast.data.build import SyntheticLoader
+from imagenet_fast.data.build import synthetic_images
 from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.data.progress import measurement_bar
@@ -267,9 +267,9 @@ def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
     """Return endless normalised batches for a recipe from ``step_recipe``."""
     assert isinstance(recipe.data, SyntheticData)
     order = TrainSampler(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
-    loader = SyntheticLoader(order, recipe.data, device, recipe.seed)
+    batches = synthetic_images(order, recipe.data, device, recipe.seed)
     normalise = Normalizer(recipe.data, device, forward_dtype(recipe.precision))
-    return ((normalise(images), labels) for images, labels, _ in loader)
+    return ((normalise(images), labels) for images, labels, _ in batches)
 
 
 def _ours(recipe: Recipe, world: DistContext) -> Loop:

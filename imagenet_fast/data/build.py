@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -24,14 +24,6 @@ from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 _EXAMPLES, _EXAMPLES_AT_ONCE = 5000, 100
 
 _BANK = 256  # number of different images of a synthetic loader; image i is image i modulo this
-
-
-class Loader(Protocol):
-    """Endless batches on the device."""
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches without end."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,9 @@ def _split(data: Data, root: Path | None, split: SplitName) -> _Split:
             assert_never(data)
 
 
-def _finished(loader: Loader, normalise: Normalizer, mix: Mixer | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+def _finished(
+    loader: Iterable[Batch], normalise: Normalizer, mix: Mixer | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the batches of ``loader`` as a network reads them: images and labels."""
     for images, labels, indices in loader:
         yield (normalise(images), labels) if mix is None else mix(normalise(images), labels, indices)
@@ -150,7 +144,7 @@ def _finished(loader: Loader, normalise: Normalizer, mix: Mixer | None = None) -
 
 def open_loader(
     data: Data, images: ImageSource | None, order: Order, cores: int, device: torch.device, seed: int
-) -> Loader:
+) -> Iterator[Batch]:
     """Build the loader that ``data`` describes; its batches hold bytes, not normalised.
 
     At most ``cores`` threads decode. Synthetic data takes its images from ``seed``, and None for ``images``.
@@ -160,11 +154,11 @@ def open_loader(
     """
     match data:
         case SyntheticData():
-            return SyntheticLoader(order, data, device, seed)
+            return synthetic_images(order, data, device, seed)
         case ImageData():
             assert images is not None
             load = DaliLoader if data.loader == "dali" else ThreadLoader
-            return load(images, order, data, device, min(data.workers or cores, cores))
+            return iter(load(images, order, data, device, min(data.workers or cores, cores)))
         case _:
             assert_never(data)
 
@@ -188,21 +182,11 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     yield from (normalise(images) for images, _, _ in islice(loader, batches))
 
 
-class SyntheticLoader:
-    """Endless batches in ``order``, in the form of the other loaders. Image i has label i mod classes."""
-
-    def __init__(self, order: Order, data: SyntheticData, device: torch.device, seed: int) -> None:
-        """Create the random images from ``seed``, and copy them to ``device``."""
-        generator = torch.Generator().manual_seed(seed)
-        shape = (_BANK, data.image_size, data.image_size, 3)
-        pixels = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
-        self._images = pixels.to(device).permute(0, 3, 1, 2)
-        self._order = order
-        self._classes = data.classes
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield batches without end."""
-        device = self._images.device
-        for indices in self._order:
-            chosen = torch.from_numpy(indices.images).to(device, non_blocking=True)
-            yield Batch(self._images[chosen % _BANK], chosen % self._classes, indices)
+def synthetic_images(order: Order, data: SyntheticData, device: torch.device, seed: int) -> Iterator[Batch]:
+    """Yield batches of random images in ``order``, as loaders do. Image i has label i mod classes."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (_BANK, data.image_size, data.image_size, 3)
+    images = torch.randint(256, shape, dtype=torch.uint8, generator=generator).to(device).permute(0, 3, 1, 2)
+    for indices in order:
+        chosen = torch.from_numpy(indices.images).to(device, non_blocking=True)
+        yield Batch(images[chosen % _BANK], chosen % data.classes, indices)

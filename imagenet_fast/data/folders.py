@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,36 +156,6 @@ def class_folders(split: Path) -> list[str]:
     return contents.folders
 
 
-@dataclass(frozen=True)
-class ListedSplit:
-    """All class folders of a split, and what lies in none of them, as paths below the split."""
-
-    classes: dict[str, FolderContents]
-    """The class folders by name."""
-    apart: list[str]
-    """Images beside class folders, and in subfolders of them."""
-    hidden: list[str]
-    """Folders that are no classes."""
-
-
-def list_split(split: Path, classes: Sequence[str]) -> ListedSplit:
-    """List the class folders of ``split``, named by ``class_folders``, and all that lies around the images in them.
-
-    Raises:
-        OSError: If a folder cannot be listed.
-    """
-    beside = list_folder(split)
-
-    def listed(name: str) -> tuple[FolderContents, list[str]]:
-        contents = list_folder(split / name)
-        return contents, [os.path.join(name, path) for path in contents.deeper()]  # noqa: PTH118  (keeps odd names)
-
-    found = list(map_in_order(listed, classes))
-    apart = beside.images + [path for _, deeper in found for path in deeper]
-    contents = {name: contents for name, (contents, _) in zip(classes, found, strict=True)}
-    return ListedSplit(contents, apart, beside.hidden)
-
-
 def read_file(path: str) -> bytes:
     """Return the bytes of a file; none of a pipe, which would be waited for."""
     with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
@@ -327,17 +297,23 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
 
 def _index(folder: Path, names: list[str]) -> Index:
     """List all images with the number of their class folder, and count the left-out files that may be images."""
-    listed = list_split(folder, names)
-    for contents in listed.classes.values():
+
+    def listed(name: str) -> tuple[FolderContents, list[str]]:
+        contents = list_folder(folder / name)
         contents.require_images()
-    files = [os.fsencode(file) for contents in listed.classes.values() for file in contents.images]
+        return contents, contents.deeper()
+
+    found = list(map_in_order(listed, names))
+    files = [os.fsencode(file) for contents, _ in found for file in contents.images]
     columns: dict[str, NDArray[Any]] = {
         "names": np.frombuffer(b"".join(files), np.uint8),
         "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
-        "folders": np.repeat(np.arange(len(listed.classes)), [len(found.images) for found in listed.classes.values()]),
+        "folders": np.repeat(np.arange(len(names)), [len(contents.images) for contents, _ in found]),
     }
-    unread = [f"{name}/{file}" for name, contents in listed.classes.items() for file in contents.unread]
-    return Index({"apart": _some(listed.apart), "unread": _some(unread)}, columns)
+    by_name = list(zip(names, found, strict=True))
+    apart = [f"{name}/{path}" for name, (_, deeper) in by_name for path in deeper] + list_folder(folder).images
+    unread = [f"{name}/{file}" for name, (contents, _) in by_name for file in contents.unread]
+    return Index({"apart": _some(apart), "unread": _some(unread)}, columns)
 
 
 def _some(paths: list[str]) -> list[Any]:

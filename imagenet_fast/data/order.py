@@ -188,15 +188,9 @@ class Window(NamedTuple):
     height: int
     width: int
 
-    @property
-    def rows(self) -> slice:
-        """Slice of the image's rows that the window covers."""
-        return slice(self.top, self.top + self.height)
-
-    @property
-    def columns(self) -> slice:
-        """Slice of the image's columns that the window covers."""
-        return slice(self.left, self.left + self.width)
+    def of(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the part of an image, [height, width, ...], that the window covers, as a view."""
+        return image[self.top : self.top + self.height, self.left : self.left + self.width]
 
 
 @dataclass(frozen=True)

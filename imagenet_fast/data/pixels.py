@@ -278,11 +278,11 @@ def random_crop(
     """
     if augmentation.padding is None:
         window = augmentation.window(image.shape[0], image.shape[1], numbers)
-        resized(image[window.rows, window.columns], resolution.size, resolution.size, into=into)
+        resized(window.of(image), resolution.size, resolution.size, into=into)
         return
     image = _scaled(image, resolution.shorter)
     window = augmentation.padded_window(image.shape[0], image.shape[1], resolution.size, numbers)
-    into[:] = mirror_padded(image, augmentation.padding)[window.rows, window.columns]
+    into[:] = window.of(mirror_padded(image, augmentation.padding))
 
 
 def mirror_padded(image: Pixels, padding: int) -> Pixels:

@@ -198,7 +198,7 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
         UserError: If the shards are damaged.
         ValueError: If ``found`` is in class folders.
     """
-    training = find_split(root, "train").shards
+    training = found.shards if split == "train" else find_split(root, "train").shards
     match found.format:
         case "webdataset":
             return open_webdataset(root, split, found.shards, training)

@@ -11,7 +11,6 @@ import struct
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -40,6 +39,9 @@ Fetch = Callable[[int, int], bytes]
 """A function that returns the file's bytes from one offset to another."""
 
 _LONGEST_KEY = 256
+
+Record = tuple[Row, str]
+"""One record's row in the index, and its synset; empty if it names none."""
 
 
 def masked_crc32c(content: bytes) -> int:
@@ -144,19 +146,12 @@ def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
     return load_or_build_index(root, split, kind, files, lambda: _index(root, split, files))
 
 
-class Record(NamedTuple):
-    """One record's row in the index; ``synset`` is empty if the record names none."""
-
-    row: Row
-    synset: str
-
-
 def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
     found = list(map_in_order(_records, files))
     if not any(found):
         raise UserError(f"{root}: there is no record in the {len(files)} file(s) of the {split} split")
-    synsets = sorted({(record.row[3], record.synset) for records in found for record in records if record.synset})
-    return Index({"synsets": synsets}, columns_of([[record.row for record in records] for records in found]))
+    synsets = sorted({(row[3], synset) for records in found for row, synset in records if synset})
+    return Index({"synsets": synsets}, columns_of([[row for row, _ in records] for records in found]))
 
 
 def _records(shard: Path) -> list[Record]:
@@ -200,7 +195,7 @@ def _record(fetch: _Window, at: int, example: Span) -> Record:
             raise ValueError(f"it has not one {_IMAGES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do")
     synset = features.get(_SYNSET, [])
     name = os.fsdecode(fetch(*synset[0])) if synset and not isinstance(synset[0], int) else ""
-    return Record((begin, end - begin, begin - at, number), name)
+    return (begin, end - begin, begin - at, number), name
 
 
 class _Window:

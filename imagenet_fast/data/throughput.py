@@ -46,7 +46,7 @@ def training_batches(
         on_bad_image="skip",
     )  # fmt: skip
     order = TrainSampler(len(images), Batching(1, batch, 1), 0, seed=1)
-    return iter(open_loader(data, images, order, threads, device, seed=1))
+    return open_loader(data, images, order, threads, device, seed=1)
 
 
 def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:

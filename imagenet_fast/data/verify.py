@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.folders import class_folders, list_split, read_file, shown
+from imagenet_fast.data.folders import class_folders, list_folder, read_file, shown
+from imagenet_fast.data.index import map_in_order
 from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_of
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
@@ -141,7 +142,7 @@ def _files_of(root: Path, split: SplitName) -> _SplitFiles | None:
     if not (root / split).is_dir():
         return None
     classes = class_folders(root / split)
-    images = [contents.images for contents in list_split(root / split, classes).classes.values()]
+    images = list(map_in_order(lambda name: list_folder(root / split / name).images, classes))
     names = [f"{split}/{name}/{file}" for name, files in zip(classes, images, strict=True) for file in files]
     labels = np.repeat(np.arange(len(classes)), [len(files) for files in images])
     return _SplitFiles(split, classes, labels, names.__getitem__, lambda i: read_file(f"{root / names[i]}"))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from imagenet_fast.data.build import build_val_loader
-from imagenet_fast.data.formats.shard_writer import write_classes, write_tar
+from imagenet_fast.data.prepare.shard_writer import write_classes, write_tar
 from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
 from imagenet_fast.data.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.verify import verify
@@ -181,11 +181,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, overwritten(2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
     (GOOD, overwritten(0, b"\x1f\x8b\x08"), "train-0.tar is compressed, so"),
     (GOOD | {"b.cls": b"1", "b.jpg": b"?"}, overwritten(2560, bytes(1024)), "train-0.tar is damaged at byte 2560"),
-    (
-        {f"{n}.{kind}": b"1" for n in range(9) for kind in ("jpg", "cls")},
-        overwritten(4096, bytes(4096)),
-        "at byte 4096",
-    ),
+    (NINE, overwritten(4096, bytes(4096)), "at byte 4096"),
     (GOOD | {"b.jpg": b""}, as_it_is, "train-0.tar: b.jpg lacks its label, b.cls"),
     (GOOD | {"b.cls": b"1"}, as_it_is, "train-0.tar: b.cls lacks its image, b.jpg"),
     (GOOD | {"b.jpg": LINK}, as_it_is, "train-0.tar: b.jpg is no regular file"),

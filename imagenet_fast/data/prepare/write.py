@@ -22,10 +22,10 @@ from typing import Literal, NamedTuple
 from PIL import Image
 from pydantic import PositiveInt
 
-from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.pixels import ImageDecodeError, decode, store_pixels
 from imagenet_fast.data.pixels import shrunk as loaders_shrunk
 from imagenet_fast.data.prepare.files import SPLITS, SourceClass, SourceFile
+from imagenet_fast.data.prepare.shard_writer import Sample, write_tar
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.units import exact_size
