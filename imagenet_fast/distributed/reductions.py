@@ -185,21 +185,21 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     Raises:
         UserError: On every rank, if rank 0 cannot write there.
     """
-    told = [str(folder.absolute()), uuid.uuid4().hex]
-    dist.broadcast_object_list(told, src=0, device=world.device)
-    mark = f".seen-{told[1]}"
-    with raise_on_all_ranks(world.device):
+    told = [str(folder.absolute()), f".seen-{uuid.uuid4().hex}", ""]
+    if world.is_main:
         try:
-            if world.is_main:
-                if make:
-                    folder.mkdir(exist_ok=True)
-                (folder / mark).touch()
+            if make:
+                folder.mkdir(exist_ok=True)
+            (folder / told[1]).touch()
         except OSError as error:
-            raise UserError(
-                f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
-            ) from None
+            told[2] = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
+    with here.waiting():
+        dist.broadcast_object_list(told, src=0, device=world.device)
+    theirs, mark, refusal = told
+    if refusal:
+        raise UserError(refusal)
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
-    places = (folder.absolute(), Path(told[0]))
+    places = (folder.absolute(), Path(theirs))
     seen = wait_until(lambda: next((place for place in places if (place / mark).exists()), None), deadline)
     (missing,) = all_reduce_sum(float(seen is None), device=world.device)
     if world.is_main:

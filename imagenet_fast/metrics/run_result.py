@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from imagenet_fast.atomic_io import atomic_write_text
@@ -187,10 +188,10 @@ def read_outcome(folder: Path) -> RunResult | None:
     """
     path = RunDir(folder).outcome
     try:
-        return TypeAdapter(RunResult).validate_json(path.read_bytes())
+        return RunResult(**json.loads(path.read_bytes()))  # a name in it may be no UTF-8, which pydantic does not read
     except FileNotFoundError:
         return None
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         raise UserError(
             f"{path} is damaged or of another version; remove it, and the events tell what they can"
         ) from None
