@@ -31,7 +31,7 @@ def check_compiler() -> None:
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         raise UserError(f"compile true needs a compiler, and there is no {names[0]} here; install one, {_OTHERWISE}")
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
