@@ -25,11 +25,12 @@ from typing import Any
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
+from imagenet_fast.atomic_io import check_place
 from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.checkpoint.folder import SHARED, FileSum, Manifest, Stamp, part_name, write_durably
 from imagenet_fast.checkpoint.tree import HostCopy, Tree
 from imagenet_fast.distributed.board import Board
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 
 _PRIORITY = 10  # a niceness: the thread gets a tenth of another's share of a busy core
@@ -82,6 +83,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             timeout: A checkpoint fails if a rank takes this much longer than rank 0 to write its part.
         """
         self._root = root
+        self._was = root.stat() if root.exists() else None  # where it is not, writing tells
         self._place = place
         self._store = (store or HashStore()).clone()
         self._keep = keep
@@ -188,10 +190,16 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def _write(self, folder: Path, files: Mapping[str, Iterator[bytes | memoryview]]) -> dict[str, Any]:
         """Write ``files`` into ``folder`` and return their sums."""
+        self._check_root()
         folder.mkdir(exist_ok=True)
         return {
             name: write_durably(folder / name, map(self._passed, pieces)).model_dump() for name, pieces in files.items()
         }
+
+    def _check_root(self) -> None:
+        """Raise FileNotFoundError if another run's directory has the name of this one's by now."""
+        if self._was is not None:
+            check_place(self._root, self._was)
 
     def _judge(self, board: Board, folder: Path, stamp: Stamp) -> dict[str, Any]:
         """Make a checkpoint of ``folder`` once all ranks have written, or remove it, and return the verdict."""
@@ -207,6 +215,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             failed = [made]
         before: dict[Path, Manifest] = {}
         with suppress(OSError):
+            self._check_root()
             shutil.rmtree(folder)
         with suppress(OSError):
             before, _ = folders.survey(self._root)

@@ -155,7 +155,7 @@ def ssh(
     file: _File = None,
 ) -> None:
     """Print a shell script that starts the job on each host, with one ssh per host."""
-    from imagenet_fast.distributed.network_interfaces import Endpoint
+    from imagenet_fast.distributed.network import Endpoint
     from imagenet_fast.launch.cluster_job import emit, plan_cluster_job
     from imagenet_fast.launch.ssh import parse_hosts, ssh_text
 

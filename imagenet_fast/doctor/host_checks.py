@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from imagenet_fast.data.source import check_folders, open_validation
-from imagenet_fast.distributed.cgroup_limits import usable_memory
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores, usable_memory
 from imagenet_fast.doctor.report import CheckResult, check
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.compiler import check_compiler

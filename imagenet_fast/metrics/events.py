@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.atomic_io import atomic_write_text, check_place
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.run_dir import RunDir
@@ -152,8 +152,8 @@ class AppendedFile:
 
     def _flush(self) -> None:
         """Write the pending bytes; a write may take only a part of them."""
-        if self._pending and not os.path.samestat(self._path.stat(), os.fstat(self._file.fileno())):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._path))
+        if self._pending:
+            check_place(self._path, os.fstat(self._file.fileno()))
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
 

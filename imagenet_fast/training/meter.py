@@ -12,7 +12,7 @@ from torch import Tensor
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.network_interfaces import link_bytes
+from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats

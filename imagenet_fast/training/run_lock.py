@@ -13,15 +13,16 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from imagenet_fast.atomic_io import check_place
 from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.distributed.reductions import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 
 _LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
-_held: set[Path] = set()
+_held: dict[Path, int] = {}  # the descriptors, which are never closed
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
             that cannot be moved aside.
     """
     try:
-        with refused_together(world.device):
+        with raise_on_all_ranks(world.device):
             if world.is_main:
                 _claim(job)
         yield
@@ -70,7 +71,7 @@ def _move_aside(folder: Path) -> None:
             f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {aside} "
             f"({error.strerror}); move what is in it away, or give another --out"
         ) from None
-    _held.discard(whole)
+    _held.pop(whole)
     warn(f"{folder} holds a run that had come to no checkpoint; it is moved to {aside}, and begins again")
 
 
@@ -85,7 +86,10 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     Raises:
         UserError: Another process trains there, and goes on for ``timeout_s``.
     """
-    if not folder.is_dir() or folder.absolute() in _held:
+    if not folder.is_dir():
+        return
+    with suppress(KeyError, FileNotFoundError):  # not locked, or another one now
+        check_locked(folder)
         return
     deadline = time.monotonic() + timeout_s
     while True:
@@ -102,8 +106,13 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         except OSError:  # a file system without locks, or, like NFS, without locks of directories
             pass
         with suppress(FileNotFoundError):
-            if os.path.samestat(folder.stat(), os.fstat(descriptor)):
-                _held.add(folder.absolute())
-                return
+            check_place(folder, os.fstat(descriptor))
+            _held[folder.absolute()] = descriptor
+            return
         os.close(descriptor)  # the process that held it before removed it, empty
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_locked(folder: Path) -> None:
+    """Raise FileNotFoundError if ``folder`` is not the directory that this process has locked under that name."""
+    check_place(folder, os.fstat(_held[folder.absolute()]))

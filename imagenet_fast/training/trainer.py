@@ -22,11 +22,11 @@ from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import find_data
-from imagenet_fast.distributed.failure_detection import report_failure
-from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
+from imagenet_fast.distributed.forks import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
+from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import Accuracy, MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
@@ -47,7 +47,7 @@ from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import claimed
+from imagenet_fast.training.run_lock import check_locked, claimed
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -361,7 +361,8 @@ class Trainer:
         if self.world.is_main:
             about = describe(self.job.name, self.job.recipe, self.data.class_names)
             try:
-                path.parent.mkdir(exist_ok=True)  # not its parent: a run that was renamed does not make it again
+                check_locked(self.job.folder)
+                path.parent.mkdir(exist_ok=True)
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
                 failure = (

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from imagenet_fast.bench import compare
 from imagenet_fast.cli.main import app
 from imagenet_fast.cost_model.layer_profile import save_profile
-from imagenet_fast.distributed.rank_info import rank_info_from_env
+from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.recipe.job import DoctorJob
 from tests.bench.small import SMALL
 from tests.conftest import make_images

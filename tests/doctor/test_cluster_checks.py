@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 import tests
-from imagenet_fast.distributed.rank_info import rank_info_from_env
+from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.doctor import host_checks, loader_check
 from imagenet_fast.doctor.cluster_checks import _rated_speed, gather_results
 from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results

@@ -12,7 +12,9 @@ import pytest
 
 from imagenet_fast.metrics.reference import judge_by_reference, reference_at, reference_points
 from imagenet_fast.metrics.report import PastRun
-from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job, write_job
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 
 MEANS = {
     1632: 35.0, 3264: 35.2, 4096: 40.0, 8192: 42.0, 13056: 45.4, 32768: 56.0, 49152: 68.0, 58880: 79.9, 65536: 84.5,
@@ -23,9 +25,11 @@ MEANS = {
 
 def past_run(
     folder: Path, top1: dict[int, float], recipe: str = "resnet50-8gpu", batch: int = 3200, images: int = 1_281_167,
-    overrides: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (), init_from: Path | None = None,
 ) -> PastRun:  # fmt: skip
-    (folder / "recipe.toml").write_text(to_toml(load_recipe(find_recipe(recipe), overrides=overrides)))
+    written = load_recipe(find_recipe(recipe), overrides=overrides)
+    job = Job(recipe, written, split_batch(written, written.ranks), None, folder, init_from=init_from)
+    write_job(job, folder / "job.json")
     begun: dict[str, Any] = {"event": "run", "global_batch": batch, "train_images": images}
     return PastRun(folder, None, [begun, *({"event": "eval", "epoch": e, "top1": t} for e, t in top1.items())])
 
@@ -102,8 +106,7 @@ def test_other_means_than_the_references_are_named(tmp_path: Path):
     assert verdict.endswith("other means than data.mixup, sync.kind 'sparse'")
 
 
-def test_a_run_without_a_recipe_or_that_starts_from_weights_is_not_compared(tmp_path: Path):
-    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its recipe.toml is missing or damaged"
-    run = past_run(tmp_path, {3: 76.1})
-    (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')
+def test_a_run_without_a_job_or_that_starts_from_weights_is_not_compared(tmp_path: Path):
+    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its job.json is missing or damaged"
+    run = past_run(tmp_path, {3: 76.1}, init_from=Path("/w/resnet50.pth"))
     assert judge_by_reference(run).startswith("not compared: it starts from the weights /w/resnet50.pth")

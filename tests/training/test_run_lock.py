@@ -154,17 +154,20 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint_whatever_its_outcome_says_
     )
 
 
-def test_a_run_whose_directory_is_renamed_is_whole_under_the_new_name_and_goes_on_there(tmp_path: Path):
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_directory_is_renamed_is_whole_under_the_new_name_and_goes_on_there(replaced: bool, tmp_path: Path):
+    """Also where another has begun under the old name: nothing is written there."""
     folder, moved = tmp_path / "run", tmp_path / "moved"
-    ((recorded, told),) = run(1, train_and_rename, folder, moved, fresh=True)
+    ((recorded, told),) = run(1, train_and_rename, folder, moved, replaced, fresh=True)
     assert told.startswith(f"trained to the end, but {folder}/checkpoints/final.safetensors cannot be written (")
-    assert not folder.exists(), "it is not made anew"
+    assert [*folder.rglob("*")] == [folder / "checkpoints"] * replaced
+    assert folder.exists() == replaced, "it is not made anew"
     assert (moved / "events.jsonl").read_text() == recorded
-    assert run(1, train_and_rename, moved, None, fresh=True) == [("", "finished")]
+    assert run(1, train_and_rename, moved, None, False, fresh=True) == [("", "finished")]
     assert [event["step"] for event in events_of(moved, "train")] == [*range(1, 9)]
 
 
-def train_and_rename(folder: Path, to: Path | None) -> tuple[str, str]:
+def train_and_rename(folder: Path, to: Path | None, replaced: bool) -> tuple[str, str]:
     """In one of the first of eight steps: what was recorded then, and how the run ended."""
     calls, recorded = count(1), ""
 
@@ -173,6 +176,8 @@ def train_and_rename(folder: Path, to: Path | None) -> tuple[str, str]:
         if next(calls) == 3 and to is not None:
             folder.rename(to)
             recorded = (to / "events.jsonl").read_text()
+            if replaced:
+                (folder / "checkpoints").mkdir(parents=True)
         return False
 
     job = job_of(folder, resume=True, checkpoint={"every_steps": 1})
