@@ -21,20 +21,10 @@ from imagenet_fast.recipe.validation import check_axes
 
 
 def plan_job(
-    name: str,
-    written: Recipe,
-    ranks: int,
-    *,
-    data: Path | None = None,
-    folder: Path | None = None,
-    scale: bool = False,
-    trace: bool = False,
-    init_from: Path | None = None,
-    fresh_head: bool = False,
-    resume: bool = False,
-    nodes: range | None = None,
-    overrides: Sequence[str] = (),
-) -> Job:
+    name: str, written: Recipe, ranks: int, *, data: Path | None = None, folder: Path | None = None,
+    scale: bool = False, trace: bool = False, init_from: Path | None = None, fresh_head: bool = False,
+    resume: bool = False, nodes: range | None = None, overrides: Sequence[str] = (),
+) -> Job:  # fmt: skip
     """Build the job that ``ranks`` ranks train, with everything checked that can be checked without torch.
 
     Args:
@@ -150,14 +140,9 @@ def recipe_to_train(
 
 
 def plan_evaluation(
-    weights: Path,
-    named: str | None,
-    overrides: Sequence[str],
-    ranks: int,
-    *,
-    data: Path | None = None,
+    weights: Path, named: str | None, overrides: Sequence[str], ranks: int, *, data: Path | None = None,
     report: Path | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Build the evaluation of ``weights`` by ``ranks`` ranks: by the recipe ``named``, or by that of the weights' run.
 
     Args:
