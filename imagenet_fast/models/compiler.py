@@ -37,7 +37,7 @@ def check_compiler() -> None:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             source, library = Path(place, "empty.c"), Path(place, "empty.so")
             source.write_text("#include <Python.h>\n", encoding="utf-8")
-            headers = f"-I{sysconfig.get_path('include')}"
+            headers = f"-I{sysconfig.get_path('include', 'posix_prefix')}"  # Debian's own scheme has none there
             words = [program, headers, "-shared", "-fPIC", str(source), "-o", str(library)]
             done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
             if done.returncode == 0:
