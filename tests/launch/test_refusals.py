@@ -24,6 +24,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, tiers
@@ -119,6 +120,16 @@ def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, 
     torchruns = ChildFailedError("imagenet_fast.launch", {1: ProcessFailure(1, 4711, code, "")})
     monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=torchruns))
     assert launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0) == (code, f"rank 1 {fate}")
+
+
+def test_checkpoints_that_lead_nowhere_are_refused_before_a_step_is_lost(tmp_path: Path):
+    """As a link to a disk that is not mounted; a link to a directory is one."""
+    checkpoints = RunDir(tmp_path).checkpoints
+    checkpoints.symlink_to(tmp_path / "disk")
+    with pytest.raises(UserError, match=rf"{checkpoints} is no directory, and no link to one; make it one, or remove"):
+        RunDir(tmp_path).check_writable()
+    (tmp_path / "disk").mkdir()
+    RunDir(tmp_path).check_writable()
 
 
 HERE = "the ranks of this node could not be started or kept together"
