@@ -215,7 +215,6 @@ def show_recipe(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")],
 ) -> None:
     """Print one recipe."""
-    from imagenet_fast.launch.stdio import print_file
     from imagenet_fast.recipe.load import find_recipe
 
-    print_file(find_recipe(name).read_bytes())
+    print(find_recipe(name).read_bytes().decode(), end="")

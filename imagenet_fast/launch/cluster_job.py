@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.launch.stdio import print_file
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
@@ -157,7 +156,7 @@ def emit(text: str, file: Path | None) -> None:
     except UnicodeEncodeError:
         raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
     if file is None:
-        print_file(encoded)
+        print(text, end="")
         return
     try:
         file.write_bytes(encoded)

@@ -21,20 +21,10 @@ from imagenet_fast.recipe.validation import check_axes
 
 
 def plan_job(
-    name: str,
-    written: Recipe,
-    ranks: int,
-    *,
-    data: Path | None = None,
-    folder: Path | None = None,
-    scale: bool = False,
-    trace: bool = False,
-    init_from: Path | None = None,
-    fresh_head: bool = False,
-    resume: bool = False,
-    nodes: range | None = None,
-    overrides: Sequence[str] = (),
-) -> Job:
+    name: str, written: Recipe, ranks: int, *, data: Path | None = None, folder: Path | None = None,
+    scale: bool = False, trace: bool = False, init_from: Path | None = None, fresh_head: bool = False,
+    resume: bool = False, nodes: range | None = None, overrides: Sequence[str] = (),
+) -> Job:  # fmt: skip
     """Build the job that ``ranks`` ranks train, with everything checked that can be checked without torch.
 
     Args:
@@ -143,25 +133,16 @@ def recipe_to_train(
     Raises:
         UserError: If no recipe is given, by name or by a run, or it is invalid.
     """
-    if named is not None:
-        path = find_recipe(named)
-        return path.stem, load_recipe(path, sync, overrides), data
-    if run is None or not RunDir(run).job.is_file():
+    if named is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
-    name, _, job = recipe_of(run, None)
-    assert job is not None
-    return name, load_recipe(RunDir(run).recipe, sync, overrides), data or job.data
+    name, recipe, job = recipe_of(run or Path(), named, overrides, sync)
+    return name, recipe, data or (job.data if job is not None else None)
 
 
 def plan_evaluation(
-    weights: Path,
-    named: str | None,
-    overrides: Sequence[str],
-    ranks: int,
-    *,
-    data: Path | None = None,
+    weights: Path, named: str | None, overrides: Sequence[str], ranks: int, *, data: Path | None = None,
     report: Path | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Build the evaluation of ``weights`` by ``ranks`` ranks: by the recipe ``named``, or by that of the weights' run.
 
     Args:
@@ -186,17 +167,19 @@ def plan_evaluation(
     return Evaluation(name, recipe, Batching(ranks, batch, 1), weights.absolute(), root, place)
 
 
-def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -> tuple[str, Recipe, Job | None]:
+def recipe_of(
+    weights: Path, named: str | None, overrides: Sequence[str] = (), sync: str | None = None
+) -> tuple[str, Recipe, Job | None]:
     """Return the name of a recipe, the recipe and its job: those of the recipe ``named``, or of the run of ``weights``.
 
-    The job is None if a recipe is named.
+    The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe.
 
     Raises:
         UserError: If no recipe is named, and ``weights`` are of no run or its job cannot be read.
     """
     if named is not None:
         path = find_recipe(named)
-        return path.stem, load_recipe(path, overrides=overrides), None
+        return path.stem, load_recipe(path, sync, overrides), None
     run = run_of(weights)
     folder = run.folder
     if not folder.exists():
@@ -206,5 +189,4 @@ def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -
             raise UserError(f"{folder} is a directory without a run; give one that `train` made, or a file of weights")
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     job = run.read_job()
-    recipe = load_recipe(run.recipe, overrides=overrides) if overrides else job.recipe
-    return job.name, recipe, job
+    return job.name, load_recipe(run.recipe, sync, overrides) if overrides or sync else job.recipe, job

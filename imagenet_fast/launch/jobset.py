@@ -27,18 +27,9 @@ _SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its targe
 
 
 def jobset_text(
-    job: ClusterJob,
-    label: str,
-    image: str,
-    run_claim: str,
-    *,
-    data_claim: str | None = None,
-    out: str | None = None,
-    namespace: str | None = None,
-    gpus: bool = True,
-    port: int = 29400,
-    time_limit_s: int | None = None,
-) -> str:
+    job: ClusterJob, label: str, image: str, run_claim: str, *, data_claim: str | None, out: str | None,
+    namespace: str | None, gpus: bool, port: int, time_limit_s: int | None,
+) -> str:  # fmt: skip
     """Return a manifest for ``kubectl apply``, with a ConfigMap of the recipe if the image lacks it.
 
     It is JSON, in which all readers take a text for a text: ``00215e6`` in YAML is a number for some.

@@ -198,8 +198,8 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
         return code, describe_exit(rank, end, job.parent)
     except SignalException:
         raise KeyboardInterrupt from None
-    except DistError:
-        return 1, f"the node at {met.endpoint} ended while this one was still at work"
+    except DistError as error:
+        return 1, _why_ended(error, nodes)
     except RendezvousError as error:
         raise JobAborted(_why_ended(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
@@ -229,7 +229,8 @@ def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
 
 
 def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
-    """Return one sentence on why nodes that may leave and join stopped training."""
+    """Return one sentence on why this node's launcher could not go on."""
+    from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
         RendezvousConnectionError,
@@ -238,11 +239,13 @@ def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
 
     again = "the same command on every node goes on where the run was saved"
     match error:
-        case RendezvousTimeoutError():
+        case RendezvousTimeoutError() if nodes.least is not None:
             return f"fewer than --nodes {nodes.least} are left at {nodes.endpoint}, and no others came in time; {again}"
-        case RendezvousClosedError():
+        case RendezvousClosedError() if nodes.endpoint is not None:
             return f"the nodes at {nodes.endpoint} have ended; see what they say, and {again}"
-        case RendezvousConnectionError():
+        case RendezvousConnectionError() if nodes.endpoint is not None:
             return f"the node at {nodes.endpoint} has ended; see what it says, and {again}"
+        case DistError() if nodes.endpoint is not None:
+            return f"the node at {nodes.endpoint} ended while this one was still at work"
         case _:
-            return f"the ranks of this node could not be started ({first_line(error)})"
+            return f"the ranks of this node could not be started or kept together ({first_line(error)})"

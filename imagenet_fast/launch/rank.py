@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.ranks import RankInfo, set_group_rank
 from imagenet_fast.launch.signals import Signals
@@ -118,15 +119,12 @@ def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launc
     Raises:
         UserError: If the ranks cannot meet.
     """
-    from imagenet_fast.doctor import (  # which ranks that train do not need
-        cluster_checks,
-        host_checks,
-        loader_check,
-        report,
-    )
+    # Ranks that train do not need it.
+    from imagenet_fast.doctor import cluster_checks, host_checks, loader_check, report
 
     with _joined(rank, {}, join_timeout_s, job.timeout, launcher_dir) as world:
         own = []
+        here.enter("data")
         if rank.is_local_main:  # when all have come: to look through the data of a slow server may take long
             own = host_checks.examine(job.data, job.out, rank.local_size, job.timeout)
             own += loader_check.try_loaders(job.data, rank.local_size)

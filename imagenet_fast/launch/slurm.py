@@ -53,16 +53,9 @@ exit "$code"
 
 
 def sbatch_text(
-    job: ClusterJob,
-    command: Sequence[str],
-    folder: Path,
-    *,
-    gpus: bool,
-    cores: int | None = None,
-    time_limit: str | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-) -> str:
+    job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: bool, cores: int | None, time_limit: str | None,
+    partition: str | None, account: str | None,
+) -> str:  # fmt: skip
     """Return a script for sbatch that runs ``command`` once per node.
 
     Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all

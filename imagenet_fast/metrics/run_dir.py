@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import secrets
 import tempfile
@@ -90,7 +91,10 @@ class RunDir:
         try:
             if not resume and self.holds_run():
                 raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
-            nearest = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+            if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
+                raise UserError(f"{self.checkpoints} is no directory, and no link to one; make it one, or remove it")
+            places = (self.checkpoints, folder, *folder.absolute().parents)
+            nearest = next(place for place in places if place.exists())
             if not nearest.is_dir():
                 raise UserError(f"the run cannot be written to {folder}: {nearest} is a file; give another --out")
             tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere

@@ -31,13 +31,13 @@ def check_compiler() -> None:
     program = next(filter(None, map(shutil.which, names)), None)
     if program is None:
         raise UserError(f"compile true needs a compiler, and there is no {names[0]} here; install one, {_OTHERWISE}")
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir())
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir()))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as place:
             source, library = Path(place, "empty.c"), Path(place, "empty.so")
             source.write_text("#include <Python.h>\n", encoding="utf-8")
-            headers = f"-I{sysconfig.get_path('include')}"
+            headers = f"-I{sysconfig.get_path('include', 'posix_prefix')}"  # Debian's own scheme has none there
             words = [program, headers, "-shared", "-fPIC", str(source), "-o", str(library)]
             done = subprocess.run(words, capture_output=True, encoding="utf-8", errors="replace", check=False)
             if done.returncode == 0:

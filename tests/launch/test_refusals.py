@@ -13,14 +13,18 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from imagenet_fast import errors
+from imagenet_fast.distributed.network import Endpoint
 from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, tiers
@@ -118,6 +122,42 @@ def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, 
     assert launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0) == (code, f"rank 1 {fate}")
 
 
+def test_checkpoints_that_lead_nowhere_are_refused_before_a_step_is_lost(tmp_path: Path):
+    """As a link to a disk that is not mounted; a link to a directory is one."""
+    checkpoints = RunDir(tmp_path).checkpoints
+    checkpoints.symlink_to(tmp_path / "disk")
+    with pytest.raises(UserError, match=rf"{checkpoints} is no directory, and no link to one; make it one, or remove"):
+        RunDir(tmp_path).check_writable()
+    (tmp_path / "disk").mkdir()
+    RunDir(tmp_path).check_writable()
+
+
+HERE = "the ranks of this node could not be started or kept together"
+
+
+@pytest.mark.parametrize(
+    ("error", "endpoint", "sentence"),
+    [
+        (DistError("no store"), None, f"{HERE} (no store)"),
+        (DistError("no store"), Endpoint("a", 1), "the node at a:1 ended while this one was still at work"),
+        (
+            RendezvousConnectionError("no way"),
+            None,
+            f"{HERE} (no way)",
+        ),
+        (
+            RendezvousTimeoutError("too late"),
+            Endpoint("a", 1),
+            f"{HERE} (too late)",
+        ),
+    ],
+)
+def test_what_torchrun_says_is_quoted_where_its_cause_is_not_known(
+    error: Exception, endpoint: Endpoint | None, sentence: str
+):
+    assert launcher._why_ended(error, LaunchConfig(2, 2, endpoint)) == sentence
+
+
 @pytest.mark.usefixtures("own_signals")
 def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -205,7 +245,9 @@ def test_a_node_that_lacks_something_is_told_what(node: str, sentence: str, tmp_
     compiles = str("compile" in sentence).lower()
     run += setting(f"compile={compiles}", "epochs=1", "data.train_images=64", "data.val_images=15")
     shell = ["unshare", "-nm", "sh", "-c", f'ip link set lo up && {node} && exec "$@"', "sh", *run]
-    done = subprocess.run(shell, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=120)
+    told = environment(TMPDIR=str(tmp_path))
+    told.pop("TORCHINDUCTOR_CACHE_DIR", None)  # as torch has set it in this process
+    done = subprocess.run(shell, env=told, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "Traceback" in done.stderr) == (2 if sentence else 0, False), done.stderr[-1000:]
     assert f"error: {sentence}" in done.stderr if sentence else not done.stderr
 
