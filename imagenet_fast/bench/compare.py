@@ -17,8 +17,8 @@ from pathlib import Path
 
 from imagenet_fast.bench.netns import INTERFACE, Host, enter, kill_with_parent, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals, signals_held

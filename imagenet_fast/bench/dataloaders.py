@@ -32,7 +32,7 @@ from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
-from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
+from imagenet_fast.distributed.forks import end_with_starter, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, listed
 from imagenet_fast.recipe.batching import Batching

@@ -23,11 +23,4 @@ from __future__ import annotations
 from imagenet_fast.checkpoint.folder import Checkpoint, Stamp, newest, open_checkpoint
 from imagenet_fast.checkpoint.writer import CheckpointWriter, NotSaved
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointWriter",
-    "NotSaved",
-    "Stamp",
-    "newest",
-    "open_checkpoint",
-]
+__all__ = ["Checkpoint", "CheckpointWriter", "NotSaved", "Stamp", "newest", "open_checkpoint"]

@@ -29,7 +29,6 @@ _SUM, _END = b',\n  "crc32": ', b"\n}"
 _NAME = re.compile(r"(\.?)step-\d{8,}(-\d+)?")
 """Names of checkpoints; with a dot those of directories that are none yet, or no longer."""
 _CPU = torch.device("cpu")
-_CHUNK_BYTES = 4 << 20
 
 
 def part_name(rank: int) -> str:

@@ -30,7 +30,7 @@ from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.checkpoint.folder import SHARED, FileSum, Manifest, Stamp, part_name, write_durably
 from imagenet_fast.checkpoint.tree import HostCopy, Tree
 from imagenet_fast.distributed.board import Board
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 
 _PRIORITY = 10  # a niceness: the thread gets a tenth of another's share of a busy core

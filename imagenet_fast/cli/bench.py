@@ -345,7 +345,7 @@ def bench_data(
     from imagenet_fast.bench.dataloaders import bench_loading, parse_loaders
     from imagenet_fast.bench.figures import draw_loading
     from imagenet_fast.bench.tables import loading_table
-    from imagenet_fast.distributed.cpu_affinity import usable_cores
+    from imagenet_fast.distributed.cores import usable_cores
 
     chosen = parse_loaders(loaders)
     threads = workers or usable_cores()

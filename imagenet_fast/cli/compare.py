@@ -81,7 +81,7 @@ def compare(
     from imagenet_fast.bench.compare import contestants
     from imagenet_fast.bench.parallel_layouts import parse_layouts
     from imagenet_fast.bench.plots import draw_curves
-    from imagenet_fast.launch.rendezvous import local_ranks
+    from imagenet_fast.launch.nodes import local_ranks
     from imagenet_fast.metrics.report import report_table
     from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED

@@ -51,7 +51,7 @@ def prepare(
             metavar="DIR",
             help="What you downloaded: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and "
             "ILSVRC2012_devkit_t12.tar.gz; or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and "
-            "val/<class>/*, or tars of these.",
+            "val/<class>/*, or tars of these; or Hugging Face's data/*.parquet.",
         ),
     ],
     out: Annotated[

@@ -162,7 +162,7 @@ def doctor(
 
     from imagenet_fast.doctor.report import findings_table
     from imagenet_fast.launch.launcher import launch_doctor
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.nodes import resolve_nodes
     from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout

@@ -32,7 +32,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.signals import stopping_early
 
 if TYPE_CHECKING:
-    from imagenet_fast.distributed.rank_info import RankInfo
+    from imagenet_fast.distributed.ranks import RankInfo
 
 
 @stopping_early()
@@ -103,8 +103,7 @@ def train(
     - 3: trained to the end without reaching the target
     - 4: stopped by a signal without loss
     """
-    from imagenet_fast.distributed.rank_info import rank_info_from_env
-    from imagenet_fast.distributed.slurm import adopt_step
+    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
     from imagenet_fast.recipe.validation import lint
 
@@ -115,7 +114,7 @@ def train(
         plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
         fresh_head=fresh_head, resume=run is not None, overrides=overrides,
     )  # fmt: skip
-    adopt_step(os.environ, chosen=nproc is not None or nodes is not None)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     if not silent and (place is None or place.is_main):
         for doubt in lint(written):
@@ -136,7 +135,7 @@ def train(
         raise typer.Exit(train_as_rank(job, place, join_timeout, traces=job.folder if known else None).exit_code)
 
     from imagenet_fast.launch.launcher import launch
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
     raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
@@ -164,13 +163,12 @@ def evaluate(
     A run directory provides its recipe, and its images if they have not been
     moved.
     """
-    from imagenet_fast.distributed.rank_info import rank_info_from_env
-    from imagenet_fast.distributed.slurm import adopt_step
+    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
     overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
-    adopt_step(os.environ, chosen=nproc is not None or nodes is not None)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
         _warn_idle(place, {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})
@@ -180,7 +178,7 @@ def evaluate(
         return
 
     from imagenet_fast.launch.launcher import launch_evaluation
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.paths import cache_dir
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError
 
 _VERSION = 4
@@ -145,21 +146,11 @@ def map_in_order(look: Callable[[Item], Found], items: Sequence[Item]) -> Iterat
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
             for found in threads.map(look, items):
-                _show_progress()
+                here.enter(here.at[1])  # this rank makes progress: listing a million files may seem to hang
                 yield found
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _show_progress() -> None:
-    """Report that this rank still makes progress, as listing a million files may seem to hang.
-
-    A process that is not a rank has not imported the heartbeat module, and is not made to import torch for it.
-    """
-    watched = sys.modules.get("imagenet_fast.distributed.heartbeat")
-    if watched is not None:
-        watched.here.enter(watched.here.at[1])
 
 
 def digest_of(*parts: bytes | NDArray[np.int64]) -> str:

@@ -21,7 +21,7 @@ from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_o
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
 from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
 
 _CHUNK = 64  # files per task of a thread

@@ -6,6 +6,7 @@ Nodes and ranks meet over it, agree on a failure or a stop, publish their positi
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,6 +33,13 @@ def wait_until(look: Callable[[], _Found], deadline: float, pause: Callable[[flo
     return found
 
 
+def call_within(seconds: float, function: Callable[[], object]) -> None:
+    """Call ``function``, and wait no longer: a store whose node is gone, or a disk, may be slow to fail."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 class Board:
     """The messages in one part of a store, by key. A message is anything that JSON can hold, except null.
 
@@ -49,7 +57,7 @@ class Board:
         """
         self._store = store
         self._prefix = f"{part}/" if part else ""
-        self._pause = pause
+        self.pause = pause
 
     def post(self, key: str, message: Any) -> None:
         """Leave ``message`` under ``key``, in place of an earlier one."""
@@ -61,7 +69,7 @@ class Board:
 
     def read(self, key: str, deadline: float = 0.0) -> Any:
         """Return the message under ``key``, once there is one; None if there is none by ``deadline``."""
-        there = wait_until(lambda: self._store.check([self._prefix + key]), deadline, self._pause)
+        there = wait_until(lambda: self._store.check([self._prefix + key]), deadline, self.pause)
         return json.loads(self._store.get(self._prefix + key)) if there else None
 
     def gather(self, folder: str, numbers: Sequence[int], deadline: float = 0.0) -> dict[int, Any]:
@@ -71,7 +79,7 @@ class Board:
         for each missing one.
         """
         keys = [f"{self._prefix}{folder}/{number}" for number in numbers]
-        all_there = wait_until(lambda: not keys or self._store.check(keys), deadline, self._pause)
+        all_there = wait_until(lambda: not keys or self._store.check(keys), deadline, self.pause)
         missing = set() if all_there else set(self._absent(keys))
         there = {number: key for number, key in zip(numbers, keys, strict=True) if key not in missing}
         texts = self._store.multi_get([*there.values()]) if there else []

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
-from torch._C._distributed_c10d import Store
-
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.distributed.rank_info import ranges
-from imagenet_fast.distributed.store import absent
+from imagenet_fast.distributed.board import Board
+from imagenet_fast.distributed.ranks import ranges
 
 Phase = Literal["start", "data", "forward", "backward", "sync", "update", "record", "evaluation", "checkpoint"]
 """Phase of a step.
@@ -28,6 +27,7 @@ CPU thread, which runs ahead and seldom waits.
 """
 
 _PLACES = 3  # positions that a message lists before it counts the rest
+_SLOW = 3.0  # times the median of all ranks
 
 
 @dataclass(frozen=True)
@@ -94,24 +94,18 @@ here = Here()
 """Position of this process, which is one rank."""
 
 
-def publish(store: Store, rank: int, heartbeat: Heartbeat, folder: Path | None = None) -> None:
-    """Publish a position in ``store`` for other ranks, and in ``folder``, if given, for this node's launcher."""
-    text = json.dumps(asdict(heartbeat))
+def publish(board: Board, rank: int, heartbeat: Heartbeat, folder: Path | None = None) -> None:
+    """Publish a position on ``board`` for other ranks, and in ``folder``, if given, for this node's launcher."""
+    position = asdict(heartbeat)
     if folder is not None:
         with suppress(OSError):  # the launcher has ended
-            atomic_write_text(_file(folder, rank), text, shared=True)
-    store.set(f"heartbeat/{rank}", text)
+            atomic_write_text(_file(folder, rank), json.dumps(position), shared=True)
+    board.post(f"heartbeat/{rank}", position)
 
 
-def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-    """Return the published positions of ``ranks``, without the ranks that have published none.
-
-    It takes two requests if all ranks have published.
-    """
-    missing = set(absent(store, "heartbeat", ranks))
-    there = [rank for rank in ranks if rank not in missing]
-    texts = store.multi_get([f"heartbeat/{rank}" for rank in there]) if there else []
-    return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+def published(board: Board, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+    """Return the published positions of ``ranks``, without the ranks that have published none."""
+    return {rank: Heartbeat(**position) for rank, position in board.gather("heartbeat", ranks).items()}
 
 
 def describe_exit(rank: int, fate: str, folder: Path) -> str:
@@ -153,6 +147,29 @@ def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
         return f"all ranks have waited for each other for {waited_s:.0f} s, {reason}: {_first(places)}"
     said = _listed(culprits, lambda at: f" on {at.host}", lambda at: f" has been {_doing(at)} for {at.for_s:.0f} s")
     return "; ".join([f"{_first(said)}, {reason}", *_others(known, list(culprits))])
+
+
+def describe_slow(before: Mapping[int, Heartbeat], now: Mapping[int, Heartbeat]) -> str:
+    """Describe in one sentence the ranks whose step took more than three times the median; empty if none.
+
+    Time spent waiting for other ranks does not count.
+
+    Args:
+        before: Positions at the last comparison.
+        now: Positions at this one.
+    """
+    own_s = {
+        rank: (at.own_s - before[rank].own_s) / (at.steps - before[rank].steps)
+        for rank, at in now.items()
+        if rank in before and at.steps > before[rank].steps
+    }
+    usual_s = median(own_s.values()) if own_s else 0.0
+    slow = sorted((rank for rank in own_s if own_s[rank] > _SLOW * usual_s), key=lambda rank: -own_s[rank])
+    if not slow:
+        return ""
+    named = ", ".join(f"rank {rank} on {now[rank].host} takes {own_s[rank]:.2g} s" for rank in slow[:_PLACES])
+    more = f", as slow are {ranges(sorted(slow[_PLACES:]))}" if slow[_PLACES:] else ""
+    return f"{named} for its own part of a step{more}, where the median of all ranks is {usual_s:.2g} s"
 
 
 def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:

@@ -1,24 +1,28 @@
-"""Collectives for values that all ranks share: weights, batch-norm statistics, sums, differences, errors, votes."""
+"""What all ranks share: weights, batch-norm statistics, sums, differences, errors, a directory, votes."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.distributed.board import wait_until
+from imagenet_fast.distributed.groups import end_group
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.process_groups import end_group
 from imagenet_fast.errors import UserError
 
+_NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
 _EVERY_S = 0.2  # between two votes, whatever a step takes
 _MOST_STEPS = 1000
 _Fact = TypeVar("_Fact")
@@ -139,7 +143,7 @@ def broadcast_error(refusal: str, device: torch.device) -> str:
 
 
 @contextmanager
-def refused_together(device: torch.device) -> Iterator[None]:
+def raise_on_all_ranks(device: torch.device) -> Iterator[None]:
     """Raise the UserError of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
     refusal = ""
     try:
@@ -166,6 +170,42 @@ def first_of_node(world: DistContext) -> Iterator[None]:
         raise
     if world.is_local_main:
         _barrier()
+
+
+def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
+    """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
+
+    Return None, on every rank, if some rank sees it by neither path.
+
+    Args:
+        folder: Directory by this rank's path.
+        world: This rank among all.
+        make: Whether rank 0 makes the directory; its parent must exist.
+
+    Raises:
+        UserError: On every rank, if rank 0 cannot write there.
+    """
+    told = [str(folder.absolute()), uuid.uuid4().hex]
+    dist.broadcast_object_list(told, src=0, device=world.device)
+    mark = f".seen-{told[1]}"
+    with raise_on_all_ranks(world.device):
+        try:
+            if world.is_main:
+                if make:
+                    folder.mkdir(exist_ok=True)
+                (folder / mark).touch()
+        except OSError as error:
+            raise UserError(
+                f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
+            ) from None
+    deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
+    places = (folder.absolute(), Path(told[0]))
+    seen = wait_until(lambda: next((place for place in places if (place / mark).exists()), None), deadline)
+    (missing,) = all_reduce_sum(float(seen is None), device=world.device)
+    if world.is_main:
+        with suppress(OSError):
+            (folder / mark).unlink()
+    return None if missing else seen
 
 
 def _barrier() -> None:

@@ -10,7 +10,7 @@ from statistics import fmean
 from imagenet_fast.data import dali
 from imagenet_fast.data.source import ImageSource, open_training
 from imagenet_fast.data.throughput import OwnLoader, fastest, made_photos, measure, training_batches
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
+from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError

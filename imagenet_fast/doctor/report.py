@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,11 @@ class CheckResult:
     """Advice for the user; empty if nothing is wrong."""
     host: str = ""
     """Host name; empty if the result holds for all hosts."""
+
+
+def check(about: str, good: bool, said: str, fix: str, otherwise: State = "warn") -> CheckResult:
+    """Return the result "ok" if what was found is ``good``, else ``otherwise`` and how to fix it."""
+    return CheckResult(about, "ok", said) if good else CheckResult(about, otherwise, said, fix)
 
 
 def write_results(results: Iterable[CheckResult], folder: Path) -> None:
@@ -63,9 +68,5 @@ def by_host(found: dict[str, list[CheckResult]]) -> list[CheckResult]:
         if all(other == first for other in others):
             merged += first
         else:
-            merged += [
-                CheckResult(f.about, f.state, f.said, f.fix, host)
-                for host, findings in of_hosts.items()
-                for f in findings
-            ]
+            merged += [replace(one, host=host) for host, findings in of_hosts.items() for one in findings]
     return merged

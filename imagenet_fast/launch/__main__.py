@@ -14,8 +14,8 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
-from imagenet_fast.distributed.forkserver import end_with_parent
-from imagenet_fast.distributed.rank_info import rank_info_from_env
+from imagenet_fast.distributed.forks import end_with_parent
+from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 

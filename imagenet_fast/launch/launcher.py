@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 import tempfile
 from contextlib import suppress
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_fast.checkpoint.folder import MANIFEST
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
-from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
+from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
-from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
+from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
 from imagenet_fast.metrics.run_dir import RunDir
@@ -26,6 +25,7 @@ from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_j
 from imagenet_fast.training.run_lock import lock_run_dir
 
 if TYPE_CHECKING:
+    from imagenet_fast.distributed.join import Meeting
     from imagenet_fast.doctor.report import CheckResult
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
@@ -168,21 +168,18 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     from torch.distributed.run import get_args_parser, run
 
     from imagenet_fast.distributed.heartbeat import describe_exit
+    from imagenet_fast.distributed.join import meet
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
-    endpoint = nodes.endpoint
-    _check_loopback()
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
-    count = str(nodes.count)
-    if endpoint is not None:
-        met = meet(endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
-        where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
-        if nodes.least is not None:
-            count = f"{nodes.least}:{nodes.count}"
-            where = _elastic_options(endpoint, met, nodes.join_timeout_s + grace_s)
+    met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
+    where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
+    if nodes.least is None:
+        count, where = str(nodes.count), [*where, f"--node-rank={met.number}"]
+    else:
+        count, where = f"{nodes.least}:{nodes.count}", [*where, *_elastic_options(met, nodes.join_timeout_s + grace_s)]
     # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     torchrun = get_args_parser().parse_args(
@@ -202,7 +199,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError:
-        return 1, f"the node at {endpoint} ended while this one was still at work"
+        return 1, f"the node at {met.endpoint} ended while this one was still at work"
     except RendezvousError as error:
         raise JobAborted(_why_ended(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
@@ -213,19 +210,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     return 0, ""
 
 
-def _check_loopback() -> None:
-    """Raise UserError if processes of this node cannot reach each other, which torchrun would try for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        try:
-            socket.create_connection(server.getsockname(), timeout=5).close()
-        except OSError as error:
-            raise UserError(
-                f"the ranks of this node cannot reach each other at 127.0.0.1 ({error.strerror or error}); bring its "
-                "loopback interface up, as by `ip link set lo up`"
-            ) from None
-
-
-def _elastic_options(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: float) -> list[str]:
+def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
     """Return the options by which torchrun has the nodes meet again, in the same store, whenever one leaves or joins.
 
     Each time another node may become the first, and a new store is made there for the ranks. Hence torchrun must not
@@ -233,15 +218,13 @@ def _elastic_options(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: fl
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     holds = met.number == 0
-    route = None if holds else route_to(endpoint.host)
+    route = None if holds else route_to(met.endpoint.host)
     seconds = {"join_timeout": math.ceil(join_timeout_s) + _SETTLING_S, "last_call_timeout": _LAST_CALL_S}
     settings = {"is_host": int(holds), **seconds}
     return [
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id={met.name}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
-        f"--local-addr={route.address if route else endpoint.host}",
+        f"--local-addr={route.address if route else met.endpoint.host}",
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from imagenet_fast.distributed.init import DistContext, init_distributed
-from imagenet_fast.distributed.rank_info import RankInfo, set_group_rank
+from imagenet_fast.distributed.ranks import RankInfo, set_group_rank
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.json_io import write_json

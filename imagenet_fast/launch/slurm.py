@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
+from imagenet_fast.launch.cluster_job import ClusterJob, job_label, parse_time_limit
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
@@ -57,7 +57,6 @@ def sbatch_text(
     command: Sequence[str],
     folder: Path,
     *,
-    label: str,
     gpus: bool,
     cores: int | None = None,
     time_limit: str | None = None,
@@ -74,7 +73,6 @@ def sbatch_text(
         job: The job, for the number of nodes and ranks.
         command: Command of each task.
         folder: Its run directory.
-        label: Name of the job.
         gpus: Whether to ask for one GPU per rank.
         cores: Cores per node; None for whole nodes.
         time_limit: Time limit as Slurm writes it; None for the cluster's default.
@@ -90,7 +88,7 @@ def sbatch_text(
         grace = f" (checkpoint.grace_s is {job.recipe.checkpoint.grace_s:g})" if warning_s > _WARNING_S else ""
         raise UserError(f"--time {time_limit} leaves no time to train{grace}; give more than {minutes} minutes")
     asked = {
-        "job-name": label,
+        "job-name": job_label(job.path.stem),
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.ranks_each) if gpus else None,
@@ -98,8 +96,8 @@ def sbatch_text(
         "exclusive": None if cores else "",
         "mem": None if cores else "0",  # all of the node's memory
         "time": time_limit,
-        "partition": _plain("--partition", partition),
-        "account": _plain("--account", account),
+        "partition": _check_slurm_name("--partition", partition),
+        "account": _check_slurm_name("--account", account),
         "open-mode": "append",
         "requeue": "",
         "signal": f"B:USR1@{warning_s}",
@@ -119,7 +117,7 @@ def sbatch_text(
     )
 
 
-def _plain(option: str, value: str | None) -> str | None:
+def _check_slurm_name(option: str, value: str | None) -> str | None:
     """Return ``value`` if a directive can hold it unquoted. Raises UserError."""
     if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
         raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")

@@ -25,6 +25,8 @@ class Accuracy:
     top5_shift: float | None = None
     """Top-5 by the same."""
     images: int = 0
+    bad_images: int | None = None
+    """Images that could not be decoded, and were counted as wrong; None: no such image."""
 
     def measured(self) -> dict[str, Any]:
         """Return what was measured, by name."""

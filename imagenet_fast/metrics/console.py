@@ -110,10 +110,11 @@ class ConsoleSink:
         aim = f", target {target:g} %" if target is not None else ""
         averaged = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
         averaged += f"with shifts too {values['top1_shift']:.2f} %  " if "top1_shift" in values else ""
+        bad = f" ({values['bad_images']} bad, and so wrong)" if "bad_images" in values else ""
         return (
             f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
             f"top-5 {values['top5']:.2f} %  {averaged}(best {self._best():.2f} %{aim})  "
-            f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
+            f"{values['images']} images{bad} in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
         )
 
     def _panel(self) -> Panel:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from imagenet_fast.atomic_io import check_place
-from imagenet_fast.distributed.failure_detection import leave_failure, reported_failure
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.board import call_within
+from imagenet_fast.distributed.ranks import RankInfo
+from imagenet_fast.distributed.watchdog import leave_failure, reported_failure, watch_board
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
@@ -84,10 +83,7 @@ class Ending:
             return
         self._stop(why)
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-            telling = threading.Thread(target=_tell, args=(store, self.outcome.message), daemon=True)
-            telling.start()
-            telling.join(_TELLING_S)
+            call_within(_TELLING_S, lambda: _tell(self.outcome.message))
 
     def late(self) -> int:
         """Write the outcome when the time after a signal is up; return the exit code.
@@ -135,6 +131,6 @@ class Ending:
         )
 
 
-def _tell(store: Store, message: str) -> None:
+def _tell(message: str) -> None:
     with suppress(dist.DistError):
-        leave_failure(store, message)
+        leave_failure(watch_board(), message)

@@ -11,9 +11,9 @@ import torch
 
 from imagenet_fast import __version__
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores
+from imagenet_fast.distributed.groups import backend_name
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.process_groups import backend_name
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import JsonLines, MetricLogger, take_back
 from imagenet_fast.metrics.json_io import to_json

@@ -39,6 +39,8 @@ A moving average is first: it is what they report.
 """
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
+_CLASSES = 7919
+"""A prime number: no layer of a network is as wide."""
 _LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
@@ -89,13 +91,7 @@ def read_weights(file: Path) -> Weights:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
-    """Write weights and their description as a safetensors file, atomically.
-
-    Args:
-        tensors: The weights, by name.
-        path: The file to write.
-        about: Description of the weights, as by ``describe``.
-    """
+    """Write weights by name, and ``about`` them what ``describe`` says, as a safetensors file, atomically."""
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
     with atomic_path(path) as partial:
         partial.touch()
@@ -119,10 +115,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
     """Return what a user of the weights needs: their model, and how images are prepared for it.
 
-    Args:
-        name: Name of the recipe; None leaves it out.
-        recipe: The recipe.
-        class_names: Names of the classes; if empty, they are left out.
+    The ``name`` of the recipe is left out if it is None, and so are the names of the classes if there are none.
     """
     data = recipe.data.model_dump(include={"resize", "mean", "std"}) | {"image_size": recipe.data.evaluated_size}
     classes = {"classes": list(class_names)} if class_names else {}
@@ -133,13 +126,8 @@ def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> di
 def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:
     """Return the tensors of ``weights`` that a model is filled with, by the model's own names and in its dtypes.
 
-    Batch counts, which nothing here reads, may be missing, as in files from before torch had them.
-
-    Args:
-        weights: Weights from a file.
-        model: The model to fill.
-        classes: Number of classes of the model.
-        fresh_head: Whether to leave out the last layer.
+    Batch counts, which nothing here reads, may be missing, as in files from before torch had them. With ``fresh_head``
+    the last layer is left out.
 
     Raises:
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
@@ -303,15 +291,10 @@ def _expected(model: schema.Model, classes: int) -> tuple[dict[str, str], dict[s
 def _head(model: schema.Model) -> dict[str, int]:
     """Return the axis of each tensor of the last layer that has an entry a class, by the tensor's name.
 
-    It is found by the number of classes, so it need not be linear.
+    It is found by a number of classes that no other axis has, so it need not be linear, nor one layer alone.
     """
-    two, three = (_expected(model, classes)[1] for classes in (2, 3))
-    return {
-        name: axis
-        for name, tensor in two.items()
-        for axis, (fewer, more) in enumerate(zip(tensor.shape, three[name].shape, strict=True))
-        if fewer != more
-    }
+    _, tensors = _expected(model, _CLASSES)
+    return {name: tensor.shape.index(_CLASSES) for name, tensor in tensors.items() if _CLASSES in tensor.shape}
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, str]:

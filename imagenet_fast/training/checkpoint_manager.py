@@ -8,13 +8,13 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
-from imagenet_fast.distributed.common_folder import common_folder
+from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import AsyncAnyReduce
+from imagenet_fast.distributed.reductions import AsyncAnyReduce, common_folder
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, digest, recipe_tables
@@ -61,7 +61,7 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._told = False  # whether this rank has voted that a checkpoint is late
         self._begun = begun
-        self._store = None if store is None else PrefixStore("keeper", store)
+        self._board = None if store is None else Board(store, "keeper")
         self._looked_at = 0.0
         self._told_to_stop = False
         self._is_saving = False
@@ -73,15 +73,15 @@ class CheckpointManager:
         The store is polled at most once a second, so a request to another rank is seen up to 1 s late.
         """
         if self._asked():
-            if self._store is not None and not self._told_to_stop:
+            if self._board is not None and not self._told_to_stop:
                 self._told_to_stop = True
-                self._store.set(_STOP, "")
+                self._board.post(_STOP, True)
             return True
         now = time.monotonic()
-        if self._store is None or self._world.size == 1 or now - self._looked_at < _LOOK_S:
+        if self._board is None or self._world.size == 1 or now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
-        return self._store.check([_STOP])
+        return self._board.read(_STOP) is not None
 
     def after_step(self, state: TrainState) -> None:
         """Save a checkpoint if one is due, and stop if some rank was asked to.

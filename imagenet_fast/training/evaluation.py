@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from imagenet_fast.data.build import ValLoader, build_val_loader
 from imagenet_fast.data.fingerprint import compare_data, contents
+from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, first_of_node
@@ -27,14 +28,9 @@ class StopRequested(Exception):
 
 
 def evaluate(
-    model: nn.Module,
-    dataset: ValLoader,
-    cast: torch.autocast,
-    world: DistContext,
-    asked: Callable[[], bool] = lambda: False,
-    mirror: bool = False,
-    shift: int = 0,
-) -> Accuracy:
+    model: nn.Module, dataset: ValLoader, cast: torch.autocast, world: DistContext,
+    asked: Callable[[], bool] = lambda: False, mirror: bool = False, shift: int = 0,
+) -> Accuracy:  # fmt: skip
     """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
     Ranks may hold different numbers of batches, so they communicate only at the end. The model is left in the mode it
@@ -58,6 +54,7 @@ def evaluate(
     model.eval()
     figures = 1 + mirror + (shift > 0)  # plain, with mirror images, with shifted images
     correct = torch.zeros(figures, 2, dtype=torch.int64, device=world.device)  # top-1, top-5
+    bad = torch.zeros((), dtype=torch.int64, device=world.device)
     seen, stopped = 0, False
     batches = dataset.next_evaluation()
     here.enter("evaluation")
@@ -73,19 +70,21 @@ def evaluate(
                 correct[1] += _hits(both, labels)
                 if shift:
                     correct[2] += _hits(shifted_logits(model, images, both, shift), labels)
+            bad += (labels == NO_CLASS).sum()
             seen += len(labels)
     model.train(modes[model])  # a network of one's own may do more in it
     for module, training in modes.items():
         module.training = training  # frozen norms, for example, stay frozen
-    *hits, images_seen, cut_off = all_reduce_sum(
-        *correct.flatten().tolist(), float(seen), float(stopped), device=world.device
+    *hits, bad_images, images_seen, cut_off = all_reduce_sum(
+        *correct.flatten().tolist(), float(bad), float(seen), float(stopped), device=world.device
     )
     if cut_off:
         raise StopRequested
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
     names = ("top1", "top5", "top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
-    return Accuracy(images=expected, **{name: 100 * hit / expected for name, hit in zip(names, hits, strict=False)})
+    accuracies = {name: 100 * hit / expected for name, hit in zip(names, hits, strict=False)}
+    return Accuracy(**accuracies, images=expected, bad_images=int(bad_images) or None)
 
 
 def mirrored_logits(model: nn.Module, images: Tensor, logits: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.checkpoint.folder import Manifest, read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, refused_together
+from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
@@ -86,7 +86,7 @@ def load_initial_weights(
         UserError: The same on every rank, if rank 0 cannot read the weights or they do not fit.
     """
     found = None
-    with refused_together(world.device):
+    with raise_on_all_ranks(world.device):
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             warn_of_blurpool(found, model)
@@ -181,10 +181,7 @@ def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
 
 
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
-    """Return the weights that an evaluation at the checkpoint's step would have used.
-
-    These are the moving average if there is one, with batch-norm statistics averaged over all ranks.
-    """
+    """Return the moving average if there is one, or the weights with batch-norm statistics averaged over all ranks."""
     folder = checkpoint.folder
     try:
         shared = checkpoint.shared

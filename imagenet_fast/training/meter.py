@@ -12,7 +12,7 @@ from torch import Tensor
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.network_interfaces import link_bytes
+from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
@@ -153,11 +153,7 @@ class Meter:
             self._record(interval, record)
 
     def _record(self, interval: _Interval, record: MetricLogger) -> None:
-        """Record the interval: losses and bytes as means over ranks, data waits as maxima over ranks.
-
-        If one rank waits for data, all do. The run's total leaves out its first step, and starts with the second step's
-        first batch.
-        """
+        """Record the interval: means of losses and bytes over ranks, maxima of data waits: if one waits, all do."""
         here.enter("record")
         wait_for(interval.ended)
         waits = [seconds_between(begun, there) for begun, there in interval.fetches]
@@ -199,10 +195,7 @@ class Meter:
             raise NonFiniteLoss
 
     def _link_bytes(self) -> float:
-        """Return the bytes sent on the link; NaN also on GPUs.
-
-        Their network cards may read GPU memory past the kernel, which then counts nothing.
-        """
+        # Network cards may read GPU memory past the kernel, which then counts nothing.
         return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan
 
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.data.build import Loaders
 from imagenet_fast.data.fingerprint import differences as differences_of_data
-from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.metrics.run_dir import RunDir
@@ -112,7 +111,7 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
         UserError: The same on every rank, if the run cannot be resumed.
     """
     last, saved = None, RunDir(job.folder).checkpoints
-    with refused_together(world.device):
+    with raise_on_all_ranks(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
             last = newest(saved, set_aside=True)

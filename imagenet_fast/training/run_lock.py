@@ -16,7 +16,7 @@ from pathlib import Path
 from imagenet_fast.atomic_io import check_place
 from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.distributed.reductions import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
@@ -37,7 +37,7 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
             that cannot be moved aside.
     """
     try:
-        with refused_together(world.device):
+        with raise_on_all_ranks(world.device):
             if world.is_main:
                 _claim(job)
         yield
@@ -51,11 +51,11 @@ def _claim(job: Job) -> None:
     run = RunDir(job.folder)
     try:
         run.check_writable(job.resume)
-        make_and_lock_run_dir(job.folder)
+        _make_and_lock(job.folder)
         run.check_writable(job.resume)  # another run may have started meanwhile
         if run.holds_run() and not any(read_survey(run.checkpoints)):
             _move_aside(job.folder)
-            make_and_lock_run_dir(job.folder)
+            _make_and_lock(job.folder)
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
 
@@ -75,8 +75,7 @@ def _move_aside(folder: Path) -> None:
     warn(f"{folder} holds a run that had come to no checkpoint; it is moved to {aside}, and begins again")
 
 
-def make_and_lock_run_dir(folder: Path) -> None:
-    """Make ``folder`` if it does not exist, and lock it as ``lock_run_dir`` does."""
+def _make_and_lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lock_run_dir(folder)
 
@@ -88,9 +87,10 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         UserError: Another process trains there, and goes on for ``timeout_s``.
     """
     if not folder.is_dir():
-        return None
+        return
     with suppress(KeyError, FileNotFoundError):  # not locked, or another one now
-        return check_locked(folder)
+        check_locked(folder)
+        return
     deadline = time.monotonic() + timeout_s
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -108,7 +108,7 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         with suppress(FileNotFoundError):
             check_place(folder, os.fstat(descriptor))
             _held[folder.absolute()] = descriptor
-            return None
+            return
         os.close(descriptor)  # the process that held it before removed it, empty
         folder.mkdir(parents=True, exist_ok=True)
 

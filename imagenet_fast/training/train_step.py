@@ -203,10 +203,7 @@ def _backpropagation(
     recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScaler,
     division: ParallelModel | None,
 ) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
-    """Return the function that runs forward and backward on what a rank reads at once.
-
-    It returns what these images add to the mean loss of a step.
-    """
+    """Return the function that runs forward and backward on images, and returns what they add to the mean loss."""
     mean = build_loss(recipe.loss, recipe.label_smoothing)
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:

@@ -22,11 +22,11 @@ from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import find_data
-from imagenet_fast.distributed.failure_detection import report_failure
-from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
+from imagenet_fast.distributed.forks import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
+from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import Accuracy, MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
@@ -304,9 +304,6 @@ class Trainer:
         """Train to the end or a stop; return why the end could not be saved, or an empty string.
 
         The last step is checked for non-finite numbers here, as no step follows it.
-
-        Raises:
-            JobAborted: If numbers are no longer finite.
         """
         outcome, checkpoints = self.outcome, self.checkpoints
         assert checkpoints is not None

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
 from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.checkpoint.folder import retain, survey
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
 from tests.conftest import refusal_of
 from tests.ranks import run

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp, newest
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 
 ALONE = RankInfo(0, 1, 0, 1)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from imagenet_fast.bench import compare
 from imagenet_fast.cli.main import app
 from imagenet_fast.cost_model.layer_profile import save_profile
-from imagenet_fast.distributed.rank_info import rank_info_from_env
+from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.recipe.job import DoctorJob
 from tests.bench.small import SMALL
 from tests.conftest import make_images
@@ -49,7 +49,7 @@ IN_PROCESS = (
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both", "drawn to"),
     ("plan --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
     ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
-    ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", "kind: JobSet"),
+    ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", '"kind": "JobSet"'),
     ("launch ssh --recipe smoke --hosts a,b", "ssh"),
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app, main
-from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.run_dir import new_folder

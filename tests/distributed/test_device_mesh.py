@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.process_groups import build_mesh, group_timeout
+from imagenet_fast.distributed.groups import build_mesh, group_timeout
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.sync import AllReduceSync

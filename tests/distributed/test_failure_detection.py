@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, Store
 
-from imagenet_fast.distributed import failure_detection
-from imagenet_fast.distributed.failure_detection import failure_of_others, find_lost_ranks, leave_failure
+from imagenet_fast.distributed import watchdog
 from imagenet_fast.distributed.heartbeat import Heartbeat, publish
-from imagenet_fast.distributed.watchdog import Watchdog
+from imagenet_fast.distributed.watchdog import (
+    Watchdog,
+    failure_of_others,
+    find_lost_ranks,
+    leave_failure,
+    watch_board,
+)  # fmt: skip
 from imagenet_fast.recipe.schema import Timeout
+from tests.distributed.test_board import Counted
 
 WORLD = 8
 
@@ -22,22 +28,7 @@ WORLD = 8
 @pytest.fixture(autouse=True)
 def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads are heard at once."""
-    monkeypatch.setattr(failure_detection, "LOOK_S", 0.1)
-
-
-class Counted:
-    """A store that lists what one rank asks of it."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self.asked: list[str] = []
-
-    def __getattr__(self, request: str) -> Any:
-        def ask(*arguments: Any) -> Any:
-            self.asked.append(request)
-            return getattr(self._store, request)(*arguments)
-
-        return ask
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
 
 
 @pytest.mark.parametrize("lost", [(), (5,), (0, 1, 6)], ids=["nobody", "one", "three"])
@@ -52,7 +43,7 @@ def test_all_ranks_hear_the_same_and_ask_little(lost: tuple[int, ...]):
 
 def test_if_the_rank_that_looks_is_lost_the_others_name_it():
     shared = HashStore()
-    assert failure_of_others(shared) == "", "rank 3 is to look, and is lost"
+    assert failure_of_others(watch_board(shared)) == "", "rank 3 is to look, and is lost"
     stores = {rank: Counted(shared) for rank in range(WORLD) if rank not in (3, 5)}
     with beating(shared, list(stores)):
         assert told_at_once(stores) == dict.fromkeys(stores, "lost: [3, 5]")
@@ -60,7 +51,7 @@ def test_if_the_rank_that_looks_is_lost_the_others_name_it():
 
 def test_a_failure_that_a_rank_has_left_is_told_without_looking():
     shared = HashStore()
-    leave_failure(shared, "rank 1: OutOfMemoryError")
+    leave_failure(watch_board(shared), "rank 1: OutOfMemoryError")
     stores = {rank: Counted(shared) for rank in (0, 2)}
     assert told_at_once(stores) == dict.fromkeys(stores, "rank 1: OutOfMemoryError")
     assert not any("multi_get" in store.asked for store in stores.values())
@@ -70,9 +61,9 @@ def test_a_rank_whose_heart_stopped_is_lost_unless_it_has_ended_in_order():
     shared = HashStore()
     with beating(shared, [1]):
         pass
-    assert find_lost_ranks(shared, [1, 2]) == [1, 2], "one is heard no more, one was never heard"
+    assert find_lost_ranks(watch_board(shared), [1, 2]) == [1, 2], "one is heard no more, one was never heard"
     Watchdog(shared, 1, 3, Timeout(), print).deregister()
-    assert find_lost_ranks(shared, [1, 2]) == [2], "one has ended in order"
+    assert find_lost_ranks(watch_board(shared), [1, 2]) == [2], "one has ended in order"
 
 
 @contextmanager
@@ -85,7 +76,7 @@ def beating(store: Store, ranks: Sequence[int]) -> Iterator[None]:
         while not leaving.wait(0.1):
             number += 1
             for rank in ranks:
-                publish(store, rank, Heartbeat("node0", 1, "sync", beat=number))
+                publish(watch_board(store), rank, Heartbeat("node0", 1, "sync", beat=number))
 
     heart = threading.Thread(target=beat)
     heart.start()
@@ -99,8 +90,9 @@ def told_at_once(stores: dict[int, Counted]) -> dict[int, str]:
     told: dict[int, str] = {}
 
     def fail(rank: int, store: Any) -> None:
-        told[rank] = failure_of_others(store) or leave_failure(
-            store, f"lost: {find_lost_ranks(store, [other for other in range(WORLD) if other != rank])}"
+        board = watch_board(store)
+        told[rank] = failure_of_others(board) or leave_failure(
+            board, f"lost: {find_lost_ranks(board, [other for other in range(WORLD) if other != rank])}"
         )
 
     threads = [threading.Thread(target=fail, args=(rank, store)) for rank, store in stores.items()]

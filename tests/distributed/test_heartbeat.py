@@ -13,14 +13,19 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.distributed import failure_detection, heartbeat, watchdog
-from imagenet_fast.distributed.failure_detection import leave_failure
-from imagenet_fast.distributed.flight_recorder import record_flights, write_flight_record
-from imagenet_fast.distributed.heartbeat import Heartbeat, Here, Phase, describe_lost, publish, published
-from imagenet_fast.distributed.process_groups import SLACK_S, set_group_timeouts
-from imagenet_fast.distributed.rank_info import ranges
-from imagenet_fast.distributed.stragglers import Stragglers, tell_slow
-from imagenet_fast.distributed.watchdog import Watchdog
+from imagenet_fast.distributed import heartbeat, watchdog
+from imagenet_fast.distributed.groups import SLACK_S, record_flights, set_group_timeouts, write_flight_record
+from imagenet_fast.distributed.heartbeat import (
+    Heartbeat,
+    Here,
+    Phase,
+    describe_lost,
+    describe_slow,
+    publish,
+    published,
+)  # fmt: skip
+from imagenet_fast.distributed.ranks import ranges
+from imagenet_fast.distributed.watchdog import Watchdog, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.sync.comm_stream import CommStream
 from tests.ranks import with_ranks
@@ -110,14 +115,14 @@ def test_waiting_restores_phase_unless_it_failed():
 
 
 def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path: Path):
-    store, last = HashStore(), Heartbeat("node7", 12, "backward", 3.5, 10, 4.25)
-    publish(store, 2, last, tmp_path)
-    assert published(store, range(4)) == {2: last}
+    board, last = watch_board(HashStore()), Heartbeat("node7", 12, "backward", 3.5, 10, 4.25)
+    publish(board, 2, last, tmp_path)
+    assert published(board, range(4)) == {2: last}
     assert heartbeat.describe_exit(2, "was killed by SIGKILL", tmp_path) == (
         "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
     )
     assert heartbeat.describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
-    assert leave_failure(store, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
+    assert leave_failure(board, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
     assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-2.json"]
 
 
@@ -126,7 +131,7 @@ def position(monkeypatch: pytest.MonkeyPatch) -> Here:
     """Where this process is, which is no rank."""
     own = Here()
     monkeypatch.setattr(watchdog, "here", own)
-    monkeypatch.setattr(failure_detection, "LOOK_S", 0.02)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.02)
     return own
 
 
@@ -155,19 +160,23 @@ def test_first_step_is_published_at_once(position: Here):
     watched = Watchdog(store, 0, 1, Timeout(), print)
     position.enter("forward", 1)
     watched.tick(0.1)
-    assert published(store, [0])[0].step == 1
+    assert published(watch_board(store), [0])[0].step == 1
     position.enter("forward", 2)
     watched.tick(0.1)
-    assert published(store, [0])[0].step == 1, "later ones once a second"
+    assert published(watch_board(store), [0])[0].step == 1, "later ones once a second"
     watched.tick(1.0)
-    assert published(store, [0])[0].step == 2
+    assert published(watch_board(store), [0])[0].step == 2
 
 
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
     store, told = HashStore(), list[str]()
     stuck = Watchdog(store, 0, 2, Timeout(), told.append)
-    assert leave_failure(store, "rank 1: OutOfMemoryError: as it is") == "rank 1: OutOfMemoryError: as it is"
-    assert leave_failure(store, "rank 0: Connection closed") == "rank 1: OutOfMemoryError: as it is", "the first counts"
+    assert (
+        leave_failure(watch_board(store), "rank 1: OutOfMemoryError: as it is") == "rank 1: OutOfMemoryError: as it is"
+    )
+    assert leave_failure(watch_board(store), "rank 0: Connection closed") == "rank 1: OutOfMemoryError: as it is", (
+        "the first counts"
+    )
     stuck.tick(3)
     assert not told
     with pytest.raises(SystemExit):
@@ -189,7 +198,7 @@ class Deaf:
 def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
     lonely = Watchdog(HashStore(), 0, 2, Timeout(first_step_s=2), told.append)
-    monkeypatch.setattr(lonely, "_store", Deaf())
+    monkeypatch.setattr(lonely._board, "_store", Deaf())
     lonely.tick(1.5)
     with pytest.raises(SystemExit):
         lonely.tick(1.5)
@@ -197,21 +206,21 @@ def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.M
     assert sentence.endswith("; the store of all ranks, which could name others, has ended")
 
 
-def test_straggler_is_named_once_in_a_while(capsys: pytest.CaptureFixture[str]):
+def test_straggler_is_named_once_in_a_while(position: Here, capsys: pytest.CaptureFixture[str]):
     before = {rank: Heartbeat(f"node{rank}", 0, "data") for rank in range(5)}
     own_s = (1.0, 1.1, 0.9, 3.5, 2.5)
     after = {rank: replace(before[rank], steps=10, own_s=10 * seconds) for rank, seconds in enumerate(own_s)}
-    assert tell_slow(before, after) == (
+    assert describe_slow(before, after) == (
         "rank 3 on node3 takes 3.5 s for its own part of a step, where the median of all ranks is 1.1 s"
     )
-    assert tell_slow({}, after) == tell_slow(after, after) == tell_slow({}, {}) == "", "nothing is known yet"
-    assert tell_slow(before, {rank: after[rank] for rank in (0, 3)}) == "", "of two neither is usual"
-    store = HashStore()
-    eye = Stragglers(store, 5)
+    assert [describe_slow({}, after), describe_slow(after, after), describe_slow({}, {})] == [""] * 3, "not yet known"
+    assert describe_slow(before, {rank: after[rank] for rank in (0, 3)}) == "", "of two neither is usual"
+    eye = Watchdog(HashStore(), 0, 5, Timeout(), print)
     for look in range(4):
-        for rank, seconds in enumerate(own_s):
-            publish(store, rank, replace(before[rank], steps=10 * look, own_s=10 * look * seconds))
-        eye.look(11)
+        position.took(10, 10 * own_s[0])
+        for rank, seconds in list(enumerate(own_s))[1:]:
+            publish(eye._board, rank, replace(before[rank], steps=10 * look, own_s=10 * look * seconds))
+        eye.tick(11)
     assert capsys.readouterr().err.count("rank 3 on node3 takes 3.5 s") == 1
 
 

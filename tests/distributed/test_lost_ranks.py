@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
-from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.watchdog import watching_ranks
+from imagenet_fast.distributed.watchdog import report_failure, watching_ranks
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.parallel.parallelize import parallelize

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from imagenet_fast.distributed.network_interfaces import link_bytes, sent_bytes
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.network import link_bytes, sent_bytes
+from imagenet_fast.distributed.ranks import RankInfo
 
 
 def test_what_is_sent_by_an_interface_is_counted():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -11,11 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.distributed.cgroup_limits import usable_memory
-from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores, shares, usable_cores
-from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.cores import bind_to_numa_node, shares, usable_cores, usable_memory, usable_tasks
+from imagenet_fast.distributed.init import own_cores, prepare_device
+from imagenet_fast.distributed.join import connecting
+from imagenet_fast.distributed.ranks import RankInfo
+from imagenet_fast.errors import UserError
 from tests.ranks import run, with_ranks
 
 GPU = torch.device("cuda", 0)
@@ -78,7 +82,7 @@ def test_no_numa_binding_without_topology(tmp_path: Path, node: str, cores: str)
     ],
 )  # fmt: skip
 def test_a_core_is_divided_among_those_who_may_use_it(allowed: list[set[int]], expected: list[int]):
-    assert shares(allowed) == expected
+    assert [*shares(dict(enumerate(allowed))).values()] == expected
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -118,12 +122,6 @@ def test_processors_that_a_cgroup_denies_do_not_count(
     assert usable_cores(machine(tmp_path, in_cgroup(membership, files))) == cores
 
 
-def test_without_any_of_it_there_is_one_at_least(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert usable_cores(tmp_path) == 1
-
-
 _GIB = 2**30
 
 
@@ -147,3 +145,38 @@ def test_memory_that_a_cgroup_denies_does_not_count(
     """As in a container with `docker run -m`, a pod with a limit, or a job with `--mem`."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * _GIB))
     assert usable_memory(machine(tmp_path, in_cgroup(membership, files))) == left
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        ("0::/\n", {"pids.max": "max\n", "pids.current": "5\n"}, (math.inf, "")),
+        ("0::/job/step\n", {"job/pids.max": "100\n", "job/pids.current": "90\n", "job/step/pids.max": "max\n"},
+         (10, "job/pids.max is 100")),
+        ("8:pids:/j\n", {"pids/j/pids.max": "30", "pids/j/pids.current": "31"}, (0, "pids/j/pids.max is 30")),
+        ("4:cpu:/\n", {"pids.max": "1", "pids.current": "1"}, (math.inf, "")),
+    ],
+)  # fmt: skip
+def test_processes_and_threads_that_a_cgroup_denies_do_not_count(
+    membership: str, files: dict[str, str], left: tuple[float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    room, limit = usable_tasks(machine(tmp_path, in_cgroup(membership, files)))
+    assert (room, limit.removeprefix(f"{tmp_path}/sys/fs/cgroup/")) == left
+
+
+@pytest.mark.usefixtures("root")
+def test_threads_that_the_user_may_not_start_are_no_firewall():
+    (sentence,) = run(1, connected_without_threads, fresh=True)
+    assert sentence == (
+        "rank 0 could not connect to the others: no more processes and threads may be started; raise the limit "
+        "(`ulimit -u` is 1)"
+    )
+
+
+def connected_without_threads() -> str:
+    os.setuid(47_110)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), timedelta(seconds=20)):
+        dist.new_group(backend="gloo")
+    return str(told.value)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from imagenet_fast.distributed.init import current_world
-from imagenet_fast.distributed.rank_info import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
+from imagenet_fast.distributed.ranks import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import resolve_nodes
+from imagenet_fast.launch.nodes import resolve_nodes
 from tests.conftest import refusal_of
 
 

@@ -75,22 +75,22 @@ def test_what_would_end_a_run_before_our_own_time_outs_is_told():
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600"}, "ok"),
         ({"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "soon"}, "ok"),
     ):
-        assert [found.state for found in host_checks._time_limits(Timeout(), environment)] == [state]
+        assert host_checks._time_limits(Timeout(), environment).state == state
 
 
 def test_gpus_fail_unless_there_are_none_or_all_answer(monkeypatch: pytest.MonkeyPatch):
     for cards, available, cuda, driver, found, said in (
-        ([], False, None, (None,), {"GPU": "ok"}, ""),
-        ([], False, None, ("580.1",), {"GPU": "fail"}, "CPU build"),
-        ([], False, "13.0", ("470.9",), {"GPU": "fail"}, ""),
-        (["H100"] * 8, False, "13.0", (None,), {"GPU": "fail"}, "8"),
-        (["H100"] * 8, False, "13.0", ("570.1",), {"GPU": "fail"}, "8"),
-        ([], True, "13.0", ("580.1",), {"GPU": "fail"}, ""),
-        (["", "H100"], True, "13.0", ("580.1",), {"GPU 0": "fail", "GPU 1": "ok"}, "unspecified launch failure"),
-        (["H100"], True, "13.0", (None, "does not answer"), {"nvidia-smi": "warn", "GPU 0": "ok"}, ""),
+        ([], False, None, ("", ""), {"GPU": "ok"}, ""),
+        ([], False, None, ("580.1", ""), {"GPU": "fail"}, "CPU build"),
+        ([], False, "13.0", ("470.9", ""), {"GPU": "fail"}, ""),
+        (["H100"] * 8, False, "13.0", ("", ""), {"GPU": "fail"}, "8"),
+        (["H100"] * 8, False, "13.0", ("570.1", ""), {"GPU": "fail"}, "8"),
+        ([], True, "13.0", ("580.1", ""), {"GPU": "fail"}, ""),
+        (["", "H100"], True, "13.0", ("580.1", ""), {"GPU 0": "fail", "GPU 1": "ok"}, "unspecified launch failure"),
+        (["H100"], True, "13.0", ("", "does not answer"), {"nvidia-smi": "warn", "GPU 0": "ok"}, ""),
     ):
         gpus(monkeypatch, *cards, available=available, cuda=cuda)
-        findings = list(host_checks._graphics(host_checks._Driver(*driver)))
+        findings = list(host_checks._graphics(*driver))
         assert {finding.about: finding.state for finding in findings} == found
         assert said in findings[0].said
 
@@ -99,7 +99,7 @@ def test_gpus_that_are_hidden_on_purpose_are_no_fault(monkeypatch: pytest.Monkey
     gpus(monkeypatch)
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        (found,) = host_checks._graphics(host_checks._Driver("580.1"))
+        (found,) = host_checks._graphics("580.1", "")
         assert (found.state, found.said) == ("ok", "hidden by CUDA_VISIBLE_DEVICES; ranks train on the CPU")
 
 

@@ -16,10 +16,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from imagenet_fast import errors
-from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
-from imagenet_fast.launch.rendezvous import LaunchConfig
+from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job

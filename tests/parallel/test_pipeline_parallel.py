@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from imagenet_fast.distributed.process_groups import end_group, new_group
+from imagenet_fast.distributed.groups import end_group, new_group
 from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages, split_model

@@ -19,7 +19,7 @@ from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
-from imagenet_fast.training.run_lock import _claim, claimed, lock_run_dir, make_and_lock_run_dir
+from imagenet_fast.training.run_lock import _claim, _make_and_lock, claimed, lock_run_dir
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import refusal_of
 from tests.e2e.command import events_of, train_here
@@ -126,7 +126,7 @@ def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", and_meanwhile_it_is_removed)
-        make_and_lock_run_dir(folder)
+        _make_and_lock(folder)
     assert [links > 0 for links in locked.values()] == [False, True], "the first lock was of a directory that is gone"
 
 

@@ -1,19 +1,27 @@
-"""Files of a source by where their bytes lie, in archives or on their own: all that a writer of any format needs."""
+"""Files of a source by where their bytes lie, in tars or on their own: all that a writer of any format needs.
+
+Single images cannot be read from parquet files, only groups of hundreds; so these are first made into tars.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
+from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import is_image_name, shown
 from imagenet_fast.errors import UserError
 
 SPLITS = ("train", "val")
+
+_ROWS = 64  # to decode at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ class SourceClass:
 class Source:
     """ImageNet, or a part of it, as the user has it."""
 
-    told: str
+    layout: str
     """The layout that it was recognised as."""
     classes: list[SourceClass]
     others: list[str] = field(default_factory=list)
@@ -117,7 +125,7 @@ class Source:
     def __add__(self, other: Source) -> Source:
         """Return both as one."""
         return Source(
-            " and ".join(dict.fromkeys(filter(None, (self.told, other.told)))), self.classes + other.classes,
+            " and ".join(dict.fromkeys(filter(None, (self.layout, other.layout)))), self.classes + other.classes,
             self.others + other.others, self.apart + other.apart, self.hidden + other.hidden,
             self.archives + other.archives,
         )  # fmt: skip
@@ -145,31 +153,6 @@ def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> l
             inner = None if found is None else outer.extractfile(found)
             assert inner is not None
             return list(_members(inner, tar, told, within.offset, flat))
-
-
-def member(tar: Path, name: str, most: int) -> bytes:
-    """Return the content of one file of a tar, compressed or not.
-
-    Args:
-        tar: The tar.
-        name: The path of the file in the tar.
-        most: The most bytes that the file may have.
-
-    Raises:
-        UserError: There is no such file, it has more than ``most`` bytes, or the tar cannot be read.
-    """
-    try:
-        with tarfile.open(tar) as archive:
-            found = archive.getmember(name)
-            if not found.isreg() or found.size > most:
-                raise KeyError(name)
-            content = archive.extractfile(found)
-            assert content is not None
-            return content.read()
-    except KeyError:
-        raise UserError(f"{tar} does not hold {name} as it should; fetch it again") from None
-    except (tarfile.TarError, EOFError, OSError, ValueError) as error:  # the latter two from gzip and zlib
-        raise UserError(f"{tar} cannot be read ({error}); fetch it again") from None
 
 
 def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) -> Iterator[SourceFile]:
@@ -206,3 +189,56 @@ def _check(info: tarfile.TarInfo, name: str, told: str, flat: bool) -> None:
             f"{told} has a member '{info.name}' that is {what}, and nothing is unpacked from it; "
             "ImageNet's own tars hold plain files alone, so fetch it again"
         )
+
+
+def parquet_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the parquet files of each split in ``folder``, named as those of Hugging Face's ImageNet."""
+    for root in (folder, folder / "data"):
+        words = {"train": "train", "val": "validation"}
+        found = {split: sorted(root.glob(f"{word}-*.parquet")) for split, word in words.items()}
+        if any(found.values()):
+            return {split: paths for split, paths in found.items() if paths}
+    return {}
+
+
+def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) -> None:
+    """Write the images of a parquet file to a tar of class folders, under the names that they have in ImageNet's tars.
+
+    Args:
+        parquet: The file.
+        tar: The tar to write. It is whole or not there.
+        on_bytes: Called with the bytes of each image.
+
+    Raises:
+        UserError: The file is damaged, has no images, or does not name their classes.
+    """
+    with atomic_path(tar, fsync=True) as partial, tarfile.open(partial, "w") as archive:
+        for path, content in _rows(parquet):
+            named = re.fullmatch(r"(?:.*/)?([^/]+)_(n\d{8})(\.\w+)", path)
+            if named is None:
+                raise UserError(
+                    f"{parquet} has an image '{path}', whose name does not end in its class, as that of "
+                    "n01440764_10026_n01440764.JPEG does; make class folders of these files"
+                )
+            member = tarfile.TarInfo(f"{named[2]}/{named[1]}{named[3]}")
+            member.size = len(content)
+            archive.addfile(member, BytesIO(content))
+            on_bytes(len(content))
+
+
+def _rows(parquet: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield path and bytes of each image, in the order of the file."""
+    try:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError(f"{parquet} is read by pyarrow, which is not installed; `pip install pyarrow`") from None
+    try:
+        with ParquetFile(parquet) as file:
+            for batch in file.iter_batches(_ROWS, columns=["image"]):
+                for image in batch.column("image").to_pylist():
+                    yield str(image["path"]), bytes(image["bytes"])
+    except (ArrowException, OSError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{parquet} is no whole parquet file with a column image of bytes and path ({error}); fetch it again"
+        ) from None

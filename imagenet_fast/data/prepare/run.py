@@ -9,17 +9,18 @@ import shutil
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.data.formats.shard_writer import check_classes, write_classes
-from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile
+from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_files, parquet_to_tar
 from imagenet_fast.data.prepare.output import (
     RECORD,
     Begun,
@@ -34,7 +35,7 @@ from imagenet_fast.data.prepare.output import (
 from imagenet_fast.data.prepare.sources import MD5, recognise
 from imagenet_fast.data.prepare.write import Piece, Settings, pieces_of, shrinking_ratio, write_piece
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.units import gigabytes
 
@@ -46,6 +47,7 @@ _BYTES_AROUND = 2100  # most that an image takes in a shard besides its own: two
 _SPARE = 1.02  # a file's last block is half empty, and folders take space too
 _SAMPLE_SPARE = 1.1
 _PART = 4 << 20  # bytes to read at a time for an md5
+_STAGING = ".preparing"
 _SHOWN = 3  # paths of each kind
 
 _Sized = Mapping[SourceClass, int]
@@ -59,7 +61,7 @@ class Prepared:
     """The result of ``prepare``."""
 
     record: Record
-    source: str
+    layout: str
     """The layout that the source was recognised as."""
     already: bool
     """True if there was nothing to do."""
@@ -84,7 +86,8 @@ def prepare(
     Raises:
         UserError: Something is wrong with the source, with ``out``, or with what is there already.
     """
-    found = recognise(source)
+    packed = parquet_files(source)
+    found = Source("parquet files", []) if packed else recognise(source)
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
@@ -92,6 +95,12 @@ def prepare(
     ):  # fmt: skip
         work = _Work(pool, bars, threading.Event())
         try:
+            if packed:
+                before = in_place(out, settings)
+                if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
+                    check_same(before, out, {}, source)
+                    return Prepared(before, found.layout, already=True)
+                found = replace(_unpacked(packed, out, work), layout=found.layout)
             return _fill(found, source, out, settings, work, subset, md5 and not subset)
         except BaseException as error:
             work.stop.set()
@@ -116,20 +125,42 @@ class _Work:
         self.bars.advance(task, read)
 
 
+def _unpacked(packed: Mapping[str, Sequence[Path]], out: Path, work: _Work) -> Source:
+    """Return the source that parquet files make as tars; those that are there already are not made again."""
+    folder = out / _STAGING / "unpacked"
+    tars = {}
+    for split, files in packed.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            at = file.stat()
+            tars[folder / split / f"{file.stem}-{at.st_size:x}-{at.st_mtime_ns:x}.tar"] = file
+    for stale in set(folder.glob("*/*")) - tars.keys():
+        stale.unlink()
+    missing = {tar: file for tar, file in tars.items() if not tar.exists()}
+    size = sum(file.stat().st_size for file in missing.values())
+    _require_room(out, size, " to be unpacked first")
+    task = work.bars.add_task("unpacking", total=size)
+    with _writing(out):
+        for _ in work.pool.map(lambda tar: parquet_to_tar(missing[tar], tar, partial(work.advance, task)), missing):
+            pass
+    return recognise(folder)
+
+
 def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:
     """Make what ``out`` lacks, and move it to its place."""
-    before, staging, is_folder = in_place(out, settings), out / ".preparing", settings.format == "folder"
+    before, staging, is_folder = in_place(out, settings), out / _STAGING, settings.format == "folder"
     classes = _classes(found, before, source, subset)
     sized = dict(zip(classes, work.pool.map(SourceClass.measured, classes), strict=True))
     by_path = {of.path: size for of, size in sized.items()}
     check_same(before, out, by_path, source)
     rest = {of: size for of, size in sized.items() if of.split not in before.splits}
     if not rest and not staging.exists():
-        return Prepared(before, found.told, already=True)
+        return Prepared(before, found.layout, already=True)
     begin(staging, Begun(settings=settings, classes=by_path), source)
     if rest and md5:
         _check_archives(found.archives, staging, work)
-    names = _names(rest, before)
+    by_split = {split: {*before.splits.get(split, {}), *_names_in(rest, split)} for split in SPLITS}
+    names = sorted(by_split["train"] or by_split["val"])  # in the order of labels
     if not is_folder:
         check_classes(out, names)
     listed = _list(rest, work)
@@ -140,7 +171,9 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     _check_space(out, missing, settings)
     _make(missing, staging, names, settings, work)
     splits = {**before.splits, **_classes_made(rest, listed, pieces, staging)}
-    files = {} if is_folder else {**before.files, **_sizes(pieces, staging)}
+    files = {**before.files}
+    for piece in [] if is_folder else pieces:
+        files.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
     left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in ("others", "apart", "hidden")}
     record = Record(
         settings=settings,
@@ -151,7 +184,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     if not is_folder:
         write_classes(out, names)
     publish(record, out, staging)
-    return Prepared(record, found.told, already=False)
+    return Prepared(record, found.layout, already=False)
 
 
 def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
@@ -159,7 +192,7 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
 
     Raises UserError if there are not as many as there should be, or validation has one that training lacks.
     """
-    names = {split: {of.name for of in found.classes if of.split == split} for split in SPLITS}
+    names = {split: _names_in(found.classes, split) for split in SPLITS}
     if not subset:
         for split, given in names.items():
             there = given | before.splits.get(split, {}).keys()
@@ -180,12 +213,8 @@ def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[
     return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
 
 
-def _names(rest: _Sized, before: Record) -> list[str]:
-    """Return the sorted class names that number the labels: those of the training split, if there are any."""
-    for split in SPLITS:
-        if names := before.splits.get(split, {}).keys() | {of.name for of in rest if of.split == split}:
-            return sorted(names)
-    return []
+def _names_in(classes: Iterable[SourceClass], split: str) -> set[str]:
+    return {of.name for of in classes if of.split == split}
 
 
 def _list(rest: _Sized, work: _Work) -> _Listed:
@@ -256,40 +285,48 @@ def _check_space(out: Path, pieces: Sequence[Piece], settings: Settings) -> None
     if settings.format == "pixels" or (needed > free and settings.decodes):
         needed *= _SAMPLE_SPARE * shrinking_ratio(images, settings)
         told = f" at --resize {settings.resize}, by a sample of them" if settings.resize else " as pixels"
-    if needed > free:
-        raise UserError(
-            f"the images need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "
-            f"{gigabytes(needed - free)} are missing; free them, or give --out on another disk"
-        )
+    _require_room(out, needed, told)
     room = os.statvfs(out)
     if room.f_files > 0 and room.f_favail < files:
         raise UserError(f"the disk of {out} has room for {room.f_favail} more files only (`df -i`); give another --out")
 
 
+def _require_room(out: Path, needed: float, told: str) -> None:
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(
+            f"the images need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "
+            f"{gigabytes(needed - free)} are missing; free them, or give --out on another disk"
+        )
+
+
 # Making it.
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raise UserError for an error of writing."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
+        ) from None
 
 
 def _make(pieces: Sequence[Piece], staging: Path, names: Sequence[str], settings: Settings, work: _Work) -> None:
     """Make pieces in threads."""
     tasks = {
-        split: work.bars.add_task(split, total=size, images=0)
-        for split in SPLITS
-        if (size := sum(piece.size for piece in pieces if piece.split == split))
+        split: work.bars.add_task(split, total=sum(piece.size for piece in pieces if piece.split == split), images=0)
+        for split in dict.fromkeys(piece.split for piece in pieces)
     }
 
     def make(piece: Piece) -> None:
-        try:
-            undecodable = write_piece(
-                piece, staging / "partial" / piece.split / piece.name, names, settings,
-                lambda read: work.advance(tasks[piece.split], read),
-            )  # fmt: skip
+        path = staging / "partial" / piece.split / piece.name
+        with _writing(staging.parent):
+            undecodable = write_piece(piece, path, names, settings, partial(work.advance, tasks[piece.split]))
             note = staging / "undecodable" / piece.split / piece.name
             note.write_text(json.dumps(undecodable), encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"{staging.parent} cannot be written to ({error.strerror}); put that right, and the same command goes "
-                "on"
-            ) from None
 
     pending = {work.pool.submit(make, piece): piece for piece in pieces}
     images = dict.fromkeys(SPLITS, 0)
@@ -320,18 +357,10 @@ def _classes_made(
     return splits
 
 
-def _sizes(pieces: Sequence[Piece], staging: Path) -> dict[str, dict[str, int]]:
-    """Return the bytes of each shard, by split and file name."""
-    found: dict[str, dict[str, int]] = {}
-    for piece in pieces:
-        found.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
-    return found
-
-
 def report(prepared: Prepared, out: Path) -> Iterator[str]:
     """Yield lines that tell the user what ``out`` holds and what was left out."""
     record = prepared.record
-    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.source}:"
+    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.layout}:"
     for split, classes in record.splits.items():
         count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
         shards = f", {count} shards" if count else ""

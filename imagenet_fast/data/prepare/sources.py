@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections import Counter, defaultdict
-from functools import partial
-from io import BytesIO
+import tarfile
+import zlib
+from collections import defaultdict
+from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 
 from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, list_folder, shown
-from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, member, members
+from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
 from imagenet_fast.errors import UserError
 
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -28,9 +30,8 @@ MD5 = {
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 _SOLUTION = "LOC_val_solution.csv"
 _ANNOTATIONS = "val_annotations.txt"
-_META = "ILSVRC2012_devkit_t12/data/meta.mat"
 _TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
-_MOST = 64 << 20  # bytes of either file; each has less than 1 MiB
+_MOST = 1 << 20  # bytes of it; it has some 200 kB
 _CLASS_TAR = re.compile(r"(n\d{8})\.tar")
 _INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for those to validate on
 
@@ -53,7 +54,7 @@ def recognise(folder: Path) -> Source:
     raise UserError(
         f"{folder} holds no ImageNet that is known: neither {TRAIN} or {VAL} (with {DEVKIT}), nor {_KAGGLE}/train as "
         "Kaggle has it, nor train/<class>/* and val/<class>/*, nor train.tar and val.tar with such folders, nor "
-        "train/n01440764.tar and the like; give the directory that does with --source DIR"
+        "train/n01440764.tar and the like, nor data/train-*.parquet; give the directory that does with --source DIR"
     )
 
 
@@ -80,49 +81,53 @@ def _split(root: Path, split: str, known: set[str]) -> Source | None:
 
 
 def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
-    """Return the split in tars: one a class, tars of such tars, or of class folders, or of images without folders."""
-    source = Source("ImageNet's tars", [], archives=[tar for tar in tars if tar.name in MD5])
+    """Return the split in tars, whose parts of a class are put together."""
+    source = reduce(Source.__add__, (_in_tar(root, split, tar) for tar in tars))
+    parts: dict[str, list[SourceClass]] = defaultdict(list)
+    for of in source.classes:
+        parts[of.name].append(of)
+    classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
+    return replace(source, layout="ImageNet's tars", classes=classes)
+
+
+def _joined(parts: list[SourceClass]) -> SourceClass:
+    def files() -> list[SourceFile]:
+        return [file for of in parts for file in of.listed()]
+
+    return SourceClass(parts[0].split, parts[0].name, files, sum(of.measured() for of in parts))
+
+
+def _in_tar(root: Path, split: str, tar: Path) -> Source:
+    """Return what is in a tar: a class, class tars, class folders, or images to validate on without folders."""
+    archives = [tar] if tar.name in MD5 else []
+    if named := _CLASS_TAR.fullmatch(tar.name):
+        return Source("", [SourceClass(split, named[1], partial(members, tar), tar.stat().st_size)])
+    files = members(tar, flat=False)
+    if any(file.name.endswith(".tar") for file in files):
+        return Source("", [_class_tar(split, tar, file) for file in files], archives=archives)
+    depths = {len(_folders(file)): file for file in files if file.is_image}
+    if len(depths) != 1 or (0 in depths and split == "train"):
+        some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
+        raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
+    if 0 in depths:
+        return _by_table(root, files, tar) + Source("", [], archives=archives)
     by_class: dict[str, list[SourceFile]] = defaultdict(list)
-    for tar in tars:
-        if named := _CLASS_TAR.fullmatch(tar.name):
-            source.classes.append(SourceClass(split, named[1], partial(members, tar), tar.stat().st_size))
-            continue
-        files = members(tar, flat=False)
-        if any(file.name.endswith(".tar") for file in files):
-            source.classes.extend(_class_tars(split, tar, files))
-            continue
-        depths = {len(_folders(file)): file for file in files if file.is_image}
-        if len(depths) != 1 or (0 in depths and split == "train"):
-            some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
-            raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
-        if 0 in depths:
-            found = _by_table(root, files, tar)
-            source.classes.extend(found.classes)
-            source.others.extend(found.others)
-            source.archives.extend(found.archives)
-            continue
-        for file in files:
-            if folders := _folders(file):
-                name = file.name.rpartition("/")[2]
-                by_class[folders[-1]].append(SourceFile(name, file.held_by, file.offset, file.size))
-            else:
-                source.others.append(f"{split}/{file.shown}")
-    source.classes.extend(_listed_classes(split, by_class))
-    if twice := [name for name, times in Counter(of.name for of in source.classes).items() if times > 1]:
-        raise UserError(f"the tars of {split} in {root} hold the class {twice[0]} twice; keep one of them")
-    return source
-
-
-def _class_tars(split: str, tar: Path, files: list[SourceFile]) -> list[SourceClass]:
-    classes = []
+    others = []
     for file in files:
-        named = _CLASS_TAR.fullmatch(file.name)
-        if named is None:
-            raise UserError(
-                f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
-            )
-        classes.append(SourceClass(split, named[1], partial(members, tar, file), file.size))
-    return classes
+        if folders := _folders(file):
+            by_class[folders[-1]].append(replace(file, name=file.name.rpartition("/")[2]))
+        else:
+            others.append(f"{split}/{file.shown}")
+    return Source("", _listed_classes(split, by_class), others, archives=archives)
+
+
+def _class_tar(split: str, tar: Path, file: SourceFile) -> SourceClass:
+    named = _CLASS_TAR.fullmatch(file.name)
+    if named is None:
+        raise UserError(
+            f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
+        )
+    return SourceClass(split, named[1], partial(members, tar, file), file.size)
 
 
 def _folders(file: SourceFile) -> list[str]:
@@ -237,31 +242,14 @@ def _annotations(table: Path) -> dict[str, str]:
 
 
 def _devkit(archive: Path) -> dict[str, str]:
-    """Read the classes of the validation images in the development kit.
-
-    The kit numbers the classes in an order of its own. Only meta.mat maps a number in the ground truth to a wnid.
-    """
-    wnid = _wnids(archive)
-    truth = member(archive, _TRUTH, _MOST).split()
+    """Read the classes of the validation images in the development kit, which numbers them in an order of its own."""
+    wnids = Path(__file__).with_name("wnids.txt").read_text(encoding="ascii").split()
     try:
-        return {f"ILSVRC2012_val_{number:08}": wnid[int(line)] for number, line in enumerate(truth, 1)}
-    except (KeyError, ValueError) as error:
-        raise UserError(
-            f"{archive}: {_TRUTH} has {error} for a label, which {_META} does not know; fetch it again"
-        ) from None
-
-
-def _wnids(archive: Path) -> dict[int, str]:
-    """Return the wnids of the classes by the kit's numbers; nodes of WordNet that have children are no classes."""
-    from scipy.io import loadmat
-
-    content = member(archive, _META, _MOST)
-    try:
-        synsets = loadmat(BytesIO(content))["synsets"].ravel()
-        return {
-            int(node["ILSVRC2012_ID"].item()): str(node["WNID"].item())
-            for node in synsets
-            if int(node["num_children"].item()) == 0
-        }
-    except Exception as error:  # scipy's reader raises exceptions of any type for a bad file
-        raise UserError(f"{archive}: {_META} cannot be read ({error}); fetch it again") from None
+        with tarfile.open(archive) as tar:
+            file = tar.extractfile(_TRUTH)
+            truth = [int(line) for line in (file.read(_MOST) if file else b"").split()]
+    except (tarfile.TarError, KeyError, EOFError, OSError, ValueError, zlib.error) as error:
+        raise UserError(f"{archive} holds no {_TRUTH} that can be read ({error}); fetch it again") from None
+    if strange := [number for number in truth if not 0 < number <= len(wnids)]:
+        raise UserError(f"{archive}: {_TRUTH} has {strange[0]} for a label; fetch it again")
+    return {f"ILSVRC2012_val_{number:08}": wnids[label - 1] for number, label in enumerate(truth, 1)}

@@ -15,7 +15,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
-from itertools import accumulate, groupby
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -109,7 +109,10 @@ def pieces_of(
     pieces: list[Piece] = []
     for split in SPLITS:
         every = [image for of, files in labelled.items() if of.split == split for image in files]
-        every.sort(key=_mixed(names) if split == "train" else _by_class)
+        if split == "train":
+            every.sort(key=lambda image: _hash(names[image.label], image.file.name))
+        else:
+            every.sort(key=lambda image: (image.label, image.file.name))
         shards = list(_cut(every, settings))
         if len(shards) > _MOST:
             raise UserError(f"{split} would have {len(shards)} shards; give a larger --shard-size")
@@ -119,34 +122,24 @@ def pieces_of(
     return pieces
 
 
-def _mixed(names: Sequence[str]) -> Callable[[Labelled], bytes]:
-    def key(image: Labelled) -> bytes:
-        path = os.fsencode(f"{names[image.label]}/{image.file.name}")
-        return hashlib.blake2b(path, digest_size=16, key=_SEED).digest()
-
-    return key
-
-
-def _by_class(image: Labelled) -> tuple[int, str]:
-    return image.label, image.file.name
+def _hash(name: str, file: str) -> bytes:
+    return hashlib.blake2b(os.fsencode(f"{name}/{file}"), digest_size=16, key=_SEED).digest()
 
 
 def _cut(images: Sequence[Labelled], settings: Settings) -> Iterator[list[Labelled]]:
     """Yield the images of each shard."""
-    most = settings.shard_size or 0
     ratio = shrinking_ratio(images, settings) if settings.decodes else 1.0
-
-    def numbered() -> Iterator[tuple[int, Labelled]]:
-        shard, filled = 0, 0.0
-        for image in images:
-            size = image.file.size * ratio
-            if filled and filled + size > most:
-                shard, filled = shard + 1, 0.0
-            filled += size
-            yield shard, image
-
-    for _, group in groupby(numbered(), key=lambda pair: pair[0]):
-        yield [image for _, image in group]
+    shard: list[Labelled] = []
+    filled = 0.0
+    for image in images:
+        size = image.file.size * ratio
+        if filled and filled + size > (settings.shard_size or 0):
+            yield shard
+            shard, filled = [], 0.0
+        shard.append(image)
+        filled += size
+    if shard:
+        yield shard
 
 
 def shrinking_ratio(images: Sequence[Labelled], settings: Settings) -> float:

@@ -21,16 +21,8 @@ from PIL import Image
 
 from tests.data.encoded import encoded
 
-CLASSES = {
-    "n02105855": (1, "Shetland sheepdog, Shetland sheep dog, Shetland"),
-    "n02123045": (2, "tabby, tabby cat"),
-    "n01440764": (3, "tench, Tinca tinca"),
-    "n01443537": (4, "goldfish, Carassius auratus"),
-}
-"""Real wnids, with numbers in an order that is not theirs, as in the real devkit."""
-
-INNER = {"n02084071": (1001, "dog, domestic dog, Canis familiaris"), "n02075296": (1002, "carnivore")}
-"""Nodes of WordNet above them, which are no classes but are in meta.mat."""
+CLASSES = {"n02105855": 171, "n02123045": 174, "n01440764": 449, "n01443537": 450}
+"""Wnids, with the numbers that the devkit has for them."""
 
 ODD = {
     "png": "train/n02105855/n02105855_2933.JPEG",
@@ -105,37 +97,15 @@ def official_tars(folder: Path, images: Images) -> Path:
         folder / "ILSVRC2012_img_val.tar",
         {name: images[f"val/{wnid}/{name}"] for name, wnid in sorted(validation.items())},
     )
-    truth = [CLASSES[wnid][0] for _, wnid in sorted(validation.items())]
+    truth = [CLASSES[wnid] for _, wnid in sorted(validation.items())]
     (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(truth))
     return folder
 
 
 def devkit(truth: list[int]) -> bytes:
-    """The labels of validation images 1, 2, ... as the real kit has them, by its own numbers."""
-    top = "ILSVRC2012_devkit_t12/data"
-    files = {
-        f"{top}/meta.mat": meta_mat(),
-        f"{top}/ILSVRC2012_validation_ground_truth.txt": "".join(f"{number}\n" for number in truth).encode(),
-    }
-    return gzip.compress(tar_of(files))
-
-
-def meta_mat() -> bytes:
-    """A struct array "synsets" with the fields of the real one."""
-    from scipy.io import savemat
-
-    fields = (
-        "ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images",
-    )  # fmt: skip
-    rows = [
-        (number, wnid, words, "what it is", len(children), children, height, 1300 - 1300 * bool(children))
-        for nodes, children, height in ((CLASSES, [], 0), (INNER, [1, 2], 3))
-        for wnid, (number, words) in nodes.items()
-    ]
-    synsets = np.array([[row] for row in rows], dtype=[(field, object) for field in fields])
-    written = io.BytesIO()
-    savemat(written, {"synsets": synsets})
-    return written.getvalue()
+    """The labels of validation images 1, 2, ... by the kit's numbers."""
+    lines = "".join(f"{number}\n" for number in truth).encode()
+    return gzip.compress(tar_of({"ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": lines}))
 
 
 def kaggle(folder: Path, images: Images, encoding: str = "utf-8") -> None:
@@ -189,6 +159,31 @@ def tars_of_folders(folder: Path, images: Images) -> None:
     folders = {"train": named("train", tarfile.DIRTYPE)}
     write_tar(folder / "train.tar", {**folders, **_of_split(images, "train")})
     write_tar(folder / "imagenet-val.tar", {f"./{path[4:]}": of for path, of in _of_split(images, "val").items()})
+
+
+def parquet(folder: Path, images: Images, in_each: int = 7) -> None:
+    """Files with the schema of Hugging Face's, and small groups of rows."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    schema = pyarrow.schema(
+        [
+            ("image", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
+            ("label", pyarrow.int64()),
+        ]
+    )
+    (folder / "data").mkdir(parents=True)
+    for split, word in (("train", "train"), ("val", "validation")):
+        rows = []
+        for path, content in _of_split(images, split).items():
+            wnid, name = path.split("/")[1:]
+            named = f"{name.removesuffix('.JPEG')}_{wnid}.JPEG"
+            rows.append({"image": {"bytes": content, "path": named}, "label": sorted(CLASSES).index(wnid)})
+        rows = rows[::2] + rows[1::2]  # of several classes in each file
+        parts = [rows[begin : begin + in_each] for begin in range(0, len(rows), in_each)]
+        for number, part in enumerate(parts):
+            table = pyarrow.Table.from_pylist(part, schema=schema)
+            write_table(table, folder / f"data/{word}-{number:05}-of-{len(parts):05}.parquet", row_group_size=3)
 
 
 def _of_split(images: Images, split: str) -> Images:
@@ -255,5 +250,5 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 LAYOUTS = (
     official_tars, kaggle, image_folder, kaggle_with_a_mark, tiny_imagenet, class_tars, flat_validation,
-    sorted_validation, tars_of_folders,
+    sorted_validation, tars_of_folders, parquet,
 )  # fmt: skip

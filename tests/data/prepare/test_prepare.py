@@ -15,8 +15,10 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -72,6 +74,26 @@ def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path,
             assert Path(split.name(index)).parent.name == split.classes[label]
 
 
+def test_the_devkits_numbers_are_those_of_the_challenge(tmp_path: Path):
+    """Of the first ten validation images both the numbers and the wnids are widely known."""
+    truth = [490, 361, 171, 822, 297, 482, 13, 704, 599, 164]
+    names = [f"ILSVRC2012_val_{number:08}.JPEG" for number in range(1, 11)]
+    wnids = "n01751748 n09193705 n02105855 n04263257 n03125729 n01735189 n02346627 n02776631 n03794056 n02328150"
+    replica.image_folder(tmp_path, {f"val/{name}": b"" for name in names})
+    (tmp_path / sources.DEVKIT).write_bytes(replica.devkit(truth))
+    classes = recognise(tmp_path).classes
+    assert {file.name: of.name for of in classes for file in of.listed()} == dict(
+        zip(names, wnids.split(), strict=True)
+    )
+    every = Path(sources.__file__).with_name("wnids.txt").read_text().split()
+    timm = find_spec("timm")  # without importing it, which takes seconds
+    assert timm is not None
+    assert timm.origin is not None
+    assert (
+        sorted(every) == Path(timm.origin).with_name("data").joinpath("_info/imagenet_synsets.txt").read_text().split()
+    )
+
+
 def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Path):
     command = ("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), "--subset")
     printed = in_process(*command)
@@ -80,6 +102,12 @@ def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Pa
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in in_process(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+def test_a_split_of_empty_files_is_prepared_as_any(tmp_path: Path):
+    replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b""})
+    prepare(tmp_path / "source", tmp_path / "out", WHOLE, subset=True)
+    assert images_in(tmp_path / "out") == {"train/a/0.jpg": b""}
 
 
 # Shrinking.
@@ -105,11 +133,6 @@ def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, ta
 
 
 # Deaths.
-
-
-@pytest.fixture(scope="module")
-def few_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return replica.official_tars(tmp_path_factory.mktemp("official") / "few", small_imagenet(train=3, val=1))
 
 
 def die_at(change: int, source: Path, out: Path, settings: Settings) -> None:
@@ -141,26 +164,27 @@ def attempt(change: int, source: Path, out: Path, settings: Settings) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("settings", "moments"),
+    ("settings", "lay_out", "moments"),
     [
-        pytest.param(SMALL, 5, id="folders", marks=pytest.mark.ci),
-        pytest.param(TARS, 3, id="webdataset", marks=pytest.mark.ci),
-        pytest.param(PIXELS, 3, id="pixels", marks=pytest.mark.ci),
-        pytest.param(SMALL, 0, id="folders, at every moment", marks=pytest.mark.weekly),
-        pytest.param(TARS, 0, id="webdataset, at every moment", marks=pytest.mark.weekly),
+        pytest.param(SMALL, replica.official_tars, 5, id="folders", marks=pytest.mark.ci),
+        pytest.param(TARS, replica.official_tars, 3, id="webdataset", marks=pytest.mark.ci),
+        pytest.param(PIXELS, replica.parquet, 3, id="pixels of parquet files", marks=pytest.mark.ci),
+        pytest.param(SMALL, replica.official_tars, 0, id="folders, at every moment", marks=pytest.mark.weekly),
+        pytest.param(TARS, replica.official_tars, 0, id="webdataset, at every moment", marks=pytest.mark.weekly),
     ],
 )
-def test_killed_again_and_again_the_result_is_that_of_an_undisturbed_run(tmp_path, few_tars, settings, moments: int):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert attempt(0, few_tars, whole, settings)
+def test_killed_again_and_again_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, settings, lay_out, moments):
+    source, whole, out = tmp_path / "source", tmp_path / "whole", tmp_path / "out"
+    lay_out(source, small_imagenet(train=3, val=1))
+    assert attempt(0, source, whole, settings)
     expected, changes = tree(whole), int((tmp_path / "changes").read_text())
     for moment in [changes * n // moments for n in range(1, moments + 1)] if moments else range(1, changes + 1):
         for change in (moment, 1 + moment // 2):  # the second time what the first has left is gone on from
-            attempt(change, few_tars, out, settings)
+            attempt(change, source, out, settings)
             for path, content in tree(out).items():  # what is in its place is whole
                 if path.startswith(("train/", "val/", ".preparing/train/", ".preparing/val/")):
                     assert content == expected[path.removeprefix(".preparing/")]
-        prepare(few_tars, out, settings, subset=True)
+        prepare(source, out, settings, subset=True)
         assert tree(out) == expected
         shutil.rmtree(out)
 
@@ -184,6 +208,31 @@ def test_ctrl_c_ends_cleanly_with_what_is_made_kept(tmp_path: Path):
     assert "Traceback" not in printed
     assert names(out) == [".preparing"]
     assert images_in(out / ".preparing/train") == {"a/0.jpg": b""}
+
+
+def test_parquet_files_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    replica.parquet(source, small_imagenet())
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "pieces_of", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, out, WHOLE, subset=True)
+    first = min(out.glob(".preparing/unpacked/train/*"))
+    content = (source / "data/train-00001-of-00005.parquet").read_bytes()
+    (source / "data/train-00000-of-00005.parquet").write_bytes(content)  # as fetched anew
+    made = Mock(wraps=run.parquet_to_tar)
+    monkeypatch.setattr(run, "parquet_to_tar", made)
+    refused(source, "has two images of one name")
+    assert [call.args[0].name for call in made.call_args_list] == ["train-00000-of-00005.parquet"]
+    assert not first.exists()
+
+
+def test_what_was_made_of_parquet_files_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    replica.parquet(source, small_imagenet())
+    prepare(source, out, WHOLE, subset=True)
+    monkeypatch.setattr(run, "parquet_to_tar", None)
+    assert prepare(source, out, WHOLE, subset=True).already
 
 
 # What is refused.
@@ -239,14 +288,29 @@ def test_what_is_no_class_tar_is_refused(own_tars: Path):
         refused(own_tars, told)
 
 
+def test_parquet_files_that_are_damaged_or_do_not_say_the_class_are_refused(tmp_path: Path):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    source = tmp_path / "source"
+    replica.parquet(source, {"train/n01440764/n01440764_1.JPEG": b"an image"})
+    path = source / "data/train-00000-of-00001.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    refused(source, "train-00000-of-00001.parquet is no whole parquet file with a column image")
+    write_table(pyarrow.table({"img": [1]}), path)
+    refused(source, "train-00000-of-00001.parquet is no whole parquet file with a column image")
+    write_table(pyarrow.table({"image": [{"bytes": b"", "path": "1.jpg"}]}), path)
+    refused(source, "has an image '1.jpg', whose name does not end in its class")
+
+
 def test_tars_that_do_not_say_which_class_an_image_has_are_refused(tmp_path: Path):
     source, image = tmp_path / "source", {"a.jpg": b"an image"}
     in_class = {f"n01440764/{name}": content for name, content in image.items()}
     for tars, told in (
         ({"train.tar": image}, "train.tar must hold class tars, as n01440764.tar, or <class>/<image> each"),
         ({"train.tar": image | in_class}, "it holds 'a.jpg' and 'n01440764/a.jpg'"),
-        ({"train/n01440764.tar": image, "train/1.tar": in_class}, "hold the class n01440764 twice; keep one of them"),
-        ({"train/1.tar": in_class, "train/2.tar": in_class}, "train/n01440764 has two images of one name"),
+        ({"train/n01440764.tar": image, "train/1.tar": in_class}, "train/n01440764 has two images of one name"),
         ({"val/1.tar": image}, "does not say of which class its images are"),
     ):
         replica.image_folder(source, {name: tar_of(files) for name, files in tars.items()})
@@ -290,20 +354,16 @@ def test_validation_images_need_a_devkit_that_is_whole_and_knows_them(own_tars: 
     kit = own_tars / sources.DEVKIT
     whole = kit.read_bytes()
     for content, told in (
-        (whole[: len(whole) // 2], "devkit_t12.tar.gz cannot be read"),
-        (b"not packed", "devkit_t12.tar.gz cannot be read"),
-        (tar_of({}), "does not hold ILSVRC2012_devkit_t12/data/meta.mat"),
-        (tar_of({"ILSVRC2012_devkit_t12/data/meta.mat": b"MATLAB"}), "meta.mat cannot be read"),
+        (whole[: len(whole) // 2], "validation_ground_truth.txt that can be read"),
+        (b"not packed", "validation_ground_truth.txt that can be read"),
+        (tar_of({}), "validation_ground_truth.txt that can be read .*not found"),
         (replica.devkit([1] * 11), "tar.gz has no class for 'ILSVRC2012_val_00000012.JPEG' in .*val.tar"),
-        (replica.devkit([1] * 11 + [1001]), "has 1001 for a label, which .* does not know"),
+        (replica.devkit([1] * 11 + [1001]), "has 1001 for a label"),
     ):
         kit.write_bytes(content)
         refused(own_tars, told)
     kit.unlink()
-    refused(
-        own_tars,
-        "does not say of which class its images are; put ILSVRC2012_devkit_t12.tar.gz, or Kaggle's .*, beside it",
-    )
+    refused(own_tars, "does not say of which class its images are; put ILSVRC2012_devkit_t12.tar.gz, or .*, beside it")
 
 
 def test_kaggles_images_need_kaggles_table(tmp_path: Path, images: Images):
@@ -491,7 +551,7 @@ def test_an_image_beside_class_folders_does_not_make_them_kaggles(tmp_path: Path
     source = replica.image_folder(tmp_path / "source", images)
     shutil.copy(next(source.glob("val/*/*")), source / "val/stray.JPEG")
     found = recognise(source)
-    assert found.told == "one folder a class"
+    assert found.layout == "one folder a class"
     assert found.apart == ["val/stray.JPEG"]
 
 

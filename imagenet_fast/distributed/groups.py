@@ -1,14 +1,16 @@
-"""Process groups of some of the ranks, the mesh of a layout's axes, and time limits of their operations."""
+"""Process groups of some of the ranks, the mesh of a layout's axes, time limits and records of their operations."""
 
 from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,13 @@ os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 # Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+
+# Of torch's flight recorder, now and as some of its code still reads them.
+_FLIGHTS = (
+    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
+    ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+)
+_FILE, _FILE_BEFORE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 
 SLACK_S = 30.0
 """Seconds by which the limit of an operation exceeds the limit for a rank without progress.
@@ -157,3 +166,35 @@ def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:
     if stages == 1:
         return ProcessGroups(pipeline, data, tensor, None)
     return ProcessGroups(pipeline, data, tensor, new_group(device, here) if shards > 1 else data)
+
+
+def record_flights(folder: Path | None, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make NCCL's process groups record their last operations, and write them to ``folder`` if one never ends.
+
+    Each rank R writes ``nccl/rank-R``; ``torchfrtrace`` compares them, to show at which operation ranks diverged.
+    Variables that the user has set stay. Call this before the first group is made.
+
+    Args:
+        folder: Directory for the records; None leaves torch's default, the user's cache.
+        environment: Environment in which the variables are set.
+    """
+    for name, before, value in _FLIGHTS:
+        if name not in environment and before not in environment:
+            environment[name] = environment[before] = value
+    if folder is not None and _FILE not in environment and _FILE_BEFORE not in environment:
+        with suppress(OSError):  # a node that cannot write there leaves no record
+            (folder / "nccl").mkdir(parents=True, exist_ok=True)
+            environment[_FILE] = environment[_FILE_BEFORE] = str(folder / "nccl" / "rank-")
+
+
+def write_flight_record(rank: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Write this rank's record now, if NCCL is in use: this process ends before NCCL's own watchdog would write it."""
+    prefix = environment.get(_FILE, environment.get(_FILE_BEFORE))
+    if prefix is None or not torch.cuda.is_available():
+        return
+    with suppress(OSError, RuntimeError):
+        # Before torch 2.15 "nccl" had a record of its own, now it shares that of all others.
+        names = ("_dump_nccl_trace", "_dump_fr_trace")
+        records: list[bytes] = [getattr(torch._C._distributed_c10d, name)() for name in names]
+        used = next((record for record in records if pickle.loads(record).get("entries")), records[0])
+        Path(f"{prefix}{rank}").write_bytes(used)

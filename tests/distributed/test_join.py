@@ -15,12 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.bootstrap import rendezvous_ranks
 from imagenet_fast.distributed.init import current_world, init_distributed
-from imagenet_fast.distributed.network_interfaces import parse_endpoint
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.join import introduce, meet
+from imagenet_fast.distributed.network import parse_endpoint
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import meet
 from tests.e2e.command import outcome_of
 from tests.hosts import Hosts, hosts
 from tests.ports import free_port
@@ -170,7 +169,7 @@ def introduced(
     """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-    store = rendezvous_ranks(place, agreed, timedelta(seconds=join_timeout_s), device)
+    store = introduce(place, agreed, timedelta(seconds=join_timeout_s), device)
     time.sleep(0.5)
     del store  # of which rank 0 holds the other end
     return os.environ.get("GLOO_SOCKET_IFNAME")
@@ -247,7 +246,7 @@ def test_ranks_that_cannot_connect_all_end_at_once(network: Hosts):
 def test_a_name_that_leads_here_only_after_a_while_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     """As a pod's that has just been made: its name leads nowhere at first, or to the pod before it."""
     answers = iter([False, False, True, True])
-    monkeypatch.setattr("imagenet_fast.launch.rendezvous.is_here", lambda host: next(answers))
+    monkeypatch.setattr("imagenet_fast.distributed.join.is_here", lambda host: next(answers))
     with free_port() as port:
         assert meet(parse_endpoint(f"127.0.0.1:{port}"), 1, 10.0).number == 0
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from imagenet_fast.models.linear_partition import linear_partition
+from imagenet_fast.models.split_points import linear_partition
 
 
 def every_partition(costs: Sequence[float], parts: int) -> Iterator[list[slice]]:

@@ -1,25 +1,95 @@
-"""Ranks on this machine, forked once, that run one function after another."""
+"""Processes forked from a server that has imported torch once, as each would for seconds; and pools of such ranks."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
 import pickle
+import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
-from multiprocessing import connection
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import torch
-
-from imagenet_fast.distributed.forkserver import end_with_starter, freeze_gc, start_fork_server
-
+_LOOK_S = 0.5
+_TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _GRACE_S = 2.0  # for the answers of the other ranks after the first failure, which may have caused theirs
 
 _progress: Connection | None = None
 """Where rank 0 writes its progress; None in all other processes."""
+
+
+def start_fork_server(module: str) -> None:
+    """Have the server behind multiprocessing's start method "forkserver" import ``module``.
+
+    The server and its forks ignore the signals that stop a whole process group; the starter handles them. Python's own
+    server ignores only one of them, and only once the import is done. Call this in the main thread, before the first
+    process is started.
+    """
+    multiprocessing.set_forkserver_preload([module])
+    answers = {number: signal.signal(number, signal.SIG_IGN) for number in _TO_STOP}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, answer in answers.items():
+            signal.signal(number, answer)
+
+
+def end_with_parent(parent: int) -> None:
+    """Make this process end, with exit code 1, within a second after ``parent`` has ended for any reason.
+
+    Args:
+        parent: Process id of what has started this process. It may have ended already.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def end_with_starter() -> None:
+    """Make this forked process end, with exit code 1, when the process that asked for it has ended for any reason.
+
+    The kernel and torch's own data workers would watch the parent, which is the fork server; it runs as long as any of
+    its children. SIGTERM to this process ends it, but a signal to the starter's process group does not reach it.
+    """
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+
+    def watch() -> None:
+        starter.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def freeze_gc() -> None:
+    """Exclude all objects that are alive now from future garbage collections.
+
+    torch and a model are about half a million objects; a collection of all of them takes 0.1 to 0.4 s. Each rank would
+    run it in a different step, in which all others wait. Objects created later are still collected, in little time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextmanager
+def unfreezing_gc() -> Iterator[None]:
+    """Undo every ``freeze_gc`` at the end of the block, so that what lived in it can be collected."""
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class RankError(RuntimeError):
@@ -129,6 +199,8 @@ def _serve(end: Connection, number: int, begin: Callable[..., Any], arguments: t
     _progress = end if number == 0 else None
     end_with_starter()
     freeze_gc()
+    import torch  # not by launchers, which import this module
+
     torch.set_num_threads(1)
     try:
         with begin(number, *arguments):

@@ -8,12 +8,12 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 
 _PAUSE_S = 0.2  # between two attempts to reach a node
@@ -104,7 +104,7 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
         except socket.gaierror:
             reason = f"the name {endpoint.host} cannot be resolved here; give an address, or add it to /etc/hosts"
         except OSError as error:
-            reason = f"{_cause(error)}; start the same command on that host, or check firewall and address"
+            reason = f"{cause(error)}; start the same command on that host, or check firewall and address"
         if time.monotonic() + _PAUSE_S > deadline:
             waited = time.monotonic() - begun
             raise UserError(f"no node could be reached at {endpoint} within {waited:.0f} s: {reason}")
@@ -113,7 +113,8 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
         time.sleep(_PAUSE_S)
 
 
-def _cause(error: OSError) -> str:
+def cause(error: OSError) -> str:
+    """Return why a connection could not be made, in lower case."""
     if isinstance(error, TimeoutError):
         return "it does not answer"
     return (error.strerror or str(error)).lower()
@@ -142,18 +143,10 @@ def _plain(address: object) -> str:
 
 
 def sent_bytes(interface: str) -> int | None:
-    """Return the bytes sent through ``interface`` so far, headers included, in the calling thread's network namespace.
-
-    Return None if there is no such interface, or the kernel does not report it.
-    """
-    try:
-        lines = Path("/proc/thread-self/net/dev").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        name, _, counters = line.partition(":")
-        if name.strip() == interface:
-            return int(counters.split()[8])
+    """Return the bytes sent through ``interface`` so far, headers included; None if there is none, or nobody counts."""
+    with suppress(OSError):
+        if counters := psutil.net_io_counters(pernic=True, nowrap=False).get(interface):
+            return int(counters.bytes_sent)
     return None
 
 
