@@ -219,15 +219,11 @@ def _event(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line, or None if it holds none."""
     try:
         event = json.loads(line, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        types = [type(event[key]) for key in ("event", "step", "run_s")]
+        is_event = types in ([str, int, int], [str, int, float]) and math.isfinite(event["run_s"])
+    except (ValueError, RecursionError, TypeError, LookupError, OverflowError):
         return None
-    match event:
-        case {"event": str(), "step": bool()} | {"run_s": bool()}:
-            return None
-        case {"event": str(), "step": int(), "run_s": int() | float() as run_s} if math.isfinite(run_s):
-            return {**event}
-        case _:
-            return None
+    return dict(event) if is_event else None
 
 
 def _refuse(constant: str) -> None:
