@@ -138,23 +138,23 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 4589,
-    "imagenet_fast/checkpoint": 856,
-    "imagenet_fast/cli": 1825,
+    "imagenet_fast/checkpoint": 847,
+    "imagenet_fast/cli": 1824,
     "imagenet_fast/cost_model": 1274,
     "imagenet_fast/data": 5261,
     "imagenet_fast/distributed": 2819,
     "imagenet_fast/doctor": 486,
-    "imagenet_fast/launch": 1616,
-    "imagenet_fast/metrics": 1954,
+    "imagenet_fast/launch": 1548,
+    "imagenet_fast/metrics": 1955,
     "imagenet_fast/models": 1816,
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1495,
     "imagenet_fast/recipe": 2286,
     "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2913,
-    "imagenet_fast": 35539,
-    "tests": 29397,
-    "tests/sync": 6609,
+    "imagenet_fast": 35462,
+    "tests": 28879,
+    "tests/sync": 6366,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""
