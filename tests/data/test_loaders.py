@@ -28,11 +28,11 @@ from imagenet_fast.data.folders import (
     scan_training,
     scan_validation,
 )
-from imagenet_fast.data.formats.shard_writer import Sample, write_tar
 from imagenet_fast.data.loader import THREADS
 from imagenet_fast.data.order import TrainSampler, augmentation_of
 from imagenet_fast.data.pixels import EncodedImage, decode
 from imagenet_fast.data.prepare.sources import recognise
+from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.source import Format
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError

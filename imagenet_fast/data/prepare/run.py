@@ -19,7 +19,6 @@ from pathlib import Path
 from rich.progress import Progress, TaskID
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.data.formats.shard_writer import check_classes, write_classes
 from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_files, parquet_to_tar
 from imagenet_fast.data.prepare.output import (
     RECORD,
@@ -33,7 +32,15 @@ from imagenet_fast.data.prepare.output import (
     publish,
 )
 from imagenet_fast.data.prepare.sources import MD5, recognise
-from imagenet_fast.data.prepare.write import Piece, Settings, pieces_of, shrinking_ratio, write_piece
+from imagenet_fast.data.prepare.write import (
+    Piece,
+    Settings,
+    check_classes,
+    pieces_of,
+    shrinking_ratio,
+    write_classes,
+    write_piece,
+)
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
