@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from imagenet_fast.data.prepare.shard_writer import Sample, write_classes
+from imagenet_fast.data.prepare.write import Sample, write_classes
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.tfrecord import HEAD, TAIL, masked_crc32c
 

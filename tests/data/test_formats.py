@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from imagenet_fast.data.build import build_val_loader
-from imagenet_fast.data.prepare.shard_writer import write_classes, write_tar
+from imagenet_fast.data.prepare.write import write_classes, write_tar
 from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
 from imagenet_fast.data.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.verify import verify

@@ -14,7 +14,7 @@ import pytest
 import tests
 from imagenet_fast.data.folders import check_folders, scan_training
 from imagenet_fast.data.index import Index, Kind, load_or_build_index
-from imagenet_fast.data.prepare.shard_writer import Sample, write_tar
+from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.source import open_training
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.errors import UserError

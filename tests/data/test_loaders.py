@@ -31,8 +31,8 @@ from imagenet_fast.data.folders import (
 from imagenet_fast.data.loader import THREADS
 from imagenet_fast.data.order import TrainSampler, augmentation_of
 from imagenet_fast.data.pixels import EncodedImage, decode
-from imagenet_fast.data.prepare.shard_writer import Sample, write_tar
 from imagenet_fast.data.prepare.sources import recognise
+from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.source import Format
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError

@@ -31,9 +31,16 @@ from imagenet_fast.data.prepare.output import (
     in_place,
     publish,
 )
-from imagenet_fast.data.prepare.shard_writer import check_classes, write_classes
 from imagenet_fast.data.prepare.sources import MD5, recognise
-from imagenet_fast.data.prepare.write import Piece, Settings, pieces_of, shrinking_ratio, write_piece
+from imagenet_fast.data.prepare.write import (
+    Piece,
+    Settings,
+    check_classes,
+    pieces_of,
+    shrinking_ratio,
+    write_classes,
+    write_piece,
+)
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
