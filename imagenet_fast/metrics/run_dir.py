@@ -91,12 +91,10 @@ class RunDir:
         try:
             if not resume and self.holds_run():
                 raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
-            if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():
-                raise UserError(f"{self.checkpoints} is no directory, and no link to one; make it one, or remove it")
             places = (self.checkpoints, folder, *folder.absolute().parents)
-            nearest = next(place for place in places if place.exists())
+            nearest = next(place for place in places if os.path.lexists(place))
             if not nearest.is_dir():
-                raise UserError(f"the run cannot be written to {folder}: {nearest} is a file; give another --out")
+                raise UserError(f"the run cannot be written to {folder}: {nearest} is no directory; give another --out")
             tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere
         except OSError as error:
             raise UserError(

@@ -126,7 +126,7 @@ def test_checkpoints_that_lead_nowhere_are_refused_before_a_step_is_lost(tmp_pat
     """As a link to a disk that is not mounted; a link to a directory is one."""
     checkpoints = RunDir(tmp_path).checkpoints
     checkpoints.symlink_to(tmp_path / "disk")
-    with pytest.raises(UserError, match=rf"{checkpoints} is no directory, and no link to one; make it one, or remove"):
+    with pytest.raises(UserError, match=rf"cannot be written to {tmp_path}: {checkpoints} is no directory; give"):
         RunDir(tmp_path).check_writable()
     (tmp_path / "disk").mkdir()
     RunDir(tmp_path).check_writable()
