@@ -191,7 +191,7 @@ def read_outcome(folder: Path) -> RunResult | None:
         return RunResult(**json.loads(path.read_bytes()))  # a name in it may be no UTF-8, which pydantic does not read
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise UserError(
             f"{path} is damaged or of another version; remove it, and the events tell what they can"
         ) from None
