@@ -145,15 +145,15 @@ LINES = {
     "imagenet_fast/distributed": 2819,
     "imagenet_fast/doctor": 486,
     "imagenet_fast/launch": 1548,
-    "imagenet_fast/metrics": 1955,
+    "imagenet_fast/metrics": 1953,
     "imagenet_fast/models": 1816,
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1496,
     "imagenet_fast/recipe": 2286,
     "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2913,
-    "imagenet_fast": 35459,
-    "tests": 28879,
+    "imagenet_fast": 35457,
+    "tests": 28878,
     "tests/sync": 6366,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
