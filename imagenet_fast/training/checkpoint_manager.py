@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
+from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
@@ -37,7 +38,7 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Mapping[str, Any],
+        self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Contents,
         asked: Callable[[], bool], store: Store | None = None, begun: int = 0,
     ) -> None:  # fmt: skip
         """Create a manager for one run; a collective call, since it makes a process group.
@@ -46,7 +47,7 @@ class CheckpointManager:
             job: The run and its recipe.
             world: This rank.
             writer: Writer of the checkpoints; None: nothing is saved.
-            data: Noted in each checkpoint: ``images``, the training images in one epoch, and ``data``, a ``Contents``.
+            data: The images, noted in each checkpoint.
             asked: Returns whether this rank has been asked to stop.
             store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
                 client. None: they are not told between steps.
@@ -213,7 +214,7 @@ class CheckpointManager:
         self._await()
         self._is_saving = True
         own = state.own()
-        about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), **self._data}
+        about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), "data": self._data}
         self._writer.save(stamp, about | state.shared(), own)
 
 
@@ -221,7 +222,7 @@ class CheckpointManager:
 def open_checkpoints(
     job: Job,
     world: DistContext,
-    data: Mapping[str, Any],
+    data: Contents,
     ask_first: Callable[[], Callable[[], bool]],
     resumed: ResumePoint | None,
 ) -> Iterator[CheckpointManager]:
@@ -230,7 +231,7 @@ def open_checkpoints(
     Args:
         job: The run and its recipe.
         world: This rank.
-        data: Noted in each checkpoint.
+        data: The images, noted in each checkpoint.
         ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
             whether one has.
         resumed: Checkpoint from which the run resumes, which all ranks see; None: none.

@@ -12,17 +12,16 @@ from typing import Any
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
-from imagenet_fast.data.build import Loaders
+from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.data.fingerprint import differences as differences_of_data
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.models.weights import Weights, classes_of
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
-from imagenet_fast.recipe.schema import Model, Recipe
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.run_lock import lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
@@ -75,22 +74,14 @@ class ResumePoint:
         """Return what is of use once the state is loaded, since weights and momenta take memory."""
         return replace(self, checkpoint=replace(self.checkpoint, shared={}))
 
-    def check_data(self, dataset: Loaders, model: Model) -> None:
-        """Raise UserError if classes, images or labels have changed since, as far as the checkpoint records them.
-
-        An early checkpoint records only the number of training images, and of the classes of its ``model``.
-        """
-        shared, images = self.checkpoint.shared, dataset.train_order.images
-        if "data" in shared:
-            changed = differences_of_data(shared["data"], dataset.contents)
-        else:
-            before = classes_of(Weights(str(self.checkpoint.folder), shared["model"]), model)
-            changed = [f"{dataset.classes} classes for {before}"] if before not in (0, dataset.classes) else []
-        if not changed and shared["images"] != images:
-            changed = [f"{images} training images for {shared['images']}"]
-        if changed:
+    def check_data(self, contents: Contents) -> None:
+        """Raise UserError if classes, images or labels have changed to ``contents`` since."""
+        folder, before = self.checkpoint.folder, self.checkpoint.shared.get("data")
+        if before is None:
+            raise UserError(f"{folder} is of a version that noted no images; begin another run with --init-from")
+        if changed := differences_of_data(before, contents):
             raise UserError(
-                f"the data has {' and '.join(changed)} since {self.checkpoint.folder} was written; restore it, or "
+                f"the data has {' and '.join(changed)} since {folder} was written; restore it, or "
                 "begin another run with --init-from"
             )
 

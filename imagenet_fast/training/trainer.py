@@ -158,7 +158,7 @@ class Trainer:
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
-            found.check_data(self.data, recipe.model)
+            found.check_data(self.data.contents)
             found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
             self.weights = load_initial_weights(
@@ -323,7 +323,7 @@ class Trainer:
         """Save checkpoints in the block, in which a first signal only asks to stop."""
         begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
-        data = {"images": self.data.train_order.images, "data": self.data.contents}
+        data = self.data.contents
         with open_checkpoints(self.job, self.world, data, ask_first, self.resumed_from) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
