@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -20,8 +19,9 @@ import torch
 
 from imagenet_fast.data.source import check_folders, open_validation
 from imagenet_fast.distributed.cores import usable_cores, usable_memory
-from imagenet_fast.doctor.report import CheckResult, check
+from imagenet_fast.doctor.report import CheckResult, check, refused
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.recipe.schema import Timeout
 
@@ -70,8 +70,7 @@ def _compiler() -> CheckResult:
     try:
         check_compiler()
     except UserError as error:
-        said, _, fix = str(error).partition("; ")
-        return CheckResult("compiler", "warn", said, fix)
+        return refused("compiler", error, "warn")
     return CheckResult("compiler", "ok", "torch.compile finds what it needs")
 
 
@@ -87,25 +86,21 @@ def _driver() -> tuple[str, str]:
         return "", ""
     asked = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        process = subprocess.Popen(
-            asked, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(asked, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     except OSError as error:
         return "", f"{program} cannot be executed ({error.strerror})"
     try:
         told = process.communicate(timeout=_SMI_S)[0].decode("utf-8", "replace").strip()
     except subprocess.TimeoutExpired:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
         with suppress(subprocess.TimeoutExpired):  # a process stuck in the kernel cannot be killed
             process.wait(1)
         return "", f"{program} does not answer within {_SMI_S:g} s"
-    first = told.partition("\n")[0].strip()
+    first, code = told.partition("\n")[0].strip(), process.returncode
     said = repr(first[:100]) if first else "it says nothing"
-    if process.returncode < 0:
-        return "", f"{program} was killed by {signal.Signals(-process.returncode).name}"
-    if process.returncode:
-        return "", f"{program} ended with exit code {process.returncode} ({said})"
+    if code:
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "", f"{program} {end} ({said})"
     if not re.fullmatch(r"\d+(\.\d+)+", first):
         return "", f"{program} names no driver ({said})"
     return first, ""
@@ -177,19 +172,14 @@ def _limits(infiniband: Path) -> Iterator[CheckResult]:
 
 
 def _disk(out: Path) -> CheckResult:
-    fix = "choose another --out"
     try:
-        place = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.lexists(path))
-        if not place.is_dir():
-            return CheckResult("runs", "fail", f"{place} is no directory", fix)
-        tempfile.TemporaryFile(dir=place).close()  # permissions let root write anywhere, but some places still refuse
-        if not out.exists() and len(out.name) > os.pathconf(place, "PC_NAME_MAX"):
-            return CheckResult("runs", "fail", f"the name of {out} is too long", fix)
-        free = shutil.disk_usage(place).free
-    except OSError as error:
-        return CheckResult("runs", "fail", f"{out} cannot be written ({error.strerror})", fix)
+        RunDir(out / new_folder("doctor", "run").name).check_writable()
+    except UserError as error:
+        return refused("runs", error)
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
     # A checkpoint of AlexNet is 490 MB, and two or three are kept.
-    return check("runs", free >= _FREE, f"{free / _GIB:.0f} GiB free under {place}", f"make room, or {fix}")
+    return check("runs", free >= _FREE, f"{free / _GIB:.0f} GiB free under {place}", "make room, or give another --out")
 
 
 def _images(data: Path | None) -> Iterator[CheckResult]:

@@ -11,6 +11,8 @@ from typing import Literal
 from rich.markup import escape
 from rich.table import Column, Table
 
+from imagenet_fast.errors import UserError
+
 State = Literal["ok", "warn", "fail"]
 _FILE = "results.json"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -33,6 +35,12 @@ class CheckResult:
 def check(about: str, good: bool, said: str, fix: str, otherwise: State = "warn") -> CheckResult:
     """Return the result "ok" if what was found is ``good``, else ``otherwise`` and how to fix it."""
     return CheckResult(about, "ok", said) if good else CheckResult(about, otherwise, said, fix)
+
+
+def refused(about: str, error: UserError, state: State = "fail") -> CheckResult:
+    """Return what ``error`` says, and as advice its fix."""
+    said, _, fix = str(error).partition("; ")
+    return CheckResult(about, state, said, fix)
 
 
 def write_results(results: Iterable[CheckResult], folder: Path) -> None:

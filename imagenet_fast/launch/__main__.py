@@ -19,11 +19,7 @@ from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 
-_FINAL = "final"
-"""File next to the job: the ranks reported a user error after they had met.
-
-Starting them again would end the same way.
-"""
+_FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
 
 
 def main() -> None:
@@ -31,7 +27,7 @@ def main() -> None:
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
     end_with_parent(int(sys.argv[3]))
     if (path.parent / _FINAL).exists():
-        raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
+        raise SystemExit(2)  # torchrun has restarted the ranks
     write_errors_to(path.parent)
     try:
         succeeded = _do(path, join_timeout_s)

@@ -45,24 +45,16 @@ class ClusterJob:
     def train(self, recipe: str, data: str | None, folder: str, *more: str) -> list[str]:
         """Return the words of the command `train`, without the program: start in ``folder``, or resume the run there.
 
-        Args:
-            recipe: Name or path of the recipe on the nodes.
-            data: Directory of the images on the nodes; None for no option.
-            folder: Run directory on the nodes.
-            more: Further options.
+        All are as the nodes see them; without ``data`` there is no such option.
         """
         where = [] if data is None else ["--data", data]
         ranks = ["--nproc", str(self.ranks_each)]
         return ["train", "--recipe", recipe, *where, *self.options, *ranks, *more, "--out", folder, "--resume", "auto"]
 
     def command(self, program: str | None, data: Path | None, folder: Path, *more: str) -> list[str]:
-        """Return the command of nodes that share this node's files.
+        """Return the command of nodes that share this node's files, with ``more`` options of `train`.
 
-        Args:
-            program: What starts imagenet-fast there, as in a shell; None for this Python.
-            data: Directory of the images.
-            folder: Run directory.
-            more: Further options of `train`.
+        ``program`` is what starts imagenet-fast there, as in a shell; None for this Python.
 
         Raises:
             UserError: ``program`` cannot be read, or ``data`` is missing or would be ignored.
@@ -84,13 +76,8 @@ def plan_cluster_job(
 ) -> ClusterJob:
     """Build the job of a cluster, and warn of each doubtful value of the recipe.
 
-    Args:
-        named: Name or path of the recipe.
-        sync: Engine; None for that of the recipe.
-        overrides: Changes of the recipe, as in ``--set``.
-        nodes: Number of nodes.
-        ranks_each: Ranks per node; None for as many as the recipe was written for.
-        scale: Whether to scale the batch to the number of ranks.
+    Without ``ranks_each`` the nodes share the ranks for which the recipe was written. With ``scale`` its batch is
+    scaled to the number of ranks.
 
     Raises:
         UserError: If there is no such recipe, or the ranks do not fit it.

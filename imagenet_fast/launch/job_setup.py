@@ -27,19 +27,8 @@ def plan_job(
 ) -> Job:  # fmt: skip
     """Build the job that ``ranks`` ranks train, with everything checked that can be checked without torch.
 
-    Args:
-        name: Name of the recipe.
-        written: The recipe as written.
-        ranks: Number of ranks. With a range of ``nodes``, that of the largest number of nodes.
-        data: Directory of the images; None for the default.
-        folder: Run directory; None for a new one in ``runs``.
-        scale: Whether to scale the batch to the number of ranks.
-        trace: Whether to write a timeline of a few steps.
-        init_from: Weights to start from; None for fresh ones.
-        fresh_head: Whether the last layer starts anew, with ``init_from``.
-        resume: Whether to resume from the last checkpoint in ``folder``, if there is one.
-        nodes: Allowed numbers of nodes, if nodes may leave and join; None for a fixed number.
-        overrides: What the user has set in ``written``, as ``KEY=VALUE``; TensorBoard shows these keys.
+    The options are those of `train`. If nodes may leave and join, ``nodes`` are their allowed numbers, and ``ranks`` is
+    that of the largest. ``overrides`` are already set in ``written``: TensorBoard shows their keys.
 
     Raises:
         UserError: With the first problem found.
@@ -98,7 +87,6 @@ def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, 
 def _note(
     written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
 ) -> str:
-    """Return a note on the recipe's batch, the number of bad images, and the initial weights."""
     note = explain(written, recipe, batching) + left_out(root)
     if init_from is not None:
         note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
@@ -145,13 +133,8 @@ def plan_evaluation(
 ) -> Evaluation:  # fmt: skip
     """Build the evaluation of ``weights`` by ``ranks`` ranks: by the recipe ``named``, or by that of the weights' run.
 
-    Args:
-        weights: File of weights, run directory or checkpoint.
-        named: Recipe; None for that of the run of ``weights``.
-        overrides: Changes of the recipe, as in ``--set``.
-        ranks: Number of ranks.
-        data: Directory of the images; None for that of the run, or the default.
-        report: JSON file for the result; None for none.
+    ``data`` is the directory of the images; None for that of the run, or the default. ``report`` is a JSON file for the
+    result.
 
     Raises:
         UserError: With the first problem found, as far as it can be checked without torch.

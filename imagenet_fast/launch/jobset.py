@@ -36,19 +36,7 @@ def jobset_text(
 
     Stopped pods are created again, and resume from the run directory. Their number is not limited if they were evicted,
     or stopped by a signal and saved. Failures are limited in number. A run that ended short of its target fails at
-    once, since it would only end the same way again.
-
-    Args:
-        job: The job.
-        label: Name of the Kubernetes job.
-        image: Container image that has imagenet-fast.
-        run_claim: Claim of the volume for runs.
-        data_claim: Claim of the volume of the images; None for none.
-        out: Run directory; None for one named after the Kubernetes job.
-        namespace: Kubernetes namespace; None for the current one.
-        gpus: Whether to ask for one GPU per rank.
-        port: Port of the first pod, where all launchers meet.
-        time_limit_s: Seconds after which Kubernetes ends the job; None for no limit.
+    once, since it would only end the same way again. The options are those of `launch k8s`.
 
     Raises:
         UserError: If Kubernetes would reject a name, or the run directory would be lost with the pod.
@@ -128,7 +116,6 @@ def _on_exit_code(code: int, action: str) -> dict[str, Any]:
 
 
 def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
-    """Raise UserError for the first name that Kubernetes would reject; ``others`` are given by their options."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label):
         raise UserError(f"--name {label!r} is no name of a job; use at most 40 small letters, digits and -")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", image):

@@ -20,7 +20,7 @@ from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
+from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
 from imagenet_fast.training.run_lock import lock_run_dir
 
@@ -43,10 +43,10 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
 
     Raises:
         UserError: If the run directory cannot be written, or the nodes cannot meet.
+        KeyboardInterrupt: If a signal came before a run had begun.
     """
     run = RunDir(job.folder)
     run.check_writable(job.resume)
-    interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     interrupted, code, cause = False, 0, ""
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
         launcher_dir = Path(folder)
@@ -59,8 +59,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         has_run, told = (launcher_dir / OPENED).exists(), (launcher_dir / TOLD).exists()  # by rank 0, if it is here
     if left is None and not has_run:
         if interrupted:
-            print(NOT_BEGUN)
-            return STOPPED
+            raise KeyboardInterrupt
         if cause and code != 2:  # 2: already printed
             print(f"failed: {cause}")
         return 1 if code < 0 else code
@@ -92,12 +91,9 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
 def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
     """Evaluate on this node's ranks and those of the other ``nodes``; return the command's exit code.
 
-    Rank 0 prints the result.
-
     Raises:
         UserError: If the nodes cannot meet.
     """
-    interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
         try:
             code, cause = run_ranks(evaluation, Path(folder), nodes)
@@ -119,7 +115,6 @@ def launch_doctor(job: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | No
     from imagenet_fast.doctor.host_checks import examine
     from imagenet_fast.doctor.report import CheckResult, read_results
 
-    interrupt_on_signals()
     with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
         code, cause = run_ranks(job, Path(folder), nodes)
         found = read_results(Path(folder))
@@ -149,6 +144,7 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         JobAborted: If nodes that may leave and join do not meet again.
         KeyboardInterrupt: If a signal stopped this process.
     """
+    interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
     path = launcher_dir / f"{job.task}.json"
     write_job(job, path)
@@ -229,7 +225,6 @@ def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
 
 
 def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
-    """Return one sentence on why this node's launcher could not go on."""
     from torch.distributed import DistError
     from torch.distributed.elastic.rendezvous import (
         RendezvousClosedError,
@@ -241,10 +236,8 @@ def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
     match error:
         case RendezvousTimeoutError() if nodes.least is not None:
             return f"fewer than --nodes {nodes.least} are left at {nodes.endpoint}, and no others came in time; {again}"
-        case RendezvousClosedError() if nodes.endpoint is not None:
+        case RendezvousClosedError() | RendezvousConnectionError() if nodes.endpoint is not None:
             return f"the nodes at {nodes.endpoint} have ended; see what they say, and {again}"
-        case RendezvousConnectionError() if nodes.endpoint is not None:
-            return f"the node at {nodes.endpoint} has ended; see what it says, and {again}"
         case DistError() if nodes.endpoint is not None:
             return f"the node at {nodes.endpoint} ended while this one was still at work"
         case _:

@@ -52,8 +52,6 @@ def train_as_rank(
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the ranks after a loss
         job = replace(job, resume=True)
-    if rank.is_main:
-        RunDir(job.folder).check_writable(job.resume)
     if rank.is_local_main and launcher_dir is not None:
         RunDir(launcher_dir).outcome.unlink(missing_ok=True)  # of the attempt before
     set_group_rank(rank)
@@ -83,11 +81,7 @@ def evaluate_as_rank(
 ) -> None:
     """Join the other ranks and evaluate; rank 0 prints the result, and writes it to ``evaluation.report`` if given.
 
-    Args:
-        evaluation: What to evaluate.
-        rank: This process's rank.
-        join_timeout_s: Seconds to wait for the other ranks.
-        launcher_dir: The launcher's directory; None without our launcher.
+    The other arguments are those of ``train_as_rank``.
 
     Raises:
         UserError: If the ranks cannot meet or were given different jobs, or the weights or images do not fit.
@@ -110,11 +104,7 @@ def evaluate_as_rank(
 def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: Path) -> None:
     """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``launcher_dir``.
 
-    Args:
-        job: What to check.
-        rank: This process's rank.
-        join_timeout_s: Seconds to wait for the other ranks.
-        launcher_dir: The launcher's directory.
+    The other arguments are those of ``train_as_rank``.
 
     Raises:
         UserError: If the ranks cannot meet.

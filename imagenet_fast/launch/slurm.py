@@ -60,17 +60,7 @@ def sbatch_text(
 
     Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all
     ranks save together, but end at slightly different times. Only USR1 is trapped. A cancelled job is ended by SIGTERM,
-    together with its shell, which must not queue it again.
-
-    Args:
-        job: The job, for the number of nodes and ranks.
-        command: Command of each task.
-        folder: Its run directory.
-        gpus: Whether to ask for one GPU per rank.
-        cores: Cores per node; None for whole nodes.
-        time_limit: Time limit as Slurm writes it; None for the cluster's default.
-        partition: Slurm's partition; None for the default.
-        account: Slurm's account; None for the default.
+    together with its shell, which must not queue it again. The options are those of `launch slurm`.
 
     Raises:
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
@@ -111,7 +101,7 @@ def sbatch_text(
 
 
 def _check_slurm_name(option: str, value: str | None) -> str | None:
-    """Return ``value`` if a directive can hold it unquoted. Raises UserError."""
+    """Return ``value`` if a directive can hold it unquoted."""
     if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
         raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
     return value

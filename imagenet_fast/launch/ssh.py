@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 
 from imagenet_fast.errors import UserError, listed
@@ -52,15 +50,12 @@ def parse_hosts(text: str, nodes: int | None) -> list[str]:
 
 
 def _name(host: str) -> str:
-    """Return the name or address of a host that may begin with ``user@``. Raises UserError."""
-    name = host.rpartition("@")[2]
-    if not re.fullmatch(r"(?:[A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:-]*", host, re.ASCII):
-        raise UserError(f"--hosts: {host!r} is no host; write for example node0,node1 or me@10.0.0.1")
-    with suppress(ValueError):
-        return str(ip_address(name))
-    if ":" in name:
+    """Return the name or address of a host that may begin with ``user@``."""
+    if re.fullmatch(r"[^:]+:[0-9]+", host):
         raise UserError(f"--hosts: {host!r} has a port; write it into ~/.ssh/config, as Port of this host")
-    return name
+    if not re.fullmatch(r"(?:[A-Za-z0-9_][\w.+-]*@)?(?:[A-Za-z0-9_][A-Za-z0-9_.-]*|[0-9A-Fa-f:.]+)", host, re.ASCII):
+        raise UserError(f"--hosts: {host!r} is no host; write for example node0,node1 or me@10.0.0.1")
+    return host.rpartition("@")[2]
 
 
 def ssh_text(job: ClusterJob, command: Sequence[str], hosts: Sequence[str]) -> str:
