@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -160,17 +161,24 @@ def doctor(
 
     from rich.console import Console
 
-    from imagenet_fast.doctor.report import findings_table
-    from imagenet_fast.launch.launcher import launch_doctor
+    from imagenet_fast.doctor.report import findings_table, read_results, refused
+    from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
     from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    found = launch_doctor(DoctorJob(data, out, Timeout()), cluster)
-    if found is None:
+    job = DoctorJob(data, out, Timeout())
+    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        code, cause = run_ranks(job, Path(folder), cluster)
+        found = read_results(Path(folder))
+    if found is None and not code:  # another node has them
         return
+    if found is None:  # that ranks cannot train together is a result, too
+        from imagenet_fast.doctor.host_checks import examine
+
+        found = [*examine(data, out, cluster.ranks_each, job.timeout), refused("ranks", UserError(cause))]
     Console().print(findings_table(found))
     if json_file is not None:
         write_json([asdict(finding) for finding in found], json_file)

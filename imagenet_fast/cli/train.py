@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,7 +29,7 @@ from imagenet_fast.cli.options import (
     run_directory,
     written_out,
 )
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.launch.signals import stopping_early
 
 if TYPE_CHECKING:
@@ -177,11 +178,17 @@ def evaluate(
         evaluate_as_rank(plan(place.size), place, join_timeout)
         return
 
-    from imagenet_fast.launch.launcher import launch_evaluation
+    from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))
+    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        try:
+            code, cause = run_ranks(plan(cluster.ranks), Path(folder), cluster)
+        except KeyboardInterrupt:
+            raise typer.Exit(1) from None
+    if code:
+        raise UserError(cause) if code == 2 else JobAborted(cause)
 
 
 def _warn_idle(place: RankInfo, options: Mapping[str, object]) -> None:

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -21,12 +20,11 @@ from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
-from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
+from imagenet_fast.recipe.job import AnyJob, Job, write_job
 from imagenet_fast.training.run_lock import lock_run_dir
 
 if TYPE_CHECKING:
     from imagenet_fast.distributed.join import Meeting
-    from imagenet_fast.doctor.report import CheckResult
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -42,7 +40,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     files.
 
     Raises:
-        UserError: If the run directory cannot be written, or the nodes cannot meet.
+        UserError: If the run directory cannot be written, the nodes cannot meet, or ranks refuse.
         KeyboardInterrupt: If a signal came before a run had begun.
     """
     run = RunDir(job.folder)
@@ -60,7 +58,9 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     if left is None and not has_run:
         if interrupted:
             raise KeyboardInterrupt
-        if cause and code != 2:  # 2: already printed
+        if code == 2:
+            raise UserError(cause)
+        if cause:
             print(f"failed: {cause}")
         return 1 if code < 0 else code
     outcome = left or RunResult.of(job.name, job.recipe, job.batching)
@@ -76,7 +76,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         if code < 0 or outcome.message.startswith(NOTHING_LOST):  # of a killed rank others only know that it is silent
             outcome.message = cause
         outcome.message = outcome.message or cause
-        if code != 2:  # 2: the rank's error is already printed
+        if code != 2:
             there = f"; what there is of the run lies in {job.folder}" if has_run else ""
             print(f"failed: {outcome.message}{there}")
     if outcome.status in ("preempted", "interrupted") and not told:
@@ -85,59 +85,20 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
             lock_run_dir(job.folder, timeout_s=0.0)
             outcome.write(job.folder)
-    return code if code == 2 else outcome.exit_code
-
-
-def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
-    """Evaluate on this node's ranks and those of the other ``nodes``; return the command's exit code.
-
-    Raises:
-        UserError: If the nodes cannot meet.
-    """
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
-        try:
-            code, cause = run_ranks(evaluation, Path(folder), nodes)
-        except KeyboardInterrupt:
-            return 1
-    if code and code != 2:  # 2: the rank's error is already printed
-        print(f"failed: {cause}")
-    return code if code in (0, 2) else 1
-
-
-def launch_doctor(job: DoctorJob, nodes: LaunchConfig) -> list[CheckResult] | None:
-    """Return the results of this node's ranks and those of the other ``nodes``; None on all nodes but the first.
-
-    If ranks cannot train together, that is a result, too.
-
-    Raises:
-        KeyboardInterrupt: If a signal stopped this process.
-    """
-    from imagenet_fast.doctor.host_checks import examine
-    from imagenet_fast.doctor.report import CheckResult, read_results
-
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
-        code, cause = run_ranks(job, Path(folder), nodes)
-        found = read_results(Path(folder))
-    if found is not None or not code:
-        return found
-    own = examine(job.data, job.out, nodes.ranks_each, job.timeout)
-    said = "the ranks did not come together" if code == 2 else cause
-    return [*own, CheckResult("ranks", "fail", said, "see what they said above")]
+    if code == 2:
+        raise UserError(cause)
+    return outcome.exit_code
 
 
 def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
     """Run ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
 
-    If ranks report a user error, the first one's message is printed and returned with the exit code.
-
-    Args:
-        job: What the ranks do.
-        launcher_dir: Directory for the job file. Ranks leave their messages and positions there.
-        nodes: Nodes and ranks, and where they meet.
-        grace_s: Seconds that ranks have to end after a signal.
+    The job file is in ``launcher_dir``, where ranks leave their messages and positions. After a signal they have
+    ``grace_s`` seconds to end.
 
     Returns:
-        The exit code of the rank that failed first and how it ended, or 0 and an empty string.
+        The exit code of the rank that failed first and how it ended, or 0 and an empty string. If ranks report a user
+        error, the code is 2, and the first one's message is returned.
 
     Raises:
         UserError: If the nodes cannot meet.
@@ -151,8 +112,6 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
     code, cause = _run_ranks(path, nodes, grace_s)
     if code:
         cause, code = first_error_in(launcher_dir) or (cause, code)
-    if code == 2:
-        print(f"error: {cause}", file=sys.stderr)
     return code, cause
 
 

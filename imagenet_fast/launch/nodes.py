@@ -45,12 +45,8 @@ def resolve_nodes(
 ) -> LaunchConfig:
     """Build the launch configuration that the command line asks for.
 
-    Args:
-        nproc: Ranks per node; None for the usual number.
-        asked: Number of nodes, or a range like ``2:4``; None for the nodes that srun has started, or one.
-        endpoint: HOST:PORT where the nodes meet; None for the first node that srun has started, or a single node.
-        join_timeout_s: Seconds to wait for the other nodes.
-        restarts: How often to restart ranks; None for as often as these nodes need.
+    Without ``asked``, a number of nodes or a range like ``2:4``, they are those that srun has started, or one. Without
+    ``endpoint`` they meet at the first of srun's.
 
     Raises:
         UserError: If an option is invalid, or an endpoint is missing.

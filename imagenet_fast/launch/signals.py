@@ -51,10 +51,6 @@ class Signals:
         """Install the handlers and start the thread.
 
         A signal that is already ignored stays ignored, such as SIGHUP under nohup.
-
-        Args:
-            saving_s: Seconds that the rank has to stop after the first signal, once ``ask_first`` was called.
-            late: Called after the rank's time is up; returns the exit code.
         """
         self._saving_s = saving_s
         self._late = late

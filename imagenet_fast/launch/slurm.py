@@ -17,7 +17,6 @@ from imagenet_fast.launch.cluster_job import ClusterJob, job_label, parse_time_l
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
-_LONGEST_WARNING_S = 65535  # that sbatch takes
 _WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
 _SCRIPT = """\
 #!/bin/bash
@@ -65,7 +64,7 @@ def sbatch_text(
     Raises:
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
-    warning_s = min(max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70), _LONGEST_WARNING_S)
+    warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
     if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
         minutes = math.ceil(2 * warning_s / 60)
         grace = f" (checkpoint.grace_s is {job.recipe.checkpoint.grace_s:g})" if warning_s > _WARNING_S else ""
