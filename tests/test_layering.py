@@ -153,7 +153,7 @@ LINES = {
     "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2913,
     "imagenet_fast": 35457,
-    "tests": 28878,
+    "tests": 28955,
     "tests/sync": 6366,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

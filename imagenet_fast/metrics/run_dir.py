@@ -98,7 +98,8 @@ class RunDir:
             tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere
         except OSError as error:
             raise UserError(
-                f"the run cannot be written to {folder} ({error.strerror}: {nearest}); give another --out"
+                f"the run cannot be written to {folder} ({error.strerror}: {nearest}); make that writable, or give "
+                "another --out"
             ) from None
 
 

@@ -47,6 +47,35 @@ def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path, monkeyp
 
 
 @pytest.mark.weekly
+@pytest.mark.usefixtures("root", "own_signals")
+def test_layouts_are_compared_in_one_table(tmp_path: Path):
+    """With as few images as show what a step takes (ten steps are not shown), and those as small as AlexNet allows."""
+    out = tmp_path / "runs"
+    tiny = setting(
+        "model={kind='alexnet', dropout=0.0}", "global_batch=8", "micro_batch=4", "epochs=1", "log_every=1",
+        "data.image_size=63", "data.train_images=96", "data.val_images=8", "precision.kind=fp32",
+        "optim={kind='sgd', lr=0.001, weight_decay=0.0}", "schedule={kind='cosine'}",
+    )  # fmt: skip
+    options = ("--layout", "dp2,tp2", "--nproc", "2", "--rate", "2gbit", "--out", str(out))
+    printed = in_process("compare", "--recipe", "smoke", *options, *tiny)
+    outcomes = {name: outcome_of(out / name) for name in ("dp2", "tp2")}
+    assert all(outcome["sync"] == "hybrid" and outcome["steps"] == 12 for outcome in outcomes.values())
+    losses = {name: [event["loss"] for event in events_of(out / name, "train")] for name in outcomes}
+    assert losses["tp2"] == pytest.approx(losses["dp2"], rel=1e-3), "the same training"
+    headings, *rows = printed[printed.rindex("\nrun  ") + 1 :].splitlines()[:3]
+    assert re.split("  +", headings) == [
+        "run", "status", "top-1 %", "loss", "steps", "s/step", "img/s", "MB/step", "link MB"
+    ]  # fmt: skip
+    sent = {}
+    for row in rows:
+        name, *_, ours, kernels = row.split()
+        assert float(kernels) == pytest.approx(float(ours), rel=0.15), name
+        sent[name] = float(kernels)
+    assert 0 < sent["tp2"] < 0.2 * sent["dp2"], "activations instead of gradients"
+    assert "every layout with the engine hybrid\n" in printed
+
+
+@pytest.mark.weekly
 def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
     out = tmp_path / "my runs"
     process = subprocess.Popen(
