@@ -42,7 +42,7 @@ def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[
     """
     return [
         *_software(), *_graphics(*_driver()), _dali(), _compiler(), *_processors(ranks),
-        *_limits(Path("/sys/class/infiniband")), _disk(out), *_images(data), _time_limits(timeout, os.environ),
+        *_limits(), _disk(out), *_images(data), _time_limits(timeout, os.environ),
     ]  # fmt: skip
 
 
@@ -147,7 +147,6 @@ def _card(number: int, driver: str) -> CheckResult:
 
 
 def _processors(ranks: int) -> Iterator[CheckResult]:
-    """Check that ranks have a core each, and memory."""
     cores, memory, shared = usable_cores(), usable_memory(), Path("/dev/shm")
     fix = f"start at most {cores} with --nproc, or allow this process more"
     yield check("cores", ranks <= cores, f"{cores} for {ranks} rank{'s' if ranks > 1 else ''}", fix)
@@ -159,11 +158,11 @@ def _processors(ranks: int) -> Iterator[CheckResult]:
         yield check("/dev/shm", free >= _SHARED, f"{free / _GIB:.1f} GiB free", fix)
 
 
-def _limits(infiniband: Path) -> Iterator[CheckResult]:
+def _limits() -> Iterator[CheckResult]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fix = f"`ulimit -n {min(hard, 65536) if hard > soft else 65536}` before the command"
     yield check("open files", soft >= _FILES, f"at most {soft}", fix)
-    if infiniband.is_dir() and any(infiniband.iterdir()):
+    if any(Path("/sys/class/infiniband").glob("*")):
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         free = locked == resource.RLIM_INFINITY
         said = "unlimited" if free else f"at most {locked // 1024} KiB, with InfiniBand here"

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from imagenet_fast.distributed.board import call_within
+
 GRACE_S = 3.0
 """Seconds that a rank has to end after a signal before it is forced to."""
 
@@ -98,9 +100,7 @@ class Signals:
         def tell() -> None:
             code[:] = [self._late()]
 
-        telling = threading.Thread(target=tell, daemon=True)  # a disk that hangs must not keep the process
-        telling.start()
-        telling.join(GRACE_S)
+        call_within(GRACE_S, tell)  # a disk that hangs must not keep the process
         os._exit(code[0])
 
 

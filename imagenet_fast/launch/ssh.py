@@ -27,12 +27,8 @@ pids+=("$!")
 trap 'told=yes; echo stop >&3' INT TERM
 code=0
 for pid in "${{pids[@]}}"; do
-    while # a signal ends the waiting, not the ranks
-        told=
-        wait "$pid"
-        ended=$?
-        [ -n "$told" ]
-    do :; done
+    # a signal ends the waiting, not the ranks
+    while told=; wait "$pid"; ended=$?; [ -n "$told" ]; do :; done
     [ "$ended" -le "$code" ] || code=$ended
 done
 exit "$code"

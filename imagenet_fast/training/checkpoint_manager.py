@@ -64,7 +64,6 @@ class CheckpointManager:
         self._begun = begun
         self._board = None if store is None else Board(store, "keeper")
         self._looked_at = 0.0
-        self._told_to_stop = False
         self._is_saving = False
         self._unsaved: NotSaved | None = None
 
@@ -74,8 +73,7 @@ class CheckpointManager:
         The store is polled at most once a second, so a request to another rank is seen up to 1 s late.
         """
         if self._asked():
-            if self._board is not None and not self._told_to_stop:
-                self._told_to_stop = True
+            if self._board is not None:
                 self._board.post(_STOP, True)
             return True
         now = time.monotonic()
