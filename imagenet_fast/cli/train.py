@@ -105,14 +105,18 @@ def train(
     - 4: stopped by a signal without loss
     """
     from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
-    from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
+    from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume
+    from imagenet_fast.metrics.run_dir import RunDir
     from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
     overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
-    name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
+    if recipe is None and (run is None or not RunDir(run).job.is_file()):
+        raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
+    name, written, begun = recipe_of(run or Path(), recipe, overrides, sync)
+    images = begun.data if data is None and begun is not None else data
     plan = partial(
-        plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
+        plan_job, name, written, data=images, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
         fresh_head=fresh_head, resume=run is not None, overrides=overrides,
     )  # fmt: skip
     srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)

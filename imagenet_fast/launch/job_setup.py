@@ -111,22 +111,6 @@ def run_to_resume(asked: str, folder: Path | None) -> Path:
     return run
 
 
-def recipe_to_train(
-    named: str | None, run: Path | None, sync: str | None, overrides: Sequence[str], data: Path | None
-) -> tuple[str, Recipe, Path | None]:
-    """Return the recipe's name, the recipe and the directory of the images.
-
-    What is not given is taken from the ``run`` to resume.
-
-    Raises:
-        UserError: If no recipe is given, by name or by a run, or it is invalid.
-    """
-    if named is None and (run is None or not RunDir(run).job.is_file()):
-        raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
-    name, recipe, job = recipe_of(run or Path(), named, overrides, sync)
-    return name, recipe, data or (job.data if job is not None else None)
-
-
 def plan_evaluation(
     weights: Path, named: str | None, overrides: Sequence[str], ranks: int, *, data: Path | None = None,
     report: Path | None = None,

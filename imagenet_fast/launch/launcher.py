@@ -41,7 +41,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
 
     Raises:
         UserError: If the run directory cannot be written, the nodes cannot meet, or ranks refuse.
-        KeyboardInterrupt: If a signal came before a run had begun.
+        JobAborted, KeyboardInterrupt: If a rank failed, or a signal came, before a run had begun.
     """
     run = RunDir(job.folder)
     run.check_writable(job.resume)
@@ -58,11 +58,9 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     if left is None and not has_run:
         if interrupted:
             raise KeyboardInterrupt
-        if code == 2:
-            raise UserError(cause)
-        if cause:
-            print(f"failed: {cause}")
-        return 1 if code < 0 else code
+        if code:
+            raise UserError(cause) if code == 2 else JobAborted(cause)
+        return 0
     outcome = left or RunResult.of(job.name, job.recipe, job.batching)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"

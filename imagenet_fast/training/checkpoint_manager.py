@@ -241,14 +241,12 @@ def open_checkpoints(
         root, begun = common_folder(RunDir(job.folder).checkpoints, world, make=True), 0
     else:
         root, begun = resumed.checkpoint.folder.parent, resumed.step
-    if root is None and job.elastic:
-        raise UserError(
-            f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
-        )
-    if root is None and world.is_main:
-        warn(
-            f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"
-        )
+    if root is None:
+        unseen, fix = f"not every node sees {job.folder}", "give an --out that all of them share"
+        if job.elastic:
+            raise UserError(f"{unseen}, where all go on when one leaves; {fix}")
+        if world.is_main:
+            warn(f"no checkpoints are written, since {unseen}; {fix}")
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
         manager = CheckpointManager(job, world, writer, data, ask_first(), store.clone(), begun)

@@ -150,7 +150,8 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "gone")
     for out in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "link", tmp_path / ("x" * 300)):
         found = examined("runs", out)
-        assert (found.state, found.fix) == ("fail", "give another --out"), found
+        assert found.state == "fail", found
+        assert found.fix.endswith("give another --out"), found
     assert examined("runs", Path("/proc/runs")).state == "fail"  # root may write there, and cannot
 
 
