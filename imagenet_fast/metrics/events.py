@@ -91,15 +91,12 @@ class MetricLogger:
         self._waits = bool(obstacles)
 
     def close(self) -> None:
-        """Close all sinks, with a warning if one cannot be written."""
-        lost = None
+        """Close all sinks, with a warning if events are lost."""
         for sink in self._sinks:
             try:
                 sink.close()
             except OSError as error:
-                lost = error
-        if lost is not None:
-            warn(f"the run's last events are not recorded ({lost.strerror or lost})")
+                warn(f"the run's last events are not recorded ({error.strerror or error})")
 
 
 def _obstacle(error: OSError) -> str:
@@ -201,13 +198,9 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 def _event(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line, or None if it holds none."""
     try:
-        event = json.loads(line, parse_constant=_refuse)
+        event = json.loads(line)
         types = [type(event[key]) for key in ("event", "step", "run_s")]
         is_event = types in ([str, int, int], [str, int, float]) and math.isfinite(event["run_s"])
     except (ValueError, RecursionError, TypeError, LookupError, OverflowError):
         return None
     return dict(event) if is_event else None
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
