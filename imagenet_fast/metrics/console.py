@@ -39,9 +39,8 @@ class ConsoleSink:
         """
         self._console = console or Console(highlight=False)
         self._folder = folder
-        self._past = [event for event in past if event["event"] == "eval"]
+        self._evaluations = [event for event in past if event["event"] == "eval"]
         self._latest: dict[str, Any] = {}
-        self._evaluations: list[tuple[float, float]] = []  # run seconds, top-1
         self._begun: tuple[int, float] | None = None  # step and run seconds of the first training event
         self._live: Live | None = None
 
@@ -50,8 +49,6 @@ class ConsoleSink:
         self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
         match event.name:
             case "run":
-                for past in self._past:
-                    self._keep_evaluation(past["run_s"], past)
                 self._print(event.values["note"])
                 if self._console.file.isatty() and not self._console.is_dumb_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -64,11 +61,11 @@ class ConsoleSink:
                 if self._begun is None:
                     self._begun = (event.step, event.run_s)
                 if self._live is None:
-                    self._print(self._training_line())
+                    self._print("  ".join([*self._figures(), *self._precision()]))
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                self._keep_evaluation(event.run_s, event.values)
+                self._evaluations.append({"run_s": event.run_s, **event.values})
                 self._print(self._evaluation_line(event.values))
             case "end":
                 self.close()
@@ -82,28 +79,26 @@ class ConsoleSink:
             self._live.stop()
             self._live = None
 
-    def _keep_evaluation(self, run_s: float, values: dict[str, Any]) -> None:
-        metric = target_metric(values, bool(self._latest.get("run/target_mirrored")))
-        if isinstance(top1 := values.get(metric), int | float):  # an earlier part of the run may not have measured it
-            self._evaluations.append((run_s, top1))
-
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
-    def _training_line(self) -> str:
+    def _figures(self) -> list[str]:
         v = self._latest
-        return (
-            f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
-            f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
-            f"data wait {v['data/wait_pct']:.1f} %  "
-            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
-            + "".join(f"  {label} {value}" for label, value in self._precision().items())
-        )
+        return [
+            f"epoch {v.get('train/epoch', 0)}/{v['run/epochs']}",
+            f"step {v['step']}/{v['run/steps']}",
+            f"loss {number(v.get('train/loss'), '.4f')}",
+            f"lr {number(v.get('train/lr'), '.4g')}",
+            f"{number(v.get('speed/images_per_s'), '.0f')} img/s",
+            f"data wait {number(v.get('data/wait_pct'), '.1f', ' %')}",
+            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}",
+            f"sent {number(v.get('sync/sent_MB'), '.2f', ' MB/step')}",
+        ]
 
-    def _precision(self) -> dict[str, str]:
+    def _precision(self) -> list[str]:
         """Return the loss scale and the number of skipped steps, as far as they are recorded."""
         shown = {"loss scale": "precision/loss_scale", "skipped steps": "precision/skipped_steps"}
-        return {label: f"{self._latest[tag]:g}" for label, tag in shown.items() if tag in self._latest}
+        return [f"{label} {self._latest[tag]:g}" for label, tag in shown.items() if tag in self._latest]
 
     def _evaluation_line(self, values: dict[str, Any]) -> str:
         target = self._latest.get("run/target_top1")
@@ -119,23 +114,15 @@ class ConsoleSink:
 
     def _panel(self) -> Panel:
         v = self._latest
-        cells = {
-            "epoch": f"{v.get('train/epoch', 0)}/{v['run/epochs']}",
-            "step": f"{v['step']}/{v['run/steps']}",
-            "img/s": number(v.get("speed/images_per_s"), ".0f"),
-            "run": _clock(v["run_s"]),
-            "loss": number(v.get("train/loss"), ".4f"),
-            "lr": number(v.get("train/lr"), ".4g"),
-            "data wait": number(v.get("data/wait_pct"), ".1f", " %"),
-            "ETA end": _clock(self._seconds_to_end()),
-            "best top-1": number(self._best(), ".2f", " %"),
-            "target": number(v.get("run/target_top1"), "g", " %"),
-            "exposed sync": number(v.get("sync/exposed_ms"), ".1f", " ms"),
-            "ETA target": _clock(self._seconds_to_target()),
-            "sent": number(v.get("sync/sent_MB"), ".2f", " MB/step"),
-            **self._precision(),
-        }
-        shown = [f"[dim]{label}[/dim] {value}" for label, value in cells.items()]
+        shown = [
+            *self._figures(),
+            f"run {_clock(v['run_s'])}",
+            f"ETA end {_clock(self._seconds_to_end())}",
+            f"best top-1 {number(self._best(), '.2f', ' %')}",
+            f"target {number(v.get('run/target_top1'), 'g', ' %')}",
+            f"ETA target {_clock(self._seconds_to_target())}",
+            *self._precision(),
+        ]
         rows, body = Table.grid(padding=(0, 3)), Table.grid(expand=True)
         for first in range(0, len(shown), 4):
             rows.add_row(*shown[first : first + 4])
@@ -144,8 +131,14 @@ class ConsoleSink:
         title = f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks"
         return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
 
+    def _accuracies(self) -> list[tuple[float, float]]:
+        """Return run seconds and accuracy of each evaluation that measured what a target is for."""
+        mirrored = bool(self._latest.get("run/target_mirrored"))
+        found = [(e["run_s"], e.get(target_metric(e, mirrored))) for e in self._evaluations]
+        return [(run_s, top1) for run_s, top1 in found if isinstance(top1, int | float)]
+
     def _best(self) -> float | None:
-        return max((top1 for _, top1 in self._evaluations), default=None)
+        return max((top1 for _, top1 in self._accuracies()), default=None)
 
     def _seconds_to_end(self) -> float | None:
         """Extrapolate this part of the run's pace to the last step; None before its second event."""
@@ -157,9 +150,10 @@ class ConsoleSink:
     def _seconds_to_target(self) -> float | None:
         """Extrapolate the last two evaluations to the target; None if that is not before the end."""
         target, end = self._latest.get("run/target_top1"), self._seconds_to_end()
-        if target is None or end is None or len(self._evaluations) < 2:
+        accuracies = self._accuracies()
+        if target is None or end is None or len(accuracies) < 2:
             return None
-        (t0, top0), (t1, top1) = self._evaluations[-2:]
+        (t0, top0), (t1, top1) = accuracies[-2:]
         if top1 <= top0:
             return None
         left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._latest["run_s"]

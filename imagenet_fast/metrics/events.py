@@ -73,8 +73,8 @@ class MetricLogger:
     def __call__(self, name: str, step: int, **values: Any) -> None:
         """Record one event.
 
-        If the disk is full or the run's directory has another name now, print a warning once; sinks write the events
-        later.
+        If the disk is full or the run's directory has another name now, print a warning once; ``events.jsonl`` gets
+        the events later.
 
         Raises:
             UserError: A sink cannot be written for any other reason.
@@ -91,15 +91,12 @@ class MetricLogger:
         self._waits = bool(obstacles)
 
     def close(self) -> None:
-        """Close all sinks, with a warning if one cannot be written."""
-        lost = None
+        """Close all sinks, with a warning if events are lost."""
         for sink in self._sinks:
             try:
                 sink.close()
             except OSError as error:
-                lost = error
-        if lost is not None:
-            warn(f"the run's last events are not recorded ({lost.strerror or lost})")
+                warn(f"the run's last events are not recorded ({error.strerror or error})")
 
 
 def _obstacle(error: OSError) -> str:
@@ -116,27 +113,28 @@ def _obstacle(error: OSError) -> str:
             ) from None
 
 
-class AppendedFile:
-    """A file opened for appending, without buffering.
+class JsonLines:
+    """A sink that appends to ``events.jsonl``, without buffering.
 
-    A record is in the file as soon as ``write`` returns. One that could not be written is written before the next one,
+    An event is in the file as soon as ``write`` returns. One that could not be written is written before the next one,
     so that none is lost or torn while the process lives. Nothing is written to a file that has lost its name: with its
     directory renamed, a run's record would be here and what it saves elsewhere.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending."""
-        self._path = path
-        self._file = path.open("ab", buffering=0)
+    def __init__(self, folder: Path) -> None:
+        """Open the file in the run directory ``folder``."""
+        self._path = RunDir(folder).events
+        self._file = self._path.open("ab", buffering=0)
         self._pending = b""
 
-    def write(self, record: bytes) -> None:
-        """Append ``record``, after any earlier one that could not be written.
+    def write(self, event: Event) -> None:
+        """Append one event, after any earlier one that could not be written.
 
         Raises:
-            OSError: The record cannot be written now; it is kept for the next call.
+            OSError: It cannot be written now; it is kept for the next call.
         """
-        self._pending += record
+        line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
+        self._pending += f"{to_json(line)}\n".encode()
         self._flush()
 
     def close(self) -> None:
@@ -151,28 +149,10 @@ class AppendedFile:
             self._file.close()
 
     def _flush(self) -> None:
-        """Write the pending bytes; a write may take only a part of them."""
         if self._pending:
             check_place(self._path, os.fstat(self._file.fileno()))
-        while self._pending:
+        while self._pending:  # a write may take only a part
             self._pending = self._pending[self._file.write(self._pending) :]
-
-
-class JsonLines:
-    """A sink that appends to ``events.jsonl``, and flushes after each line."""
-
-    def __init__(self, folder: Path) -> None:
-        """Open the file in the run directory ``folder``."""
-        self._file = AppendedFile(RunDir(folder).events)
-
-    def write(self, event: Event) -> None:
-        """Append one event."""
-        line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
-        self._file.write(f"{to_json(line)}\n".encode())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
 
 
 def take_back(folder: Path, step: int) -> list[dict[str, Any]]:
@@ -218,13 +198,9 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 def _event(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line, or None if it holds none."""
     try:
-        event = json.loads(line, parse_constant=_refuse)
+        event = json.loads(line)
         types = [type(event[key]) for key in ("event", "step", "run_s")]
         is_event = types in ([str, int, int], [str, int, float]) and math.isfinite(event["run_s"])
     except (ValueError, RecursionError, TypeError, LookupError, OverflowError):
         return None
     return dict(event) if is_event else None
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")

@@ -47,7 +47,6 @@ class Ending:
         self._place = place
         self._handover = handover
         self._opened: os.stat_result | None = None
-        self._printed = False
         self.ended = False
 
     def begin_record(self) -> None:
@@ -59,7 +58,6 @@ class Ending:
 
     def printed(self) -> None:
         """Record that the outcome was printed."""
-        self._printed = True
         if self._place.is_main and self._handover is not None:
             with suppress(OSError):
                 (self._handover / TOLD).touch()
@@ -104,17 +102,22 @@ class Ending:
             self.outcome.status = "preempted" if reason.startswith(NOTHING_LOST) else "interrupted"
 
     def leave(self) -> None:
-        """Write the outcome, and print it if no other process does."""
+        """Write the outcome, and print it if neither the end of the record nor a launcher does."""
+        is_told = self.ended or self._handover is not None
+        self.write()
+        if self._place.is_main and not is_told and self.outcome.status in ("preempted", "interrupted"):
+            print(self.outcome.message, flush=True)
+
+    def write(self) -> None:
+        """Write the outcome."""
         self.ended = True
-        outcome, place = self.outcome, self._place
+        outcome = self.outcome
         if self._opened is not None:
             with suppress(OSError):  # a full disk is reported already, and ``handover`` is another place
                 check_place(self._job.folder, self._opened)
                 outcome.write(self._job.folder)
-        if self._handover is None:
-            if place.is_main and not self._printed and outcome.status in ("preempted", "interrupted"):
-                print(outcome.message, flush=True)
-        elif place.is_local_main or outcome.message:  # the node's first rank may be the lost one
+        reports = self._place.is_local_main or outcome.message  # the node's first rank may be the lost one
+        if self._handover is not None and reports:
             with suppress(OSError):  # the launcher has ended
                 outcome.write(self._handover)
 

@@ -5,132 +5,115 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.metrics.events import AppendedFile, Event
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.events import Event, read_events
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.optim_config import Lars, Polynomial
-from imagenet_fast.recipe.schema import Recipe
 
 _START, _END, _POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
 
+Line = tuple[float, dict[str, Any]]
+"""When on the run's own clock, and what."""
+
 
 class MLLog:
-    """A sink that writes one ``:::MLLOG`` line per key, in the order of MLPerf's training rules (4.0).
+    """A sink that writes the whole log from ``events.jsonl`` when the run ends."""
 
-    Lines have the time of the run's own clock, which stands between a checkpoint and resuming from it.
-    """
-
-    def __init__(
-        self, folder: Path, recipe: Recipe, batching: Batching, past: Iterable[dict[str, Any]], passed_s: float
-    ) -> None:
-        """Write the lines of the ``past``, and open the file for more.
-
-        Args:
-            folder: The run directory.
-            recipe: The recipe, whose hyper-parameters are logged.
-            batching: The split of the global batch.
-            past: The events that ``take_back`` has kept, of a run that resumes.
-            passed_s: Seconds of the run until now.
-        """
-        self._recipe = recipe
-        self._batching = batching
-        self._begun_s = time.time() - passed_s
-        self._last_ms = 0
-        self._has_begun = False
-        self._epoch: int | None = None  # the one that is under way
-        lines: list[str] = []
-        for event in past:
-            with suppress(KeyError, TypeError):  # a damaged event
-                lines += list(self._lines(event["event"], event["run_s"], event))
-        path = RunDir(folder).mllog
-        atomic_write_text(path, "".join(lines))
-        self._file = AppendedFile(path)
+    def __init__(self, job: Job) -> None:
+        """Create the sink of the run of ``job``."""
+        self._job = job
 
     def write(self, event: Event) -> None:
-        """Write the lines of one event at once, so that a full disk delays it as a whole."""
-        self._file.write("".join(self._lines(event.name, event.run_s, event.values)).encode())
+        """Write the log if this event is the end, with a warning if that cannot be done."""
+        if event.name != "end":
+            return
+        begun_s, last_ms, text = time.time() - event.run_s, 0, ""
+        try:
+            for at_s, line in mllog_lines(self._job, read_events(self._job.folder)):
+                last_ms = max(last_ms, int(1000 * (begun_s + at_s)))
+                text += f":::MLLOG {to_json({'namespace': '', 'time_ms': last_ms, **line})}\n"
+            atomic_write_text(RunDir(self._job.folder).mllog, text)
+        except (OSError, UserError) as error:
+            warn(f"mllog.txt is not written: {error}")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Do nothing: there is no open file."""
 
-    def _lines(self, name: str, now_s: float, values: dict[str, Any]) -> Iterator[str]:
-        match name:
-            case "run" if not self._has_begun:
-                yield from self._begin(values["train_images"], values["val_images"], values["steps_per_epoch"])
-                self._has_begun = True
-            case "epoch":
-                yield from self._end_epoch(now_s)
-                self._epoch = values["epoch"]
-                yield self._line(now_s, _START, "epoch_start", epoch_num=self._epoch)
-            case "eval":
-                begun_s, epoch = now_s - values["eval_s"], values["epoch"]
-                yield from self._end_epoch(begun_s)
-                yield self._line(begun_s, _START, "eval_start", epoch_num=epoch)
-                yield self._line(now_s, _POINT, "eval_accuracy", values["top1"] / 100, epoch_num=epoch)
-                yield self._line(now_s, _END, "eval_stop", epoch_num=epoch)
-            case "end":
-                yield from self._end_epoch(now_s)
-                status = "success" if values["status"] == "reached" else "aborted"
-                yield self._line(now_s, _END, "run_stop", status=status)
 
-    def _end_epoch(self, at_s: float) -> Iterator[str]:
-        if self._epoch is not None:
-            yield self._line(at_s, _END, "epoch_stop", epoch_num=self._epoch)
-            self._epoch = None
+def mllog_lines(job: Job, events: Iterable[dict[str, Any]]) -> Iterator[Line]:
+    """Yield the lines for the ``events`` of a run, in the order of MLPerf's training rules (4.0).
 
-    def _begin(self, train_images: int, val_images: int, steps_per_epoch: int) -> Iterator[str]:
-        """Yield the lines of a run's beginning, from when on its clock runs; what ranks did before is not timed."""
-        recipe, optim, schedule = self._recipe, self._recipe.optim, self._recipe.schedule
-        name = recipe.model.label
-        points: dict[str, Any] = {
-            "cache_clear": False,
-            "submission_benchmark": "resnet" if name == "resnet50" else name,
-            "submission_division": "open",
-            "submission_org": "unsubmitted",
-            "submission_platform": "unsubmitted",
-            "submission_status": "research",
-            "seed": recipe.seed,
-            "global_batch_size": self._batching.global_batch,
-            "gradient_accumulation_steps": self._batching.accumulation,
-            "train_samples": train_images,
-            "eval_samples": val_images,
-            "opt_name": optim.kind,
+    Their times are those of the run's clock, which stands between a checkpoint and resuming from it.
+    """
+    has_begun, epoch = False, None  # the epoch that is under way
+    for event in events:
+        with suppress(KeyError, TypeError):  # a damaged event
+            name, now_s = event["event"], event["run_s"]
+            ended_s = now_s - event["eval_s"] if name == "eval" else now_s
+            if epoch is not None and name in ("epoch", "eval", "end"):
+                yield _line(ended_s, _END, "epoch_stop", epoch_num=epoch)
+                epoch = None
+            match name:
+                case "run" if not has_begun:
+                    yield from _beginning(job, event)
+                    has_begun = True
+                case "epoch":
+                    epoch = event["epoch"]
+                    yield _line(now_s, _START, "epoch_start", epoch_num=epoch)
+                case "eval":
+                    yield _line(ended_s, _START, "eval_start", epoch_num=event["epoch"])
+                    yield _line(now_s, _POINT, "eval_accuracy", event["top1"] / 100, epoch_num=event["epoch"])
+                    yield _line(now_s, _END, "eval_stop", epoch_num=event["epoch"])
+                case "end":
+                    status = "success" if event["status"] == "reached" else "aborted"
+                    yield _line(now_s, _END, "run_stop", status=status)
+
+
+def _beginning(job: Job, event: dict[str, Any]) -> Iterator[Line]:
+    """Yield the lines from when on the run's clock goes; what ranks did before is not timed."""
+    recipe, optim, schedule = job.recipe, job.recipe.optim, job.recipe.schedule
+    name = recipe.model.label
+    points: dict[str, Any] = {
+        "cache_clear": False,
+        "submission_benchmark": "resnet" if name == "resnet50" else name,
+        "submission_division": "open",
+        "submission_org": "unsubmitted",
+        "submission_platform": "unsubmitted",
+        "submission_status": "research",
+        "seed": recipe.seed,
+        "global_batch_size": job.batching.global_batch,
+        "gradient_accumulation_steps": job.batching.accumulation,
+        "train_samples": event["train_images"],
+        "eval_samples": event["val_images"],
+        "opt_name": optim.kind,
+    }
+    if isinstance(optim, Lars):
+        points |= {
+            "lars_epsilon": optim.epsilon,
+            "lars_opt_base_learning_rate": optim.lr,
+            "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
+            "lars_opt_momentum": optim.momentum,
+            "lars_opt_weight_decay": optim.weight_decay,
         }
-        if isinstance(optim, Lars):
+        if isinstance(schedule, Polynomial):
+            warmup = schedule.warmup_epochs if schedule.decay_from == "warmup" else 0.0
             points |= {
-                "lars_epsilon": optim.epsilon,
-                "lars_opt_base_learning_rate": optim.lr,
-                "lars_opt_learning_rate_warmup_epochs": schedule.warmup_epochs,
-                "lars_opt_momentum": optim.momentum,
-                "lars_opt_weight_decay": optim.weight_decay,
+                "lars_opt_end_learning_rate": schedule.end_lr,
+                "lars_opt_learning_rate_decay_poly_power": schedule.power,
+                "lars_opt_learning_rate_decay_steps": round((recipe.epochs - warmup) * event["steps_per_epoch"]),
             }
-            if isinstance(schedule, Polynomial):
-                warmup = schedule.warmup_epochs if schedule.decay_from == "warmup" else 0.0
-                points |= {
-                    "lars_opt_end_learning_rate": schedule.end_lr,
-                    "lars_opt_learning_rate_decay_poly_power": schedule.power,
-                    "lars_opt_learning_rate_decay_steps": round((recipe.epochs - warmup) * steps_per_epoch),
-                }
-        yield self._line(0.0, _START, "init_start")
-        for key, value in points.items():
-            yield self._line(0.0, _POINT, key, value)
-        yield self._line(0.0, _END, "init_stop")
-        yield self._line(0.0, _START, "run_start")
+    yield _line(0.0, _START, "init_start")
+    for key, value in points.items():
+        yield _line(0.0, _POINT, key, value)
+    yield _line(0.0, _END, "init_stop")
+    yield _line(0.0, _START, "run_start")
 
-    def _line(self, at_s: float, kind: str, key: str, value: Any = None, **metadata: Any) -> str:
-        self._last_ms = max(self._last_ms, int(1000 * (self._begun_s + at_s)))
-        entry = {
-            "namespace": "",
-            "time_ms": self._last_ms,
-            "event_type": kind,
-            "key": key,
-            "value": value,
-            "metadata": {"file": "imagenet_fast/training/trainer.py", "lineno": 0, **metadata},
-        }
-        return f":::MLLOG {to_json(entry)}\n"
+
+def _line(at_s: float, kind: str, key: str, value: Any = None, **about: Any) -> Line:
+    where = {"file": "imagenet_fast/training/trainer.py", "lineno": 0}
+    return at_s, {"event_type": kind, "key": key, "value": value, "metadata": {**where, **about}}

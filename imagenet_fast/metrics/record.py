@@ -50,15 +50,8 @@ def open_record(job: Job, world: DistContext, run_s: Callable[[], float], resume
         atomic_write_text(run.recipe, to_toml(job.recipe))
         atomic_write_text(run.environment, to_json(environment(job, world), indent=2) + "\n")
         past = [] if resumed is None else take_back(run.folder, resumed)
-        passed_s = max([run_s(), *(event["run_s"] for event in past)])
         return MetricLogger(
-            run_s,
-            [
-                JsonLines(run.folder),
-                MLLog(run.folder, job.recipe, job.batching, past, passed_s),
-                TensorBoard(job, resumed, past),
-                ConsoleSink(run.folder, past),
-            ],
+            run_s, [JsonLines(run.folder), MLLog(job), TensorBoard(job, resumed, past), ConsoleSink(run.folder, past)]
         )
     except OSError as error:
         raise UserError(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun
@@ -20,6 +21,8 @@ from imagenet_fast.recipe.job import Job, recipe_tables
 
 _TABLE = json.loads(Path(__file__).with_name("reference_points.json").read_text(encoding="utf-8"))
 _TARGET: float = _TABLE["target_top1"]
+_RUNS: dict[int, list[int]] = {entry["batch"]: entry["epochs"] for entry in _TABLE["points"]}
+"""Epochs of each of the reference's runs, by batch size, smallest first."""
 
 SOURCE = f"Reference: MLCommons' convergence points for {_TARGET:g} % ({_TABLE['source']})."
 
@@ -28,30 +31,20 @@ SOURCE = f"Reference: MLCommons' convergence points for {_TARGET:g} % ({_TABLE['
 class ReferencePoint:
     """Epochs that the reference needs at one batch size."""
 
-    batch: float
+    batch: int
     mean: float
     fewest: float
     most: float
-    between: tuple[int, int] | None = None
-    """Batch sizes between which the numbers are interpolated; None: they are of runs at this batch."""
-
-
-def reference_points() -> list[ReferencePoint]:
-    """Return the points by batch size, smallest first."""
-    runs = {entry["batch"]: entry["epochs"] for entry in _TABLE["points"]}
-    return [ReferencePoint(batch, fmean(epochs), min(epochs), max(epochs)) for batch, epochs in runs.items()]
+    interpolated: bool
 
 
 def reference_at(batch: int) -> ReferencePoint | None:
     """Return the point of ``batch``, interpolated linearly if there is none; None outside the range of the points."""
-    points = reference_points()
-    for below, above in pairwise(points):
-        if below.batch < batch < above.batch:
-            share = (batch - below.batch) / (above.batch - below.batch)
-            pairs = ((below.mean, above.mean), (below.fewest, above.fewest), (below.most, above.most))
-            mean, fewest, most = (low + share * (high - low) for low, high in pairs)
-            return ReferencePoint(batch, mean, fewest, most, (int(below.batch), int(above.batch)))
-    return next((point for point in points if point.batch == batch), None)
+    if not min(_RUNS) <= batch <= max(_RUNS):
+        return None
+    known = [(fmean(epochs), min(epochs), max(epochs)) for epochs in _RUNS.values()]
+    mean, fewest, most = (float(np.interp(batch, [*_RUNS], column)) for column in zip(*known, strict=True))
+    return ReferencePoint(batch, mean, fewest, most, batch not in _RUNS)
 
 
 def judge_by_reference(run: PastRun) -> str:
@@ -72,8 +65,7 @@ def judge_by_reference(run: PastRun) -> str:
     assert isinstance(batch, int)
     point = reference_at(batch)
     if point is None:
-        smallest, *_, largest = (f"{point.batch:g}" for point in reference_points())
-        return f"not compared: its batch is {batch}, and there are points from {smallest} to {largest} alone"
+        return f"not compared: its batch is {batch}, and there are points from {min(_RUNS)} to {max(_RUNS)} alone"
     evaluations = [
         (e["epoch"], e["top1"])
         for e in run.events
@@ -101,10 +93,9 @@ def _misfit(job: Job, images: Any, batch: Any) -> str | None:
 
 def _verdict(point: ReferencePoint, evaluations: list[tuple[int, float]], passes: float, status: str) -> str:
     """Compare with a point; ``passes`` is how much of all images an epoch of the run trains on."""
-    where = "between those at {} and {}".format(*point.between) if point.between is not None else "at this batch"
     field = (
-        f"the reference needs {point.mean:.1f} epochs at a batch of {point.batch:g} "
-        f"({point.fewest:.4g} to {point.most:.4g} in its runs {where})"
+        f"the reference needs {point.mean:.1f} epochs at a batch of {point.batch} "
+        f"({point.fewest:.4g} to {point.most:.4g} in its runs{', interpolated' * point.interpolated})"
     )
     if passes < 0.995:
         field += f"; an epoch of the run has {100 * passes:.1f} % of the images"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,18 +120,17 @@ def read_run(folder: Path) -> PastRun:
 
 
 def distinct_names(runs: Sequence[PastRun]) -> list[str]:
-    """Return a distinct name for each of ``runs``.
+    """Return a distinct name for each of ``runs``: a label that several share is followed by the run's path.
 
-    A label that several runs share is followed by the end of the run's path, as short as possible.
+    The path is from the directory that holds all runs.
     """
-    paths = [Path(os.path.abspath(run.folder)).parts for run in runs]  # noqa: PTH100  (links keep their own names)
-    names = []
-    for run, path in zip(runs, paths, strict=True):
-        others = [p for other, p in zip(runs, paths, strict=True) if other.label == run.label and p != path]
-        lengths = (n for n in range(1, len(path)) if all(p[-n:] != path[-n:] for p in others))
-        end = Path(*path[-next(lengths, len(path)) :])
-        names.append(f"{run.label} ({end})" if others else run.label)
-    return names
+    labels = Counter(run.label for run in runs)
+    folders = [Path(os.path.abspath(run.folder)) for run in runs]  # noqa: PTH100  (links keep their own names)
+    above = os.path.commonpath([folder.parent for folder in folders] or [Path("/")])
+    return [
+        f"{run.label} ({folder.relative_to(above)})" if labels[run.label] > 1 else run.label
+        for run, folder in zip(runs, folders, strict=True)
+    ]
 
 
 def report_table(runs: list[PastRun]) -> Table:

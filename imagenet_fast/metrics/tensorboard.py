@@ -16,13 +16,10 @@ from typing import Any
 from tensorboard.compat.proto.event_pb2 import Event as Record
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import metadata
-from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import custom_scalars
+from torch.utils.tensorboard.summary import custom_scalars, hparams
 
-from imagenet_fast.metrics.events import AppendedFile, Event
+from imagenet_fast.metrics.events import Event
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
@@ -70,31 +67,26 @@ class TensorBoard:
         times = run.tensorboard_times()
         now = max([int(time.time()), *(before + 1 for before in times)])
         self._begun = now if resumed is None else min(times, default=now)
-        self._file = RecordWriter(AppendedFile(run.tensorboard(now)))
+        self._file = RecordWriter(run.tensorboard(now).open("ab", buffering=0))
         self._add(file_version="brain.Event:2")
         self._add(session_log=SessionLog(status=SessionLog.START), step=0 if resumed is None else resumed + 1)
-        # Without a summary of the experiment the table's columns are made from all runs, those that differ first.
-        info = SessionStartInfo(start_time_secs=self._begun)
-        for key, value in hyperparameters(job).items():
-            if isinstance(value, str):  # a file's name may have bytes that the locale could not decode
-                info.hparams[key].string_value = os.fsencode(value).decode(errors="replace")
-            else:
-                info.hparams[key].number_value = value
-        self._add_session(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
+        # Without the summary of the experiment the table's columns are made from all runs, those that differ first.
+        # A file's name may have bytes that the locale could not decode.
+        keys = {
+            k: os.fsencode(v).decode(errors="replace") if isinstance(v, str) else v
+            for k, v in hyperparameters(job).items()
+        }
+        _, row, self._success = hparams(keys, {})
+        self._add(summary=row)
         charts = {title: ["Multiline", [f"^{tag}$"]] for title, tag in _CHARTS.items()}
         self._add(summary=custom_scalars({"Overview": charts}))
 
     def write(self, event: Event) -> None:
-        """Write the event's scalars.
-
-        Raises:
-            OSError: They cannot be written now; they are written before the next ones.
-        """
+        """Write the event's scalars. Raises OSError, and they are lost, if they cannot be written."""
         if event.name in ("run", "speed"):
             self._speeds.append({"event": event.name, "step": event.step, **event.values})
         if event.name == "end" and event.values["status"] in ("reached", "finished"):
-            info = SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=self._begun + event.run_s)
-            self._add_session(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
+            self._add(summary=self._success)
         values = [
             Summary.Value(tag=tag, simple_value=math.nan if value is None else value)
             for tag, value in self._scalars(event)
@@ -126,11 +118,6 @@ class TensorBoard:
     def _add(self, run_s: float = 0.0, **content: Any) -> None:
         self._file.write(Record(wall_time=self._begun + run_s, **content).SerializeToString())
 
-    def _add_session(self, tag: str, data: HParamsPluginData) -> None:
-        """Write a part of the run's row in the table of hyper-parameters."""
-        about = metadata.create_summary_metadata(data)
-        self._add(summary=Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)]))
-
 
 def hyperparameters(job: Job) -> dict[str, str | float]:
     """Return what decides the result of a run, and what its user has set, by key of the recipe.
@@ -147,4 +134,5 @@ def hyperparameters(job: Job) -> dict[str, str | float]:
         if key in _DECIDING or any(key == given or key.startswith(f"{given}.") for given in job.overrides):
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and key != "seed"
             shown.setdefault(key, value if is_number or isinstance(value, str) else json.dumps(value))
-    return shown
+    # a file's name may have bytes that the locale could not decode
+    return {k: os.fsencode(v).decode(errors="replace") if isinstance(v, str) else v for k, v in shown.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 
 from torch import nn
@@ -109,16 +110,18 @@ def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
     if not 1 <= parts <= count:
         raise ValueError(f"cannot divide {count} costs into {parts} groups that are not empty")
     sums = list(accumulate(costs, initial=0.0))
-    least = dict(enumerate(sums))  # by number of costs: cost of the dearest group so far
-    begins: list[dict[int, int]] = []  # of each further group, by its end
-    for run in range(1, parts):
-        ways = {
-            end: min((max(least[begin], sums[end] - sums[begin]), begin) for begin in range(run, end))
-            for end in range(run + 1, count + 1)
-        }
-        least = {end: dearest for end, (dearest, _) in ways.items()}
-        begins.append({end: begin for end, (_, begin) in ways.items()})
-    ends = [count]
-    for begin_of in reversed(begins):
-        ends.append(begin_of[ends[-1]])
-    return [slice(begin, end) for begin, end in zip([0, *reversed(ends[1:])], reversed(ends), strict=True)]
+
+    @cache
+    def best(groups: int, end: int) -> tuple[float, int]:
+        """Return what the dearest of ``groups`` up to ``end`` costs at least, and where the last begins."""
+        if groups == 1:
+            return sums[end], 0
+        begins = range(groups - 1, end)
+        return min((max(best(groups - 1, begin)[0], sums[end] - sums[begin]), begin) for begin in begins)
+
+    runs: list[slice] = []
+    for groups in range(parts, 0, -1):
+        begin = best(groups, count)[1]
+        runs.insert(0, slice(begin, count))
+        count = begin
+    return runs

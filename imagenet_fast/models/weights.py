@@ -238,19 +238,17 @@ def _unwrap(file: Path, content: object) -> Weights:
     if _is_state_dict(content):
         return Weights(str(file), _plain_names(content))
     entries = content if isinstance(content, dict) else {}
-    inside = {str(name): value for name, value in entries.items() if _is_state_dict(value)}
-    usual = [name for name in _ENTRIES if name in inside] or list(inside)
-    others = usual[1:]
-    if usual and usual[0] in _ENTRIES:  # those of other names, of which one may be the moving average
-        plain = {name: _plain_names(state).keys() for name, state in inside.items()}
-        others = [name for name in inside if name not in _ENTRIES and plain[name] == plain[usual[0]]]
-    if not usual or others:
+    inside = {str(name): _plain_names(value) for name, value in entries.items() if _is_state_dict(value)}
+    usual = next((name for name in _ENTRIES if name in inside), None)
+    # Beside a usual entry one of another name may be its moving average.
+    rivals = [n for n in inside if n not in _ENTRIES and (usual is None or inside[n].keys() == inside[usual].keys())]
+    if len(chosen := [usual, *rivals] if usual is not None else rivals) != 1:
         among = f"; its entries are {', '.join(map(str, list(entries)[:8]))}" if entries else ""
         raise UserError(
-            f"{file} holds {'several state dicts' if usual else 'no state dict'}{among}; give a file of one alone, as "
+            f"{file} holds {'several state dicts' if chosen else 'no state dict'}{among}; give a file of one alone, as "
             "torch.save(model.state_dict(), FILE) makes it"
         )
-    return Weights(f"{file} ({usual[0]})", _plain_names(inside[usual[0]]))
+    return Weights(f"{file} ({chosen[0]})", inside[chosen[0]])
 
 
 def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:

@@ -347,7 +347,7 @@ class Trainer:
             raise KeyboardInterrupt from None  # a signal ended another rank
         finally:
             outcome.run_s = self.clock.run_s()
-            ending.leave()
+            ending.write()
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 self.metrics("end", outcome.steps, **vars(outcome))

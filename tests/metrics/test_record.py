@@ -11,8 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -30,14 +28,10 @@ from imagenet_fast.metrics.events import Event, JsonLines, read_events, take_bac
 from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.mllog import MLLog
 from imagenet_fast.metrics.record import open_record
-from imagenet_fast.metrics.report import (
-    PastRun,
-    distinct_names,
-    read_run,
-    report_table,
-)
+from imagenet_fast.metrics.report import PastRun, distinct_names, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.training.clock import Clock
 from tests import world
@@ -155,14 +149,15 @@ def leave_run(folder: Path, resumed: int | None = None, **pretended: Any) -> Run
     """The record of a run, and its outcome."""
     folder.mkdir(exist_ok=True, parents=True)
     result = outcome()
-    past = [] if resumed is None else take_back(folder, resumed)
-    pretend_run(MetricLogger(Clock().run_s, [JsonLines(folder), mllog(folder, past)]), result, **pretended)
+    if resumed is not None:
+        take_back(folder, resumed)
+    pretend_run(MetricLogger(Clock().run_s, [JsonLines(folder), mllog(folder)]), result, **pretended)
     result.write(folder)
     return result
 
 
-def mllog(folder: Path, past: Sequence[dict[str, Any]] = ()) -> MLLog:
-    return MLLog(folder, RECIPE, split_batch(RECIPE, 8), past, passed_s=100.0)
+def mllog(folder: Path) -> MLLog:
+    return MLLog(Job("resnet50-8gpu", RECIPE, split_batch(RECIPE, 8), None, folder))
 
 
 def read_mllog(folder: Path) -> list[dict[str, Any]]:
@@ -241,17 +236,15 @@ def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path
     assert drawn([run], tmp_path / "curve.png")
 
 
-@pytest.mark.parametrize("set_back_s", [-86400, 0, 100, 10**6])
-def test_a_resumed_run_has_the_log_of_one_that_was_not_interrupted(set_back_s: int, tmp_path: Path, monkeypatch):
-    """Whatever became of the lines of its first part, and whatever the clock says."""
+def test_a_resumed_run_has_the_log_of_one_that_was_not_interrupted(tmp_path: Path):
+    """From an event file with damage, too."""
     leave_run(tmp_path)
-    whole, events, now = read_mllog(tmp_path), read_events(tmp_path), time.time()
-    (tmp_path / "mllog.txt").write_text("damaged")
-    monkeypatch.setattr(time, "time", lambda: now - set_back_s)
+    whole, events = read_mllog(tmp_path), read_events(tmp_path)
     past = take_back(tmp_path, 400)
-    log = mllog(tmp_path, past)
+    JsonLines(tmp_path).write(Event("run", 400, 100.0, {}))
     for event in (event for event in events if event not in past):
-        log.write(Event(event["event"], event["step"], event["run_s"], event))
+        for sink in (JsonLines(tmp_path), mllog(tmp_path)):
+            sink.write(Event(event["event"], event["step"], event["run_s"], event))
     again = read_mllog(tmp_path)
     assert [line | {"time_ms": 0} for line in again] == [line | {"time_ms": 0} for line in whole]
     assert [line["time_ms"] for line in again] == sorted(line["time_ms"] for line in again)
@@ -280,10 +273,14 @@ def test_what_happens_while_the_directory_has_another_name_is_recorded_when_it_i
         "then\n"
     )
     run.rename(moved)
-    record("train", 6, loss=1.0)
+    record("end", 6)
     record.close()
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        "warning: the run's last events are not recorded (No such file or directory)"
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: mllog.txt is not written: {run}/events.jsonl cannot be read (No such file or directory); see to "
+        "that, or restore it",
+        f"warning: {run}/events.jsonl has been moved or removed; put it back, and what happens meanwhile is recorded "
+        "then",
+        "warning: the run's last events are not recorded (No such file or directory)",
     ]
 
 
@@ -416,8 +413,7 @@ def test_equal_run_names_get_distinct_labels(tmp_path: Path):
     for folders in (("one", "two"), ("x/run", "y/run"), ("x/a/run", "y/a/run", "other"), ("run", "x/run")):
         runs = [*two_runs(tmp_path, *folders), PastRun(tmp_path / "lone", None, [], "lone")]
         names = distinct_names(runs)
-        expected = [f"{tmp_path.name}/run" if folder == "run" else folder for folder in folders]
-        assert names == [*(f"resnet50-8gpu lazy dp8 ({name})" for name in expected), "lone"]
+        assert names == [*(f"resnet50-8gpu lazy dp8 ({folder})" for folder in folders), "lone"]
         text = shown(report_table(runs), width=200)
         assert all(name in text for name in names)
 

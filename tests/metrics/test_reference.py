@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 
-from imagenet_fast.metrics.reference import judge_by_reference, reference_at, reference_points
+from imagenet_fast.metrics.reference import judge_by_reference, reference_at
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
@@ -35,24 +34,19 @@ def past_run(
 
 
 def test_the_points_are_mlcommons():
-    points = {int(point.batch): point for point in reference_points()}
-    assert points.keys() == MEANS.keys()
     for batch, mean in MEANS.items():
-        assert points[batch].mean == pytest.approx(mean, abs=0.06)
-        assert points[batch].fewest <= mean <= points[batch].most
-    assert (points[65536].fewest, points[65536].most) == (83, 86)
-    assert reference_at(65536) == points[65536]
+        point = reference_at(batch)
+        assert point is not None
+        assert not point.interpolated
+        assert point.mean == pytest.approx(mean, abs=0.06)
+        assert point.fewest <= mean <= point.most
 
 
 def test_between_points_epochs_are_interpolated():
     point = reference_at(3680)
     assert point is not None
-    assert point.between == (3264, 4096)
-    below, above = reference_at(3264), reference_at(4096)
-    assert below is not None
-    assert above is not None
-    assert point.mean == pytest.approx(fmean([below.mean, above.mean]))
-    assert (point.fewest, point.most) == (36.5, 39.5)
+    assert point.mean == pytest.approx((35.2 + 40.0) / 2, abs=0.06)
+    assert (point.fewest, point.most, point.interpolated) == (36.5, 39.5, True)
     assert reference_at(1631) is None
     assert reference_at(67841) is None
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult, Status
-from imagenet_fast.metrics.events import AppendedFile, JsonLines, take_back
+from imagenet_fast.metrics.events import JsonLines, take_back
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
@@ -232,12 +229,3 @@ def test_what_is_written_when_a_run_resumes_does_not_grow_with_the_run(tmp_path:
         run.train(to=steps + 100, top1=60.0).end("preempted")
         assert curves_of(job.folder)["."]["compare/top1_best"][-1] == (steps + 100, 70.0)
     assert written[0] == written[1]
-
-
-def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = Trained(the_job(tmp_path / "run")).train(to=100)
-    with monkeypatch.context() as patch:
-        patch.setattr(AppendedFile, "_flush", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        run.train(to=200)
-    run.train(to=300).end("finished")
-    assert curves_of(tmp_path)["run"]["eval/top1"] == [(100, 50.0), (200, 50.0), (300, 50.0)]
