@@ -208,18 +208,6 @@ class ImageFolder:
         """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
 
 
-def check_folders(root: Path) -> None:
-    """Raise UserError if ``root`` cannot be trained on, without listing every image."""
-    for split, names in zip(("train", "val"), _both_splits(root), strict=True):
-        _check_classes(root / split, names)
-
-
-def check_validation(root: Path) -> None:
-    """Raise UserError if ``scan_validation`` would, without listing every image."""
-    names, _ = _validation_split(root)
-    _check_classes(root / "val", names)
-
-
 def scan_training(root: Path) -> ImageFolder:
     """Return the training split.
 
@@ -228,7 +216,7 @@ def scan_training(root: Path) -> ImageFolder:
     Raises:
         UserError: If a folder is missing, a class has no images, or val has a class that train lacks.
     """
-    train, _ = _both_splits(root)
+    train, _ = both_splits(root)
     return _open(root, "train", train, train)
 
 
@@ -238,20 +226,21 @@ def scan_validation(root: Path) -> ImageFolder:
     Raises:
         UserError: As ``scan_training`` does.
     """
-    names, classes = _validation_split(root)
+    names, classes = validation_split(root)
     return _open(root, "val", names, classes)
 
 
-def _validation_split(root: Path) -> tuple[list[str], list[str]]:
-    """Return the class folders of val, and the class names that define its labels."""
+def validation_split(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of val, and the class names that define its labels. Raises UserError."""
     if (root / "train").is_dir():
-        classes, names = _both_splits(root)
+        classes, names = both_splits(root)
         return names, classes
     names = _class_names(root, "val")
     return names, names
 
 
-def _both_splits(root: Path) -> tuple[list[str], list[str]]:
+def both_splits(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of train and of val. Raises UserError if one is of val alone, or there are none."""
     train, val = (_class_names(root, split) for split in ("train", "val"))
     strangers = sorted(set(val) - set(train))
     if strangers:
@@ -273,14 +262,6 @@ def _class_names(root: Path, split: str) -> list[str]:
     if not names:
         raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
     return names
-
-
-def _check_classes(split: Path, names: list[str]) -> None:
-    for name in names:
-        with os.scandir(split / name) as entries:
-            found = any(is_image_name(entry.name) for entry in entries)
-        if not found:
-            list_folder(split / name).require_images()
 
 
 def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:

@@ -19,8 +19,8 @@ from imagenet_fast.data.folders import ImageFolder, is_class_name, is_folder, sh
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
-from imagenet_fast.data.shards import Shards, check_tar, open_webdataset
-from imagenet_fast.data.tfrecord import check_record_file, open_tfrecord
+from imagenet_fast.data.shards import Shards, open_webdataset
+from imagenet_fast.data.tfrecord import open_tfrecord
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import Data, SyntheticData
 
@@ -126,28 +126,22 @@ def in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
 
 @in_sentences
 def check_folders(root: Path) -> None:
-    """Raise UserError if ``root`` cannot be trained on; a quick check that does not look at every image."""
+    """Raise UserError if ``root`` cannot be trained on, by the names of its class folders or shards alone."""
     train, val = find_split(root, "train"), find_split(root, "val")
-    if "folder" in (train.format, val.format) and not (train.shards or val.shards):
-        folders.check_folders(root)
-        return
     if train.format != val.format:
         there, lacking = ("train", "val") if train.shards else ("val", "train")
         raise UserError(f"{root} has shards of the {there} split but none of that kind of {lacking}; put both there")
-    _check(train)
-    _check(val)
+    if train.format == "folder":
+        folders.both_splits(root)
 
 
 @in_sentences
 def check_validation(root: Path) -> None:
-    """Raise UserError if ``root`` cannot be evaluated on; a quick check that does not look at every image."""
-    val = find_split(root, "val")
-    if val.format == "folder":
-        folders.check_validation(root)
+    """Raise UserError if ``root`` cannot be evaluated on, by the names of its class folders or shards alone."""
+    if find_split(root, "val").format == "folder":
+        folders.validation_split(root)
     elif find_split(root, "train").shards:
         check_folders(root)
-    else:
-        _check(val)
 
 
 def open_training(root: Path) -> ImageSource:
@@ -294,19 +288,6 @@ def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:
             f"{root / split} lacks {len(lost)} of the shards that {root / 'prepared.json'} lists, such as {lost[0]}; "
             "copy them too, or remove that file to train on a part"
         )
-
-
-def _check(found: Found) -> None:
-    """Raise UserError if the start of the first shard is damaged."""
-    match found.format:
-        case "webdataset":
-            check_tar(found.shards[0])
-        case "tfrecord":
-            check_record_file(found.shards[0])
-        case "folder":
-            pass
-        case _:
-            assert_never(found.format)
 
 
 def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = check_folders) -> Path | None:

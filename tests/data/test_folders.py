@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.data.fingerprint import differences
-from imagenet_fast.data.folders import SUFFIXES, check_folders, scan_training
+from imagenet_fast.data.folders import SUFFIXES, scan_training
 from imagenet_fast.data.prepare.run import prepare, report
-from imagenet_fast.data.source import find_split, open_training
+from imagenet_fast.data.source import check_folders, find_split, open_training
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
@@ -52,7 +52,6 @@ EXPECTED = {f"{split}/{name}/{image}" for split in ("train", "val") for name in 
 def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Path, tmp_path: Path):
     assert there(source) == EXPECTED
     assert scan_training(source).classes == sorted(CLASSES)
-    check_folders(source)
     found = verify(source)
     assert found.counts == {split: dict.fromkeys(CLASSES, len(IMAGES)) for split in ("train", "val")}
     assert not found.bad
@@ -135,7 +134,7 @@ def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_pa
     root = put_classes(tmp_path / "source", "cat")
     put(root / "train/dog/more", "1.jpg", "2.jpg")
     told = r"train/dog holds no images .*2 lie in folders inside it, as more/1\.jpg; move them up into .*train/dog"
-    for look in (scan_training, check_folders, lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True)):
+    for look in (scan_training, lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True)):
         with pytest.raises(UserError, match=told):
             look(root)
 
