@@ -76,8 +76,6 @@ class FolderContents:
     images: list[str]
     folders: list[str]
     """Folders that may hold images, and links to such folders."""
-    hidden: list[str]
-    """Hidden folders and system folders."""
     others: list[str]
     """All other files."""
 
@@ -114,16 +112,15 @@ def list_folder(folder: Path) -> FolderContents:
     """
     images: list[str] = []
     folders: list[str] = []
-    hidden: list[str] = []
     others: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             named_so = is_image_name(entry.name)
-            if is_folder(entry, follow=not named_so):  # following a million links would take long
-                (folders if is_class_name(entry.name) else hidden).append(entry.name)
-            else:
+            if not is_folder(entry, follow=not named_so):  # following a million links would take long
                 (images if named_so else others).append(entry.name)
-    return FolderContents(folder, sorted(images), sorted(folders), sorted(hidden), sorted(others))
+            elif is_class_name(entry.name):
+                folders.append(entry.name)
+    return FolderContents(folder, sorted(images), sorted(folders), sorted(others))
 
 
 def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:

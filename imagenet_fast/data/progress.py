@@ -17,13 +17,10 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.text import Text
 
 Show = Callable[[str, int, int], None]
 """Shows what is being done, how many parts are done, and how many there are."""
@@ -32,11 +29,10 @@ _APART_S = 0.2  # between two drawings of a measurement's bar
 
 
 def progress_bars(unit: Literal["images", "bytes"]) -> Progress:
-    """Return bars that count images, or bytes and, for a task with the field ``images``, also images."""
+    """Return bars that count images or bytes."""
     counted = [MofNCompleteColumn()] if unit == "images" else [DownloadColumn(), TransferSpeedColumn()]
     return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), *counted, _Rate(unit == "images"),
-        TimeRemainingColumn(compact=True),
+        TextColumn("{task.description}"), BarColumn(bar_width=16), *counted, TimeRemainingColumn(compact=True),
         console=Console(stderr=True), disable=not sys.stderr.isatty(),
     )  # fmt: skip
 
@@ -64,15 +60,3 @@ def measurement_bar() -> Iterator[Show]:
 
     with bar:
         yield show
-
-
-class _Rate(ProgressColumn):
-    """Images a second."""
-
-    def __init__(self, counts_images: bool) -> None:
-        super().__init__()
-        self._counts_images = counts_images
-
-    def render(self, task: Task) -> Text:
-        images = task.completed if self._counts_images else task.fields.get("images")
-        return Text(f"{images / task.elapsed:.0f} images/s" if images and task.elapsed else "")

@@ -117,8 +117,6 @@ class Source:
     """Files that belong to no class and are left out."""
     apart: list[str] = field(default_factory=list)
     """Images that are not directly in a class's folder, and are left out."""
-    hidden: list[str] = field(default_factory=list)
-    """Folders whose names are not those of classes."""
     archives: list[Path] = field(default_factory=list)
     """The archives that were read."""
 
@@ -126,8 +124,7 @@ class Source:
         """Return both as one."""
         return Source(
             " and ".join(dict.fromkeys(filter(None, (self.layout, other.layout)))), self.classes + other.classes,
-            self.others + other.others, self.apart + other.apart, self.hidden + other.hidden,
-            self.archives + other.archives,
+            self.others + other.others, self.apart + other.apart, self.archives + other.archives,
         )  # fmt: skip
 
 

@@ -150,14 +150,13 @@ def _in_folders(root: Path, split: str, known: set[str]) -> Source:
     """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
     folder = root / split
     contents = list_folder(folder)
-    hidden = [f"{split}/{shown(name)}" for name in contents.hidden]
     classes = known.intersection(contents.folders) if known else {*contents.folders} - {_INNER}
     place = folder if contents.images or _INNER not in contents.folders else folder / _INNER
     if split == "val" and not classes and (inside := list_folder(place)).images:
         apart = _deeper(root, inside)
-        return _by_table(root, _files(place), place) + Source("", [], apart=[*map(shown, apart)], hidden=hidden)
+        return _by_table(root, _files(place), place) + Source("", [], apart=[*map(shown, apart)])
     apart = [f"{split}/{name}" for name in contents.images]
-    source = Source("one folder a class", [], hidden=hidden)
+    source = Source("one folder a class", [])
     for name in class_folders(folder):
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")

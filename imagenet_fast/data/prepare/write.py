@@ -16,6 +16,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -150,30 +151,16 @@ def shrinking_ratio(images: Sequence[Labelled], settings: Settings) -> float:
     before = after = 0
     for file, _ in images[:: max(1, len(images) // _SAMPLE)]:
         before += file.size
-        after += len(_encoded(file, settings)[0])
+        after += len(_encoded(file, settings))
     return after / before if before else 1.0
 
 
-def write_piece(
-    piece: Piece, path: Path, names: Sequence[str], settings: Settings, on_bytes: Callable[[int], None]
-) -> list[tuple[str, str]]:
-    """Write a piece to ``path``; return class and name of images that cannot be decoded and are kept as they are.
-
-    Args:
-        piece: The piece.
-        path: The folder or file to write. Its parent exists.
-        names: The class names, in the order of labels.
-        settings: The settings of the result.
-        on_bytes: Called with the bytes of each image in the source.
-    """
-    undecodable = []
+def write_piece(piece: Piece, path: Path, settings: Settings, on_bytes: Callable[[int], None]) -> None:
+    """Write a piece to the folder or file ``path``, and call ``on_bytes`` with the size of each image in the source."""
 
     def samples() -> Iterator[Sample]:
         for file, label in piece.images:
-            content, is_undecodable = _encoded(file, settings)
-            if is_undecodable:
-                undecodable.append((names[label], file.shown))
-            yield Sample(file.name, content, label)
+            yield Sample(file.name, _encoded(file, settings), label)
             on_bytes(file.size)
 
     if settings.format == "folder":
@@ -183,20 +170,17 @@ def write_piece(
                 target.write(sample.encoded)
     else:
         write_tar(path, enumerate(samples(), piece.first))
-    return undecodable
 
 
-def _encoded(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
-    """Return the bytes to keep of an image, and whether it could not be decoded, and so is kept unchanged."""
+def _encoded(file: SourceFile, settings: Settings) -> bytes:
+    """Return the bytes to keep of an image: unchanged if it cannot be decoded, which `data verify` tells."""
     content = file.read()
-    try:
+    with suppress(ImageDecodeError):
         if settings.format == "pixels":
-            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0)), False
+            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0))
         if settings.resize is not None and settings.quality is not None:
-            return shrunk(content, settings.resize, settings.quality), False
-    except ImageDecodeError:
-        return content, True
-    return content, False
+            return shrunk(content, settings.resize, settings.quality)
+    return content
 
 
 def shrunk(content: bytes, side: int, quality: int) -> bytes:

@@ -99,6 +99,8 @@ def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Pa
     printed = in_process(*command)
     assert "now holds, from ImageNet's tars:\n  train  34 images in 4 classes\n  val    12 images in" in printed
     assert f"left out, as they are no images: {ODD['AppleDouble']}\n" in printed
+    record = tmp_path / "out/prepared.json"
+    record.write_text(record.read_text().replace('"others"', '"hidden": [], "others"'))  # of an earlier version
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in in_process(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
@@ -114,7 +116,7 @@ def test_a_split_of_empty_files_is_prepared_as_any(tmp_path: Path):
 
 
 def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, tars: Path, images: Images):
-    record = prepare(tars, tmp_path / "out", SMALL, subset=True).record
+    prepare(tars, tmp_path / "out", SMALL, subset=True)
     found = images_in(tmp_path / "out")
     assert found.keys() == good(images).keys()
     undecodable = [ODD[kind] for kind in ("truncated", "empty", "garbage")]
@@ -128,8 +130,6 @@ def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, ta
             assert after.width / after.height == pytest.approx(before.width / before.height, rel=0.01)
             difference = np.asarray(before.convert("RGB").resize(after.size), float) - np.asarray(after)
             assert np.abs(difference).mean() < 3  # of 255
-    odd = [f"train/{name}/{file}" for name, made in record.splits["train"].items() for file in made.undecodable]
-    assert odd == undecodable
 
 
 # Deaths.
