@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,6 @@ SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".avif", ".ppm", ".pgm",
 )  # fmt: skip
 """Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
-
-_UNREAD = (
-    ".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".svg", ".psd", ".tga", ".ico", ".exr", ".hdr", ".dng",
-    ".cr2", ".nef", ".arw", ".raw",
-)  # fmt: skip
-"""Suffixes of files that a user may take for images, but that are skipped."""
 
 _SYSTEM = frozenset(
     (
@@ -78,11 +72,6 @@ class FolderContents:
     """Folders that may hold images, and links to such folders."""
     others: list[str]
     """All other files."""
-
-    @property
-    def unread(self) -> list[str]:
-        """Files in ``others`` that a user may take for images."""
-        return [name for name in self.others if name.lower().endswith(_UNREAD) and not name.startswith("._")]
 
     def deeper(self) -> list[str]:
         """Return the images in subfolders, as paths relative to this folder; in them, links are not followed."""
@@ -265,8 +254,11 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
     folder = root / split
     paths = [folder / name for name in names]  # their times change when a name in them does
     index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
-    if os.environ.get("RANK", "0") == "0":
-        _warn_of_left_out(folder, index.about)
+    if (apart := index.about.get("apart")) and os.environ.get("RANK", "0") == "0":
+        warn(
+            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
+            "into the folder of their class"
+        )
     kept = index.columns
     number = {name: label for label, name in enumerate(classes)}
     numbers = np.asarray([number[name] for name in names], dtype=np.int64)
@@ -274,7 +266,7 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
 
 
 def _index(folder: Path, names: list[str]) -> Index:
-    """List all images with the number of their class folder, and count the left-out files that may be images."""
+    """List all images with the number of their class folder, and count those that are left out."""
 
     def listed(name: str) -> tuple[FolderContents, list[str]]:
         contents = list_folder(folder / name)
@@ -288,25 +280,6 @@ def _index(folder: Path, names: list[str]) -> Index:
         "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
         "folders": np.repeat(np.arange(len(names)), [len(contents.images) for contents, _ in found]),
     }
-    by_name = list(zip(names, found, strict=True))
-    apart = [f"{name}/{path}" for name, (_, deeper) in by_name for path in deeper] + list_folder(folder).images
-    unread = [f"{name}/{file}" for name, (contents, _) in by_name for file in contents.unread]
-    return Index({"apart": _some(apart), "unread": _some(unread)}, columns)
-
-
-def _some(paths: list[str]) -> list[Any]:
-    """Return the number of paths and the first in order; empty if there are none."""
-    return [len(paths), shown(min(paths))] if paths else []
-
-
-def _warn_of_left_out(folder: Path, about: Mapping[str, Any]) -> None:
-    if apart := about.get("apart"):
-        warn(
-            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
-            "into the folder of their class"
-        )
-    if unread := about.get("unread"):
-        warn(
-            f"{folder}: {unread[0]} files are of kinds that are not read, as {unread[1]}, and are left out; convert "
-            "them, or take them away"
-        )
+    apart = [f"{name}/{path}" for name, (_, deeper) in zip(names, found, strict=True) for path in deeper]
+    apart += list_folder(folder).images
+    return Index({"apart": [len(apart), shown(min(apart))] if apart else []}, columns)

@@ -110,8 +110,6 @@ class SourceClass:
 class Source:
     """ImageNet, or a part of it, as the user has it."""
 
-    layout: str
-    """The layout that it was recognised as."""
     classes: list[SourceClass]
     others: list[str] = field(default_factory=list)
     """Files that belong to no class and are left out."""
@@ -123,8 +121,8 @@ class Source:
     def __add__(self, other: Source) -> Source:
         """Return both as one."""
         return Source(
-            " and ".join(dict.fromkeys(filter(None, (self.layout, other.layout)))), self.classes + other.classes,
-            self.others + other.others, self.apart + other.apart, self.archives + other.archives,
+            self.classes + other.classes, self.others + other.others, self.apart + other.apart,
+            self.archives + other.archives,
         )  # fmt: skip
 
 

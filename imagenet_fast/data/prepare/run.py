@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -67,8 +67,6 @@ class Prepared:
     """The result of ``prepare``."""
 
     record: Record
-    layout: str
-    """The layout that the source was recognised as."""
     already: bool
     """True if there was nothing to do."""
 
@@ -93,7 +91,7 @@ def prepare(
         UserError: Something is wrong with the source, with ``out``, or with what is there already.
     """
     packed = parquet_files(source)
-    found = Source("parquet files", []) if packed else recognise(source)
+    found = Source([]) if packed else recognise(source)
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
@@ -105,8 +103,8 @@ def prepare(
                 before = in_place(out, settings)
                 if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
                     check_same(before, out, {}, source)
-                    return Prepared(before, found.layout, already=True)
-                found = replace(_unpacked(packed, out, work), layout=found.layout)
+                    return Prepared(before, already=True)
+                found = _unpacked(packed, out, work)
             return _fill(found, source, out, settings, work, subset, md5 and not subset)
         except BaseException as error:
             work.stop.set()
@@ -161,7 +159,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     check_same(before, out, by_path, source)
     rest = {of: size for of, size in sized.items() if of.split not in before.splits}
     if not rest and not staging.exists():
-        return Prepared(before, found.layout, already=True)
+        return Prepared(before, already=True)
     begin(staging, Begun(settings=settings, classes=by_path), source)
     if rest and md5:
         _check_archives(found.archives, staging, work)
@@ -192,7 +190,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     if not is_folder:
         write_classes(out, names)
     publish(record, out, staging)
-    return Prepared(record, found.layout, already=False)
+    return Prepared(record, already=False)
 
 
 def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
@@ -333,7 +331,7 @@ def _make(pieces: Sequence[Piece], staging: Path, settings: Settings, work: _Wor
 def report(prepared: Prepared, out: Path) -> Iterator[str]:
     """Yield lines that tell the user what ``out`` holds and what was left out."""
     record = prepared.record
-    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.layout}:"
+    yield f"{out} {'holds already' if prepared.already else 'now holds'}:"
     for split, classes in record.splits.items():
         count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
         shards = f", {count} shards" if count else ""
