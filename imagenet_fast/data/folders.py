@@ -129,9 +129,7 @@ def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
 def class_folders(split: Path) -> list[str]:
     """Return the names of the class folders in ``split``, sorted.
 
-    Raises:
-        UserError: A link leads nowhere: without its class, others would have other labels.
-        OSError: The folder, or what a link in it leads to, cannot be listed.
+    Raises UserError if a link leads nowhere: without its class, others would have other labels.
     """
     contents = list_folder(split)
     for name in contents.others:
@@ -195,12 +193,10 @@ class ImageFolder:
 
 
 def scan_training(root: Path) -> ImageFolder:
-    """Return the training split.
-
-    The folders are listed once; the list is kept until a folder changes.
+    """Return the training split; its folders are listed once, until one changes.
 
     Raises:
-        UserError: If a folder is missing, a class has no images, or val has a class that train lacks.
+        UserError: A folder is missing, a class has no images, or val has a class that train lacks.
     """
     train, _ = both_splits(root)
     return _open(root, "train", train, train)

@@ -198,11 +198,7 @@ class ThreadLoader:
         self._threads = threads
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches without end.
-
-        Raises:
-            UserError: If a bad image must not or cannot be replaced.
-        """
+        """Yield batches without end. Raises UserError if a bad image must not or cannot be replaced."""
         return copied(prefetched(map(self._begin, self._order), self._threads, self._data.prefetch), self._device)
 
     def _begin(self, indices: BatchIndices) -> tuple[Batch, list[Job]]:

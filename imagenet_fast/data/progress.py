@@ -24,6 +24,10 @@ def progress_bars(unit: Literal["images", "bytes"]) -> Progress:
     """Return bars that count images or bytes."""
     counted = [MofNCompleteColumn()] if unit == "images" else [DownloadColumn(), TransferSpeedColumn()]
     return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), *counted, TimeRemainingColumn(compact=True),
-        console=Console(stderr=True), disable=not sys.stderr.isatty(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=16),
+        *counted,
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )

@@ -88,11 +88,7 @@ class Shards:
                 yield from (index for index in some if self.name(index) in names)
 
     def read(self, index: int) -> bytes:
-        """Return image ``index``, still encoded.
-
-        Raises:
-            UserError: The shard ends before the image does.
-        """
+        """Return image ``index``, still encoded. Raises UserError if the shard ends before the image does."""
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
 
     def pixels(self, index: int) -> Pixels | None:
@@ -173,10 +169,7 @@ def indexes_of(
 ) -> tuple[Index, Index]:
     """Return the index of a ``split`` in ``files``, and that of the split whose labels decide which classes there are.
 
-    That is the one in the ``training`` files; without any, the split itself.
-
-    Raises:
-        UserError: There is no image, or ``look`` has raised it for a shard.
+    That is the one in the ``training`` files; without any, the split itself. Raises UserError if there is no image.
     """
 
     def make(split: str, files: Sequence[Path]) -> Index:
@@ -217,11 +210,7 @@ def class_names(
 
 
 def read_classes(root: Path) -> list[str] | None:
-    """Return the class names in ``classes.txt``, or None if there is no such file.
-
-    Raises:
-        UserError: A name is empty or occurs twice.
-    """
+    """Return the class names in ``classes.txt``; None without that file. Raises UserError if one is there twice."""
     path = root / CLASSES
     try:
         names = path.read_bytes().removesuffix(b"\n").split(b"\n")

@@ -145,21 +145,14 @@ def check_validation(root: Path) -> None:
 
 
 def open_training(root: Path) -> ImageSource:
-    """Open the training split in any format, without the images in quarantine.
-
-    Raises:
-        UserError: If the split is damaged or cannot be trained on.
-    """
+    """Open the training split in any format, without the images in quarantine. Raises UserError if it is damaged."""
     return _open(root, "train")
 
 
 def open_validation(root: Path) -> ImageSource:
-    """Open the validation split in any format, without the images in quarantine.
+    """Open the validation split in any format, without the images in quarantine. Raises UserError if it is damaged.
 
     Its labels number the classes of the training split if there is one.
-
-    Raises:
-        UserError: If the split is damaged or cannot be evaluated on.
     """
     return _open(root, "val")
 
@@ -188,9 +181,7 @@ def _open(root: Path, split: SplitName) -> ImageSource:
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
     """Open all images of a split in the shards that ``find_split`` has found, those in quarantine too.
 
-    Raises:
-        UserError: If the shards are damaged.
-        ValueError: If ``found`` is in class folders.
+    Raises UserError if a shard is damaged.
     """
     training = found.shards if split == "train" else find_split(root, "train").shards
     match found.format:
@@ -293,10 +284,8 @@ def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:
 def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = check_folders) -> Path | None:
     """Return the directory of the images after a ``check``, or None for synthetic images.
 
-    It is the one that the user has ``given``, else the data set's own.
-
-    Raises:
-        UserError: There are no such images, or synthetic ones and ``given``.
+    It is the one that the user has ``given``, else the data set's own. Raises UserError if there are no such images, or
+    synthetic ones and ``given``.
     """
     if not isinstance(data, SyntheticData):
         root = resolve_data_dir(data.dataset, given).absolute()

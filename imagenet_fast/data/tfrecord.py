@@ -55,11 +55,7 @@ class RecordShards(Shards):
         return f"{self.files[shard]}: record {number} at byte {self._offsets[index] - self._before[index]}"
 
     def read(self, index: int) -> bytes:
-        """Return image ``index``, still encoded.
-
-        Raises:
-            UserError: The record is damaged.
-        """
+        """Return image ``index``, still encoded. Raises UserError if the record is damaged."""
         place, before = int(self._offsets[index]), int(self._before[index])
         length, _ = HEAD.unpack(self.read_at(index, place - before, HEAD.size))
         at, end = before - HEAD.size, before - HEAD.size + int(self._lengths[index])

@@ -65,14 +65,9 @@ class _SplitFiles:
 def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
     """Decode all images under ``root``, and write the list of bad ones there, which `train` leaves out.
 
-    Args:
-        root: The data directory.
-        workers: Number of threads; None for one per core.
-        must_list: Whether it is an error if the list cannot be written.
-
     Raises:
         UserError: There is nothing to read, a shard's index cannot be built, or the list cannot be written although
-            ``must_list`` is set.
+            it ``must_list``.
     """
     splits = [found for split in get_args(SplitName) if (found := _files_of(root, split)) is not None]
     files = [(of, index) for of in splits for index in range(len(of.labels))]

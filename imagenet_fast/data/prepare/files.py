@@ -34,11 +34,7 @@ class SourceFile:
     size: int
 
     def read(self) -> bytes:
-        """Return the file's bytes.
-
-        Raises:
-            UserError: The bytes cannot be read, or there are fewer than ``size``.
-        """
+        """Return the file's bytes. Raises UserError if the bytes cannot be read, or there are fewer than ``size``."""
         try:
             with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
                 content = os.pread(file.fileno(), self.size, self.offset)
@@ -135,8 +131,7 @@ def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> l
         flat: Whether all members must be at the top level; otherwise folders are skipped, and a name is a path.
 
     Raises:
-        UserError: It is not a tar, is truncated or damaged, or has a member twice. Also if a member is not a regular
-            file (a link, a device), or its path leads elsewhere.
+        UserError: It is not a whole tar, or has a member twice, or one that is no file or whose path leads elsewhere.
     """
     told = str(tar) if within is None else f"'{within.name}' in {tar}"
     with tar.open("rb") as file:
@@ -199,10 +194,7 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
 def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) -> None:
     """Write the images of a parquet file to a tar of class folders, under the names that they have in ImageNet's tars.
 
-    Args:
-        parquet: The file.
-        tar: The tar to write. It is whole or not there.
-        on_bytes: Called with the bytes of each image.
+    The tar is whole or not there; ``on_bytes`` is called with the bytes of each image.
 
     Raises:
         UserError: The file is damaged, has no images, or does not name their classes.

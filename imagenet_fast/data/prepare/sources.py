@@ -37,11 +37,7 @@ _INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for t
 
 
 def recognise(folder: Path) -> Source:
-    """Return the source in ``folder``.
-
-    Raises:
-        UserError: The layout is not known, or the source is damaged.
-    """
+    """Return the source in ``folder``. Raises UserError if the layout is not known, or the source is damaged."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
     for root in (folder, folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):

@@ -96,15 +96,8 @@ def pieces_of(
 ) -> list[Piece]:
     """Return the pieces of a result: one a class, or shards of ``settings.shard_size`` bytes.
 
-    If images are to be shrunk, their new size is estimated from a sample of each split.
-
-    Args:
-        images: The images of each class.
-        names: The class names, in the order of labels.
-        settings: The settings of the result.
-
-    Raises:
-        UserError: A split would have too many shards.
+    If images are to be shrunk, their new size is estimated from a sample of each split. The class ``names`` are in the
+    order of labels. Raises UserError if a split would have too many shards.
     """
     label = {name: number for number, name in enumerate(names)}
     labelled = {of: [Labelled(file, label[of.name]) for file in files] for of, files in images.items()}
@@ -184,18 +177,11 @@ def _encoded(file: SourceFile, settings: Settings) -> bytes:
 
 
 def shrunk(content: bytes, side: int, quality: int) -> bytes:
-    """Return ``content`` as a JPEG with the short side ``side``, without metadata.
+    """Return ``content`` as a JPEG with the short side ``side`` in pixels, without metadata.
 
     It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
     pixels are those that the loaders see: as stored, without the rotation that EXIF asks for. Grey stays grey.
-
-    Args:
-        content: The encoded image.
-        side: The short side in pixels.
-        quality: The quality of the JPEG.
-
-    Raises:
-        ImageDecodeError: The loaders cannot decode the image.
+    Raises ImageDecodeError if the loaders cannot decode the image.
     """
     pixels = decode(content)
     height, width, _ = pixels.shape
@@ -223,11 +209,7 @@ class Sample(NamedTuple):
 
 
 def write_classes(folder: Path, classes: Sequence[str]) -> None:
-    """Write the class names to ``classes.txt`` in ``folder``.
-
-    Raises:
-        UserError: As ``check_classes`` does.
-    """
+    """Write the class names to ``classes.txt`` in ``folder``. Raises UserError as ``check_classes`` does."""
     check_classes(folder, classes)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / CLASSES, fsync=True) as partial:
@@ -250,12 +232,7 @@ def _lines(classes: Sequence[str]) -> bytes:
 
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
-    """Write one WebDataset shard.
-
-    Args:
-        path: The shard.
-        samples: Each sample with its number, which becomes its key.
-    """
+    """Write one WebDataset shard of samples, each with its number, which becomes its key."""
     with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in samples:
             for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
