@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -63,21 +63,6 @@ def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.de
         _settle(device)
         taken += batch
     return taken / (time.perf_counter() - begun), taken / (_processor_s() - spent)
-
-
-def fastest(rates: Mapping[str, float | None]) -> str:
-    """Return a line that compares our loaders by their images per second; None: it is not installed.
-
-    It is empty if ``rates`` has fewer than two of our loaders, or none that is installed.
-    """
-    own = {loader: rates[loader] for loader in get_args(OwnLoader) if loader in rates}
-    ordered = sorted(((rate, loader) for loader, rate in own.items() if rate), reverse=True)
-    if len(own) < 2 or not ordered:
-        return ""
-    (most, first), *others = ordered
-    said = [f"fastest here: {first}", *(f"{most / rate:.2f} x {loader}" for rate, loader in others)]
-    missing = (f"{loader} is not installed" for loader, rate in own.items() if rate is None)
-    return ", ".join([*said, *missing])
 
 
 def _settle(device: torch.device) -> None:
