@@ -53,11 +53,7 @@ class DaliLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files.
-
-        Raises:
-            UserError: If DALI is not installed.
-        """
+        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files."""
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -160,11 +156,7 @@ class DaliLoader:
             ) from None
 
     def _decode(self, batches: list[_DaliBatch], error: str) -> None:
-        """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode.
-
-        Raises:
-            UserError: If a bad image must not be replaced, or if DALI fails on pixels too.
-        """
+        """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode."""
         if all(batch.decoded for batch in batches):
             raise UserError(f"DALI fails ({error.splitlines()[0]}); --set data.loader=folder") from None
         for batch in batches:

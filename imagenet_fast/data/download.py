@@ -76,8 +76,7 @@ def _is_empty(place: Path) -> bool:
 def fetch_cifar10(place: Path, archive: Path | None) -> None:
     """Write CIFAR-10 to ``place``, which is created only if everything succeeds; None for ``archive``: download it.
 
-    Raises:
-        UserError: There is no archive, its checksum is not a published one, or ``place`` cannot be created.
+    Raises UserError if there is no archive, or its checksum is not a published one.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if archive is None:

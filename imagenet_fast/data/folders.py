@@ -94,11 +94,7 @@ class FolderContents:
 
 
 def list_folder(folder: Path) -> FolderContents:
-    """List the entries of ``folder`` by kind, from their names and types alone.
-
-    Raises:
-        OSError: If the folder cannot be listed.
-    """
+    """List the entries of ``folder`` by kind, from their names and types alone."""
     images: list[str] = []
     folders: list[str] = []
     others: list[str] = []
@@ -113,11 +109,7 @@ def list_folder(folder: Path) -> FolderContents:
 
 
 def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
-    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere.
-
-    Raises:
-        OSError: If the system does not say what it is.
-    """
+    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere."""
     try:
         return entry.is_dir(follow_symlinks=follow)
     except OSError as error:
@@ -203,11 +195,7 @@ def scan_training(root: Path) -> ImageFolder:
 
 
 def scan_validation(root: Path) -> ImageFolder:
-    """Return the validation split; if there is no training split, its own folders define the classes.
-
-    Raises:
-        UserError: As ``scan_training`` does.
-    """
+    """Return the validation split; if there is no training split, its own folders define the classes."""
     names, classes = validation_split(root)
     return _open(root, "val", names, classes)
 

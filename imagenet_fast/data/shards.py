@@ -127,11 +127,7 @@ class Shards:
                     os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes at ``offset`` of the shard that holds image ``index``.
-
-        Raises:
-            UserError: The shard ends before these bytes do.
-        """
+        """Return ``length`` bytes at ``offset`` of the shard of image ``index``. Raises UserError if it ends before them."""
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
             raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
@@ -257,11 +253,7 @@ class TarShards(Shards):
 
 
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """Open the images of a ``split`` in tars; labels are numbers from 0 on.
-
-    Raises:
-        UserError: As ``indexes_of``, ``class_names`` and ``Shards`` do.
-    """
+    """Open the images of a ``split`` in tars; labels are numbers from 0 on."""
     index, deciding = indexes_of(root, split, _TAR, files, training, _samples)
     return TarShards(files, index, index.columns["labels"], class_names(root, deciding.columns["labels"]))
 

@@ -70,10 +70,7 @@ def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Seque
     """Open the images of a ``split`` in ``files``.
 
     Stored labels begin at 0, or at 1 as in TensorFlow's scripts, where 0 is a background; the training split decides,
-    if there is one.
-
-    Raises:
-        UserError: As ``open_webdataset`` does, or the labels can be read in two ways.
+    if there is one. Raises UserError if they can be read in two ways.
     """
     index, deciding = indexes_of(root, split, _RECORDS, files, training, _records)
     synsets = {(label, synset) for of in (index, deciding) for label, synset in of.about["synsets"]}
@@ -155,12 +152,9 @@ class _Window:
 
 
 def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[str, list[Span | int]]:
-    """Return the values of those ``wanted`` features that an Example has, by name.
+    """Return the values of those ``wanted`` features that an Example has, by name. Raises ValueError if it is none.
 
     They are a list for each: the span of a bytes value, or the integer itself.
-
-    Raises:
-        ValueError: The bytes are not an Example.
     """
     found: dict[str, list[Span | int]] = {}
     for features in _messages(fetch, example, 1):

@@ -90,8 +90,7 @@ def in_place(out: Path, settings: Settings) -> Record:
 def begin(staging: Path, now: Begun, source: Path) -> None:
     """Create the folder ``staging`` for pieces of ``source``, and remove what is only partly made.
 
-    Raises:
-        UserError: Pieces in it have other settings, or are of another source.
+    Raises UserError if pieces in it have other settings, or are of another source.
     """
     note = staging / "settings.json"
     if any(any((staging / split).glob("*")) for split in SPLITS) and (begun := _read(note, Begun)):

@@ -34,7 +34,7 @@ from imagenet_fast.recipe.base import Table
 from imagenet_fast.units import exact_size
 
 PreparedFormat = Literal["folder", "webdataset", "pixels"]
-"""Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``decode.store_pixels``)."""
+"""Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``pixels.store_pixels``)."""
 
 SHRUNK_QUALITY = 95
 """JPEG quality of shrunk images, unless told otherwise."""
