@@ -127,7 +127,7 @@ class Shards:
                     os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes at ``offset`` of the shard of image ``index``. Raises UserError if it ends before them."""
+        """Return ``length`` bytes at ``offset`` of image ``index``'s shard. Raises UserError if it ends before them."""
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
             raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
