@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.bench.checkpoint_overhead import CheckpointStalls, Saving
+from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.data.build import synthetic_images
 from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.order import TrainSampler
-from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger

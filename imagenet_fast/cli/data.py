@@ -149,7 +149,7 @@ def verify(
 
     Files that no loader can read are listed in DIR/quarantine.json, and `train`
     and `eval` leave them out from then on: empty, truncated and damaged files,
-    files that are not images, images of other kinds, and AppleDouble files.
+    files that are not images, and images of other kinds.
     Duplicates are reported, but kept.
     """
     from imagenet_fast.data.verify import as_json, summary

@@ -148,9 +148,6 @@ def open_loader(
     """Build the loader that ``data`` describes; its batches hold bytes, not normalised.
 
     At most ``cores`` threads decode. Synthetic data takes its images from ``seed``, and None for ``images``.
-
-    Raises:
-        UserError: If the loader cannot be used.
     """
     match data:
         case SyntheticData():
@@ -167,9 +164,6 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     """Yield 5000 normalised training images, not augmented, from which a model can compute initial weights.
 
     They are fp32 [n, 3, S, S] on the CPU, chosen by ``seed`` alone: the same for any loader and any number of ranks.
-
-    Raises:
-        UserError: If the images cannot be read.
     """
     split, cpu = _split(data, root, "train"), torch.device("cpu")
     if isinstance(data, ImageData):

@@ -29,7 +29,6 @@ from imagenet_fast.data.order import (
 )
 from imagenet_fast.data.pixels import (
     EncodedImage,
-    ImageDecodeError,
     decode,
     encode,
     is_strip,
@@ -39,7 +38,7 @@ from imagenet_fast.data.pixels import (
     without_ends,
 )
 from imagenet_fast.data.source import ImageSource
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import ImageData
 
 if TYPE_CHECKING:
@@ -54,11 +53,7 @@ class DaliLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files.
-
-        Raises:
-            UserError: If DALI is not installed.
-        """
+        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files."""
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -74,7 +69,7 @@ class DaliLoader:
         self._data = data
         self._augmentation = augmentation_of(data, order)
         self._policy = BadImagePolicy(images, order, data)
-        self._decoded: frozenset[int] = frozenset()
+        self._decoded: set[int] = set()
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
         self._device = device
         self._threads = threads
@@ -83,7 +78,7 @@ class DaliLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches without end.
 
-        If DALI fails to decode a batch, replace its bad images as ``data.on_bad_image`` sets and rebuild the pipeline.
+        If DALI fails to decode a batch, it is given the pixels of that batch's images by a pipeline built anew.
 
         Raises:
             UserError: If a bad image must not or cannot be replaced, or if DALI fails for another reason.
@@ -98,7 +93,7 @@ class DaliLoader:
                     self._raise_unless_bad_image(str(error))
                     again = list(given)
                     given.clear()
-                    self._replace_bad(again, str(error))
+                    self._decode(again, str(error))
                     pipeline = self._pipeline(chain(again, read), given)
                     continue
                 batch = given.popleft()
@@ -120,8 +115,8 @@ class DaliLoader:
         if self._augmentation is not None:
             numbers, given.flips[places] = self._augmentation.draw(batch)
         for row, place in enumerate(places):
-            shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, self._encoded)
-            given.indices[place] = NO_CLASS if shown is None else shown.index
+            load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
+            shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
             labels[place] = NO_CLASS if shown is None else shown.label
             image = _black() if shown is None else shown.value
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
@@ -137,10 +132,14 @@ class DaliLoader:
             yield
 
     def _encoded(self, index: int) -> EncodedImage:
-        encoded = self._images.read(index)
-        image = encode(decode(encoded)) if index in self._decoded else to_common_format(encoded)
+        image = to_common_format(self._images.read(index))
         is_cut = self._augmentation is not None and self._augmentation.padding is None  # before it is resized
-        return image if is_cut or not is_strip(image.height, image.width) else encode(without_ends(decode(encoded)))
+        return image if is_cut or not is_strip(image.height, image.width) else self._from_pixels(index)
+
+    def _from_pixels(self, index: int) -> EncodedImage:
+        pixels = decode(self._images.read(index))
+        is_cut = self._augmentation is not None and self._augmentation.padding is None
+        return encode(pixels if is_cut else without_ends(pixels))
 
     def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
@@ -156,38 +155,15 @@ class DaliLoader:
                 "--set data.loader=folder"
             ) from None
 
-    def _replace_bad(self, batches: list[_DaliBatch], error: str) -> None:
-        """Replace the bad images in ``batches``; DALI does not report which image it failed to decode.
-
-        If other decoders find none bad, pass all images of ``batches`` to DALI as pixels.
-
-        Raises:
-            UserError: If a bad image must not be replaced, or if DALI fails on pixels too.
-        """
-        found = False
-        for batch in batches:
-            for place, encoded in enumerate(batch.encoded):
-                try:
-                    decode(encoded.tobytes())
-                except ImageDecodeError as reason:
-                    self._policy.exclude(int(batch.indices[place]), f"cannot be decoded ({reason})")
-                    self._refill(batch, range(place, place + 1))
-                    found = True
-        if found:
-            return
-        shown = [index for batch in batches for index in batch.indices.tolist() if index != NO_CLASS]
-        first = f"in the batch of {self._images.name(shown[0])} or soon after" if shown else "at once"
+    def _decode(self, batches: list[_DaliBatch], error: str) -> None:
+        """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode."""
         if all(batch.decoded for batch in batches):
-            raise UserError(f"DALI fails {first} ({error.splitlines()[0]}); --set data.loader=folder") from None
-        warn(f"DALI cannot decode an image that others can, {first}: it is given the pixels of these images")
-        self._decoded |= frozenset(shown)
+            raise UserError(f"DALI fails ({error.splitlines()[0]}); --set data.loader=folder") from None
         for batch in batches:
-            self._refill(batch, range(len(batch.encoded)))
             batch.decoded = True
-
-    def _refill(self, batch: _DaliBatch, places: range) -> None:
-        for _ in self._fill(batch, places):
-            pass
+            self._decoded.update(batch.batch.images.tolist())
+            for _ in self._fill(batch, range(len(batch.encoded))):
+                pass
 
     def _pipeline(self, batches: Iterator[_DaliBatch], given: deque[_DaliBatch]) -> Pipeline:
         """Build a pipeline that takes ``batches`` and appends each to ``given``; on a CPU it does not copy them."""
@@ -243,8 +219,6 @@ class _DaliBatch:
         self.batch = batch
         self.sizes = sizes
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
-        self.indices = np.empty(count, dtype=np.int64)
-        """Indices of the images that are shown; ``NO_CLASS`` for a black one."""
         self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
         self.sides = np.full((count, 2), sizes.size, dtype=np.float32)
         """Height and width that each whole image or window is resized to."""

@@ -52,13 +52,9 @@ class Normalizer:
     """Normalise images for a network: (x / 255 - mean) / std per channel, computed in fp32 and rounded once."""
 
     def __init__(self, data: Data, device: torch.device, dtype: torch.dtype, channels_last: bool = True) -> None:
-        """Compute the scale and shift of each channel.
+        """Compute the scale and shift of each channel by the recipe's ``[data]`` table.
 
-        Args:
-            data: The recipe's ``[data]`` table, for mean, std and the largest image size.
-            device: Device of the images.
-            dtype: Data type of the normalised images.
-            channels_last: Whether their memory stays channels_last; else it is contiguous, which costs a copy.
+        Without ``channels_last`` the memory of normalised images is contiguous, which costs a copy.
         """
         mean, std = torch.tensor([data.mean, data.std], dtype=torch.float64)
         widest = max(data.image_size, data.evaluated_size, *(size for _, size in data.sizes), 1)
@@ -93,14 +89,7 @@ class Mixer:
     """
 
     def __init__(self, seed: int, classes: int, mixup: float, cutmix: float) -> None:
-        """Choose the methods.
-
-        Args:
-            seed: Seed of the random draws.
-            classes: Number of classes.
-            mixup: Alpha of the Beta distribution that mixup draws shares from; 0: no mixup.
-            cutmix: The same for cutmix.
-        """
+        """Choose the methods by their alphas, of the Beta distributions that shares are drawn from; 0: not that one."""
         from torchvision.transforms import v2  # loads torch's compiler
 
         self._seed = seed

@@ -46,13 +46,10 @@ Batch = tuple[str, list[int], NDArray[np.uint8]]
 def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
     """Fetch the data set ``name``, unless it is already there, and return its directory.
 
-    Args:
-        name: "digits" or "cifar10".
-        out: Directory of the data set; None: one in the cache directory.
-        archive: CIFAR-10 archive on disk; None: download it.
+    It is ``out``, or one in the cache directory; CIFAR-10 comes from its ``archive``, or is downloaded.
 
     Raises:
-        UserError: If the name is unknown, something else lies in the data set's place, or it cannot be fetched.
+        UserError: The name is unknown, something else lies in the data set's place, or it cannot be fetched.
     """
     classes = {"digits": tuple(map(str, range(10))), "cifar10": CLASSES}.get(name)
     if classes is None:
@@ -77,14 +74,9 @@ def _is_empty(place: Path) -> bool:
 
 
 def fetch_cifar10(place: Path, archive: Path | None) -> None:
-    """Write CIFAR-10 to ``place``, with progress bars on stderr; it is created only if everything succeeds.
+    """Write CIFAR-10 to ``place``, which is created only if everything succeeds; None for ``archive``: download it.
 
-    Args:
-        place: Directory to create.
-        archive: An archive on disk; None: download it.
-
-    Raises:
-        UserError: If there is no archive, its checksum is not a published one, or ``place`` cannot be created.
+    Raises UserError if there is no archive, or its checksum is not a published one.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if archive is None:

@@ -68,16 +68,12 @@ def _class_differences(before: list[str], now: list[str]) -> list[str]:
     gone, added = sorted(set(before) - set(now)), sorted(set(now) - set(before))
     most = max(len(gone), len(added))
     more = f" and {most - 1} more such" if most > 1 else ""
-    match gone, added:
-        case [], []:
-            moved = (place for place, names in enumerate(zip(before, now, strict=True)) if names[0] != names[1])
-            return [f"the class '{now[place]}' as number {place} for '{before[place]}'" for place in [*moved][:1]]
-        case [], [first, *_]:
-            return [f"a class '{first}' that it had not{more}"]
-        case [first, *_], []:
-            return [f"no class '{first}' any more{more}"]
-        case _:
-            return [f"the class {quoted(added[0], gone)} for {quoted(gone[0], added)}{more}"]
+    if gone and added:
+        return [f"the class {quoted(added[0], gone)} for {quoted(gone[0], added)}{more}"]
+    if gone or added:
+        return [f"no class '{gone[0]}' any more{more}" if gone else f"a class '{added[0]}' that it had not{more}"]
+    moved = (number for number, names in enumerate(zip(before, now, strict=True)) if names[0] != names[1])
+    return [f"the class '{now[number]}' as number {number} for '{before[number]}'" for number in [*moved][:1]]
 
 
 def compare_data(own: Contents, world: DistContext) -> None:

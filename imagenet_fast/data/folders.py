@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,6 @@ SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".avif", ".ppm", ".pgm",
 )  # fmt: skip
 """Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
-
-_UNREAD = (
-    ".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx", ".svg", ".psd", ".tga", ".ico", ".exr", ".hdr", ".dng",
-    ".cr2", ".nef", ".arw", ".raw",
-)  # fmt: skip
-"""Suffixes of files that a user may take for images, but that are skipped."""
 
 _SYSTEM = frozenset(
     (
@@ -76,15 +70,8 @@ class FolderContents:
     images: list[str]
     folders: list[str]
     """Folders that may hold images, and links to such folders."""
-    hidden: list[str]
-    """Hidden folders and system folders."""
     others: list[str]
     """All other files."""
-
-    @property
-    def unread(self) -> list[str]:
-        """Files in ``others`` that a user may take for images."""
-        return [name for name in self.others if name.lower().endswith(_UNREAD) and not name.startswith("._")]
 
     def deeper(self) -> list[str]:
         """Return the images in subfolders, as paths relative to this folder; in them, links are not followed."""
@@ -107,31 +94,22 @@ class FolderContents:
 
 
 def list_folder(folder: Path) -> FolderContents:
-    """List the entries of ``folder`` by kind, from their names and types alone.
-
-    Raises:
-        OSError: If the folder cannot be listed.
-    """
+    """List the entries of ``folder`` by kind, from their names and types alone."""
     images: list[str] = []
     folders: list[str] = []
-    hidden: list[str] = []
     others: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             named_so = is_image_name(entry.name)
-            if is_folder(entry, follow=not named_so):  # following a million links would take long
-                (folders if is_class_name(entry.name) else hidden).append(entry.name)
-            else:
+            if not is_folder(entry, follow=not named_so):  # following a million links would take long
                 (images if named_so else others).append(entry.name)
-    return FolderContents(folder, sorted(images), sorted(folders), sorted(hidden), sorted(others))
+            elif is_class_name(entry.name):
+                folders.append(entry.name)
+    return FolderContents(folder, sorted(images), sorted(folders), sorted(others))
 
 
 def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
-    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere.
-
-    Raises:
-        OSError: If the system does not say what it is.
-    """
+    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere."""
     try:
         return entry.is_dir(follow_symlinks=follow)
     except OSError as error:
@@ -143,9 +121,7 @@ def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
 def class_folders(split: Path) -> list[str]:
     """Return the names of the class folders in ``split``, sorted.
 
-    Raises:
-        UserError: A link leads nowhere: without its class, others would have other labels.
-        OSError: The folder, or what a link in it leads to, cannot be listed.
+    Raises UserError if a link leads nowhere: without its class, others would have other labels.
     """
     contents = list_folder(split)
     for name in contents.others:
@@ -208,50 +184,33 @@ class ImageFolder:
         """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
 
 
-def check_folders(root: Path) -> None:
-    """Raise UserError if ``root`` cannot be trained on, without listing every image."""
-    for split, names in zip(("train", "val"), _both_splits(root), strict=True):
-        _check_classes(root / split, names)
-
-
-def check_validation(root: Path) -> None:
-    """Raise UserError if ``scan_validation`` would, without listing every image."""
-    names, _ = _validation_split(root)
-    _check_classes(root / "val", names)
-
-
 def scan_training(root: Path) -> ImageFolder:
-    """Return the training split.
-
-    The folders are listed once; the list is kept until a folder changes.
+    """Return the training split; its folders are listed once, until one changes.
 
     Raises:
-        UserError: If a folder is missing, a class has no images, or val has a class that train lacks.
+        UserError: A folder is missing, a class has no images, or val has a class that train lacks.
     """
-    train, _ = _both_splits(root)
+    train, _ = both_splits(root)
     return _open(root, "train", train, train)
 
 
 def scan_validation(root: Path) -> ImageFolder:
-    """Return the validation split; if there is no training split, its own folders define the classes.
-
-    Raises:
-        UserError: As ``scan_training`` does.
-    """
-    names, classes = _validation_split(root)
+    """Return the validation split; if there is no training split, its own folders define the classes."""
+    names, classes = validation_split(root)
     return _open(root, "val", names, classes)
 
 
-def _validation_split(root: Path) -> tuple[list[str], list[str]]:
-    """Return the class folders of val, and the class names that define its labels."""
+def validation_split(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of val, and the class names that define its labels. Raises UserError."""
     if (root / "train").is_dir():
-        classes, names = _both_splits(root)
+        classes, names = both_splits(root)
         return names, classes
     names = _class_names(root, "val")
     return names, names
 
 
-def _both_splits(root: Path) -> tuple[list[str], list[str]]:
+def both_splits(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of train and of val. Raises UserError if one is of val alone, or there are none."""
     train, val = (_class_names(root, split) for split in ("train", "val"))
     strangers = sorted(set(val) - set(train))
     if strangers:
@@ -275,20 +234,15 @@ def _class_names(root: Path, split: str) -> list[str]:
     return names
 
 
-def _check_classes(split: Path, names: list[str]) -> None:
-    for name in names:
-        with os.scandir(split / name) as entries:
-            found = any(is_image_name(entry.name) for entry in entries)
-        if not found:
-            list_folder(split / name).require_images()
-
-
 def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
     folder = root / split
     paths = [folder / name for name in names]  # their times change when a name in them does
     index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
-    if os.environ.get("RANK", "0") == "0":
-        _warn_of_left_out(folder, index.about)
+    if (apart := index.about.get("apart")) and os.environ.get("RANK", "0") == "0":
+        warn(
+            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
+            "into the folder of their class"
+        )
     kept = index.columns
     number = {name: label for label, name in enumerate(classes)}
     numbers = np.asarray([number[name] for name in names], dtype=np.int64)
@@ -296,7 +250,7 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
 
 
 def _index(folder: Path, names: list[str]) -> Index:
-    """List all images with the number of their class folder, and count the left-out files that may be images."""
+    """List all images with the number of their class folder, and count those that are left out."""
 
     def listed(name: str) -> tuple[FolderContents, list[str]]:
         contents = list_folder(folder / name)
@@ -310,25 +264,6 @@ def _index(folder: Path, names: list[str]) -> Index:
         "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
         "folders": np.repeat(np.arange(len(names)), [len(contents.images) for contents, _ in found]),
     }
-    by_name = list(zip(names, found, strict=True))
-    apart = [f"{name}/{path}" for name, (_, deeper) in by_name for path in deeper] + list_folder(folder).images
-    unread = [f"{name}/{file}" for name, (contents, _) in by_name for file in contents.unread]
-    return Index({"apart": _some(apart), "unread": _some(unread)}, columns)
-
-
-def _some(paths: list[str]) -> list[Any]:
-    """Return the number of paths and the first in order; empty if there are none."""
-    return [len(paths), shown(min(paths))] if paths else []
-
-
-def _warn_of_left_out(folder: Path, about: Mapping[str, Any]) -> None:
-    if apart := about.get("apart"):
-        warn(
-            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
-            "into the folder of their class"
-        )
-    if unread := about.get("unread"):
-        warn(
-            f"{folder}: {unread[0]} files are of kinds that are not read, as {unread[1]}, and are left out; convert "
-            "them, or take them away"
-        )
+    apart = [f"{name}/{path}" for name, (_, deeper) in zip(names, found, strict=True) for path in deeper]
+    apart += list_folder(folder).images
+    return Index({"apart": [len(apart), shown(min(apart))] if apart else []}, columns)

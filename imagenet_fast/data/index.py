@@ -68,7 +68,7 @@ def load_or_build_index(root: Path, split: str, kind: Kind, paths: Sequence[Path
         split: The name of the split.
         kind: The format and the columns that the index must have.
         paths: The files or folders below ``root`` that the index describes.
-        make: Builds a new index. What it raises is passed on.
+        make: Builds a new index.
     """
     stamps, places = _stamps(root, paths), _places(root, split)
     reasons = []

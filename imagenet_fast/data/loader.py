@@ -126,17 +126,17 @@ class BadImagePolicy:
             try:
                 value = _patiently(load, candidate)
                 return LoadedImage(value, candidate, int(self._images.labels[candidate]))
-            except ImageDecodeError as error:
-                self.exclude(candidate, f"cannot be decoded ({error})")
             except OSError as error:
                 raise UserError(
                     f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right and "
                     "resume, or leave such files out by `imagenet-fast data verify`"
                 ) from None
+            except ImageDecodeError as error:
+                self._exclude(candidate, f"cannot be decoded ({error})")
             except UserError as error:  # from a damaged shard; its message says where
                 if not self._skips:
                     raise
-                self.exclude(candidate, f"cannot be read ({error})")
+                self._exclude(candidate, f"cannot be read ({error})")
         if isinstance(self._order, TrainSampler):
             raise UserError(
                 f"{self._images.name(index)} cannot be decoded, nor can any of {_ATTEMPTS} other images; look at "
@@ -144,12 +144,8 @@ class BadImagePolicy:
             )
         return None
 
-    def exclude(self, index: int, fault: str) -> None:
-        """Record that image ``index`` has a ``fault``, such as "cannot be read", and warn about it once.
-
-        Raises:
-            UserError: If ``data.on_bad_image`` is "fail".
-        """
+    def _exclude(self, index: int, fault: str) -> None:
+        """Warn of a bad image once, or raise UserError if bad images must not be skipped."""
         sentence = f"{self._images.name(index)} {fault}"
         if not self._skips:
             raise UserError(
@@ -198,11 +194,7 @@ class ThreadLoader:
         self._threads = threads
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches without end.
-
-        Raises:
-            UserError: If a bad image must not or cannot be replaced.
-        """
+        """Yield batches without end. Raises UserError if a bad image must not or cannot be replaced."""
         return copied(prefetched(map(self._begin, self._order), self._threads, self._data.prefetch), self._device)
 
     def _begin(self, indices: BatchIndices) -> tuple[Batch, list[Job]]:

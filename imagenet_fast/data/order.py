@@ -30,12 +30,12 @@ _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.ui
 
 
 def bits(purpose: str, *names: int, of: Indices | int) -> Bits:
-    """Return 64 random bits for each integer in ``of``, uint64 [n].
+    """Return 64 random bits for each integer in ``of``, uint64 [n]; all integers are at least 0.
 
     Args:
         purpose: What the bits are for, such as "augmentation".
-        *names: Integers of at least 0, such as a seed and an epoch.
-        of: Integers of at least 0, [n] or a single one, such as indices of images.
+        *names: Such as a seed and an epoch.
+        of: Such as indices of images, [n] or a single one.
     """
     return _pick(_generator(purpose, *names), np.atleast_1d(np.asarray(of, dtype=np.uint64)))
 
@@ -221,7 +221,7 @@ class Augmentation:
         return numbers[:, :-1], flips & bool(self.flip)
 
     def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
-        """Choose the crop window of one image.
+        """Choose the crop window of one image, in pixels, by its row [22] of the ``numbers`` that ``draw`` returns.
 
         If ``side`` is None, follow torchvision's ``RandomResizedCrop``. It tries an area and an aspect ratio from 3:4
         to 4:3 (uniform in its logarithm) up to ten times, until the window fits. A window that fits is placed anywhere
@@ -229,11 +229,6 @@ class Augmentation:
 
         If ``side`` is set, the square window lies anywhere in the central square, as in AlexNet (Krizhevsky et al.,
         2012).
-
-        Args:
-            height: Height of the image in pixels.
-            width: Width of the image in pixels.
-            numbers: One row [22] of the numbers that ``draw`` returns.
         """
         if self.side is not None:
             shorter = min(height, width)
@@ -258,9 +253,6 @@ class Augmentation:
             width: Width of the image in pixels, without padding.
             size: Side of the square in pixels.
             numbers: One row [22] of the numbers that ``draw`` returns.
-
-        Returns:
-            The square's place in the padded image.
         """
         assert self.padding is not None
         top, left = (

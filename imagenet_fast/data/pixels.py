@@ -236,14 +236,8 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
     It uses torch's filter for bytes: that takes a fifth of PIL's time, and a third of OpenCV's mean over areas. If no
     side shrinks, OpenCV has the same filter; for a small image it takes less time than just calling torch.
 
-    Args:
-        image: The image.
-        height: Height of the result in pixels.
-        width: Width of the result in pixels.
-        into: Memory for the result, uint8 [height, width, 3]; None: allocate it.
-
-    Returns:
-        ``into``, new memory, or without ``into`` the image itself if it has this size already.
+    The result is written to ``into``, uint8 [height, width, 3]. Without it, it is new memory, or the image itself if it
+    has this size already.
     """
     if image.shape[:2] == (height, width):
         if into is None:
@@ -269,12 +263,7 @@ def random_crop(
 ) -> None:
     """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
 
-    Args:
-        image: The image.
-        resolution: Size of the crop, and the shorter side to which an image is resized before it is padded.
-        augmentation: Kind of crop.
-        numbers: Random numbers that ``augmentation`` drew for this image.
-        into: Memory for the crop.
+    The ``numbers`` are those that ``augmentation`` drew for this image; one that is padded is first resized.
     """
     if augmentation.padding is None:
         window = augmentation.window(image.shape[0], image.shape[1], numbers)

@@ -17,10 +17,7 @@ QUARANTINE = "quarantine.json"
 def quarantined(root: Path) -> dict[str, str]:
     """Return what is wrong with each listed file, by path: ``train/<class>/<file>``, or ``<shard>: <place>``.
 
-    The result is empty if there is no list.
-
-    Raises:
-        UserError: If the list is damaged.
+    It is empty if there is no list. Raises UserError if the list is damaged.
     """
     path = root / QUARANTINE
     try:

@@ -6,11 +6,12 @@ import mmap
 import os
 import resource
 import tarfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -35,6 +36,9 @@ CLASSES = "classes.txt"
 Row = tuple[int, int, int, int]
 """Offset, length, ``before`` and label of one image, as in ``COLUMNS``."""
 
+Looked = tuple[list[Row], Collection[tuple[int, str]]]
+"""The images of a shard in their order, and pairs of a label and its synset, where the shard names synsets."""
+
 IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 """Suffixes of images in tars."""
 
@@ -49,7 +53,11 @@ class Shards:
     """One split in shards. Many threads may read at once; shards are opened when needed."""
 
     def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
-        """Create the split of the images that ``index`` lists in ``files``; its columns are ``COLUMNS``."""
+        """Create the split of the images that ``index`` lists in ``files``; its columns are ``COLUMNS``.
+
+        Raises:
+            UserError: A label is of none of the ``classes``.
+        """
         self.files = [str(file) for file in files]
         self.labels = labels
         self.classes = classes
@@ -58,6 +66,11 @@ class Shards:
         )
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
         self._map = lru_cache(_descriptors(len(files)))(_mapped)
+        if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
+            raise UserError(
+                f"{self.name(strange[0])} has the label {labels[strange[0]]}, counted from 0, and there are "
+                f"{len(classes)} classes, by {CLASSES} or the training split; both splits must know the same"
+            )
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -75,11 +88,7 @@ class Shards:
                 yield from (index for index in some if self.name(index) in names)
 
     def read(self, index: int) -> bytes:
-        """Return image ``index``, still encoded.
-
-        Raises:
-            UserError: The shard ends before the image does.
-        """
+        """Return image ``index``, still encoded. Raises UserError if the shard ends before the image does."""
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
 
     def pixels(self, index: int) -> Pixels | None:
@@ -118,11 +127,7 @@ class Shards:
                     os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes at ``offset`` of the shard that holds image ``index``.
-
-        Raises:
-            UserError: The shard ends before these bytes do.
-        """
+        """Return ``length`` bytes at ``offset`` of image ``index``'s shard. Raises UserError if it ends before them."""
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
             raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
@@ -155,20 +160,53 @@ def _mapped(path: str) -> memoryview:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
-def columns_of(rows: Sequence[Sequence[Row]]) -> dict[str, NDArray[Any]]:
-    """Return the columns of ``COLUMNS`` from the rows of each shard."""
-    table = np.asarray([row for found in rows for row in found], dtype=np.int64).reshape(-1, 4)
-    shards = np.repeat(np.arange(len(rows)), [len(found) for found in rows])
-    columns = (shards, *table.T)
-    return {name: column.astype(dtype) for (name, dtype), column in zip(COLUMNS.items(), columns, strict=True)}
+def indexes_of(
+    root: Path, split: str, kind: Kind, files: Sequence[Path], training: Sequence[Path], look: Callable[[Path], Looked]
+) -> tuple[Index, Index]:
+    """Return the index of a ``split`` in ``files``, and that of the split whose labels decide which classes there are.
+
+    That is the one in the ``training`` files; without any, the split itself. Raises UserError if there is no image.
+    """
+
+    def make(split: str, files: Sequence[Path]) -> Index:
+        found = list(map_in_order(look, files))
+        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 4)
+        if not len(table):
+            raise UserError(f"{root}: there is no image in the {len(files)} shard(s) of the {split} split")
+        shards = np.repeat(np.arange(len(files)), [len(rows) for rows, _ in found])
+        named = zip(COLUMNS.items(), (shards, *table.T), strict=True)
+        columns = {name: column.astype(dtype) for (name, dtype), column in named}
+        return Index({"synsets": sorted(set().union(*(synsets for _, synsets in found)))}, columns)
+
+    def opened(split: str, files: Sequence[Path]) -> Index:
+        return load_or_build_index(root, split, kind, files, lambda: make(split, files))
+
+    index = opened(split, files)
+    return index, opened("train", training) if training and split != "train" else index
+
+
+def class_names(
+    root: Path, labels: NDArray[np.int64], first: int = 0, synsets: Mapping[int, str] = MappingProxyType({})
+) -> list[str]:
+    """Return the names of classes: those in ``classes.txt``, else the ``synsets`` of the labels, else the labels.
+
+    Raises:
+        UserError: A label from ``first`` on is missing: nobody knows what the others are then.
+    """
+    if (names := read_classes(root)) is not None:
+        return names
+    there = np.unique(labels).tolist()
+    if len(there) <= there[-1] - first:
+        missing = next(label for label, other in enumerate(there, first) if label != other)
+        raise UserError(
+            f"{root}: labels run up to {there[-1]} and {len(there)} of them occur, {missing} not; name all classes in "
+            f"{root / CLASSES}, one a line in the order of labels"
+        )
+    return [synsets.get(label, str(label)) for label in there]
 
 
 def read_classes(root: Path) -> list[str] | None:
-    """Return the class names in ``classes.txt``, or None if there is no such file.
-
-    Raises:
-        UserError: A name is empty or occurs twice.
-    """
+    """Return the class names in ``classes.txt``; None without that file. Raises UserError if one is there twice."""
     path = root / CLASSES
     try:
         names = path.read_bytes().removesuffix(b"\n").split(b"\n")
@@ -215,60 +253,12 @@ class TarShards(Shards):
 
 
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """Open the images of a ``split`` in ``files``.
-
-    The class names are those in ``classes.txt``. Without it they are numbers, those of the labels in the ``training``
-    files, or in ``files`` if there are no training files.
-
-    Raises:
-        UserError: A shard is damaged, or a label is not a number or is of no class.
-    """
-    index = _open(root, split, files)
-    labels = index.columns["labels"]
-    classes = read_classes(root)
-    if classes is None:
-        deciding = _open(root, "train", training) if training else index
-        classes = _numbered(root, deciding.columns["labels"])
-    shards = TarShards(files, index, labels, classes)
-    if labels.max() >= len(classes):
-        raise UserError(
-            f"{shards.name(int(labels.argmax()))} has the label {labels.max()}, and there are {len(classes)} classes, "
-            f"by {CLASSES} or the training split; labels run from 0 on"
-        )
-    return shards
+    """Open the images of a ``split`` in tars; labels are numbers from 0 on."""
+    index, deciding = indexes_of(root, split, _TAR, files, training, _samples)
+    return TarShards(files, index, index.columns["labels"], class_names(root, deciding.columns["labels"]))
 
 
-def _numbered(root: Path, labels: NDArray[np.int64]) -> list[str]:
-    """Return the labels as names. Raises UserError if a number is missing: nobody knows what the others are then."""
-    there = np.unique(labels)
-    if len(there) <= there[-1]:
-        missing = int(np.argmin(there == np.arange(len(there))))
-        raise UserError(
-            f"{root}: labels run up to {there[-1]} and {len(there)} of them occur, {missing} not; name all classes in "
-            f"{root / CLASSES}, one a line in the order of labels"
-        )
-    return [str(label) for label in there]
-
-
-def check_tar(shard: Path) -> None:
-    """Raise UserError if ``shard`` does not begin as a tar file."""
-    with shard.open("rb") as file:
-        next(_members(shard, file), None)
-
-
-def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
-    return load_or_build_index(root, split, _TAR, files, lambda: _index(root, split, files))
-
-
-def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
-    rows = list(map_in_order(_samples, files))
-    if not any(rows):
-        raise UserError(f"{root}: there is no image in the {len(files)} tar(s) of the {split} split")
-    return Index({}, columns_of(rows))
-
-
-def _samples(shard: Path) -> list[Row]:
-    """Return the images of a shard, in the order in which they are stored."""
+def _samples(shard: Path) -> Looked:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with shard.open("rb") as file:
@@ -292,10 +282,11 @@ def _samples(shard: Path) -> list[Row]:
         there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
         name = images[key].name if key in images else f"{key}.cls"
         raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
-    return sorted(
+    rows = (
         (member.offset_data, member.size, member.offset_data - member.offset, labels[key])
         for key, member in images.items()
     )
+    return sorted(rows), ()
 
 
 def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:

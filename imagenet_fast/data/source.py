@@ -19,8 +19,8 @@ from imagenet_fast.data.folders import ImageFolder, is_class_name, is_folder, sh
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
-from imagenet_fast.data.shards import Shards, check_tar, open_webdataset
-from imagenet_fast.data.tfrecord import check_record_file, open_tfrecord
+from imagenet_fast.data.shards import Shards, open_webdataset
+from imagenet_fast.data.tfrecord import open_tfrecord
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import Data, SyntheticData
 
@@ -126,46 +126,33 @@ def in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
 
 @in_sentences
 def check_folders(root: Path) -> None:
-    """Raise UserError if ``root`` cannot be trained on; a quick check that does not look at every image."""
+    """Raise UserError if ``root`` cannot be trained on, by the names of its class folders or shards alone."""
     train, val = find_split(root, "train"), find_split(root, "val")
-    if "folder" in (train.format, val.format) and not (train.shards or val.shards):
-        folders.check_folders(root)
-        return
     if train.format != val.format:
         there, lacking = ("train", "val") if train.shards else ("val", "train")
         raise UserError(f"{root} has shards of the {there} split but none of that kind of {lacking}; put both there")
-    _check(train)
-    _check(val)
+    if train.format == "folder":
+        folders.both_splits(root)
 
 
 @in_sentences
 def check_validation(root: Path) -> None:
-    """Raise UserError if ``root`` cannot be evaluated on; a quick check that does not look at every image."""
-    val = find_split(root, "val")
-    if val.format == "folder":
-        folders.check_validation(root)
+    """Raise UserError if ``root`` cannot be evaluated on, by the names of its class folders or shards alone."""
+    if find_split(root, "val").format == "folder":
+        folders.validation_split(root)
     elif find_split(root, "train").shards:
         check_folders(root)
-    else:
-        _check(val)
 
 
 def open_training(root: Path) -> ImageSource:
-    """Open the training split in any format, without the images in quarantine.
-
-    Raises:
-        UserError: If the split is damaged or cannot be trained on.
-    """
+    """Open the training split in any format, without the images in quarantine. Raises UserError if it is damaged."""
     return _open(root, "train")
 
 
 def open_validation(root: Path) -> ImageSource:
-    """Open the validation split in any format, without the images in quarantine.
+    """Open the validation split in any format, without the images in quarantine. Raises UserError if it is damaged.
 
     Its labels number the classes of the training split if there is one.
-
-    Raises:
-        UserError: If the split is damaged or cannot be evaluated on.
     """
     return _open(root, "val")
 
@@ -194,9 +181,7 @@ def _open(root: Path, split: SplitName) -> ImageSource:
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
     """Open all images of a split in the shards that ``find_split`` has found, those in quarantine too.
 
-    Raises:
-        UserError: If the shards are damaged.
-        ValueError: If ``found`` is in class folders.
+    Raises UserError if a shard is damaged.
     """
     training = found.shards if split == "train" else find_split(root, "train").shards
     match found.format:
@@ -296,26 +281,11 @@ def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:
         )
 
 
-def _check(found: Found) -> None:
-    """Raise UserError if the start of the first shard is damaged."""
-    match found.format:
-        case "webdataset":
-            check_tar(found.shards[0])
-        case "tfrecord":
-            check_record_file(found.shards[0])
-        case "folder":
-            pass
-        case _:
-            assert_never(found.format)
-
-
 def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = check_folders) -> Path | None:
     """Return the directory of the images after a ``check``, or None for synthetic images.
 
-    It is the one that the user has ``given``, else the data set's own.
-
-    Raises:
-        UserError: There are no such images, or synthetic ones and ``given``.
+    It is the one that the user has ``given``, else the data set's own. Raises UserError if there are no such images, or
+    synthetic ones and ``given``.
     """
     if not isinstance(data, SyntheticData):
         root = resolve_data_dir(data.dataset, given).absolute()

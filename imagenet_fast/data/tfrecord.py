@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from imagenet_fast.data.archives import refuse_compressed
-from imagenet_fast.data.index import Index, Kind, load_or_build_index, map_in_order
-from imagenet_fast.data.shards import COLUMNS, Row, Shards, columns_of, read_classes
+from imagenet_fast.data.index import Kind
+from imagenet_fast.data.shards import COLUMNS, Looked, Row, Shards, class_names, indexes_of
 from imagenet_fast.errors import UserError
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
@@ -30,18 +29,14 @@ _WINDOW = 512  # bytes read at once
 _LARGEST = 1 << 31
 _AGAIN = "copy or make it again"
 _MASK = 0xA282EAD8
-
+_LONGEST_KEY = 256
+_RECORDS = Kind("records", COLUMNS)
 
 Span = tuple[int, int]
 """Offsets in the file: the first byte, and the end (exclusive)."""
 
 Fetch = Callable[[int, int], bytes]
 """A function that returns the file's bytes from one offset to another."""
-
-_LONGEST_KEY = 256
-
-Record = tuple[Row, str]
-"""One record's row in the index, and its synset; empty if it names none."""
 
 
 def masked_crc32c(content: bytes) -> int:
@@ -51,117 +46,57 @@ def masked_crc32c(content: bytes) -> int:
 
 
 class RecordShards(Shards):
-    """One split in TFRecord shards. A record's checksum is compared when it is first read."""
-
-    def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
-        """Create the split as ``Shards`` does, with no record checked yet."""
-        super().__init__(files, index, labels, classes)
-        self._sound = bytearray(len(self))
+    """One split in TFRecord shards."""
 
     def name(self, index: int) -> str:
         """Return the shard, the number of the record counted from 0, and its offset."""
         shard = self._shards[index]
         number = index - int(np.searchsorted(self._shards, shard))
-        return f"{self.files[shard]}: record {number} at byte {self._record(index)}"
+        return f"{self.files[shard]}: record {number} at byte {self._offsets[index] - self._before[index]}"
 
     def read(self, index: int) -> bytes:
-        """Return image ``index``, still encoded.
-
-        Raises:
-            UserError: The record is damaged.
-        """
-        if self._sound[index]:
-            return super().read(index)
-        begin, place = self._record(index), int(self._offsets[index])
-        length, _ = HEAD.unpack(self.read_at(index, begin, HEAD.size))
-        if not place - begin <= HEAD.size + length < _LARGEST:
-            raise UserError(f"{self.name(index)} is not there any more; {_AGAIN}")
-        record = self.read_at(index, begin + HEAD.size, length + TAIL.size)
-        example, (crc,) = record[:length], TAIL.unpack(record[length:])
-        if masked_crc32c(example) != crc:
-            raise UserError(f"{self.name(index)} is damaged: its bytes are not those of its checksum; {_AGAIN}")
-        self._sound[index] = 1
-        at = place - begin - HEAD.size
-        return example[at : at + int(self._lengths[index])]
-
-    def _record(self, index: int) -> int:
-        return int(self._offsets[index] - self._before[index])
+        """Return image ``index``, still encoded. Raises UserError if the record is damaged."""
+        place, before = int(self._offsets[index]), int(self._before[index])
+        length, _ = HEAD.unpack(self.read_at(index, place - before, HEAD.size))
+        at, end = before - HEAD.size, before - HEAD.size + int(self._lengths[index])
+        if end <= length < _LARGEST:
+            record = self.read_at(index, place - at, length + TAIL.size)
+            if masked_crc32c(record[:length]) == TAIL.unpack(record[length:])[0]:
+                return record[at:end]
+        raise UserError(f"{self.name(index)} is damaged: its bytes are not those of its checksum; {_AGAIN}")
 
 
 def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
     """Open the images of a ``split`` in ``files``.
 
-    Stored labels begin at 0, or at 1 as in TensorFlow's scripts, where 0 is a background; those of the ``training``
-    files decide, or of ``files`` without them. The class names are those in ``classes.txt``, else the records' synsets
-    if they have any, else the stored labels.
-
-    Raises:
-        UserError: A shard is damaged, or its labels can be read in two ways or none.
+    Stored labels begin at 0, or at 1 as in TensorFlow's scripts, where 0 is a background; the training split decides,
+    if there is one. Raises UserError if they can be read in two ways.
     """
-    index = _open(root, split, files)
-    deciding = _open(root, "train", training) if training and split != "train" else index
+    index, deciding = indexes_of(root, split, _RECORDS, files, training, _records)
     synsets = {(label, synset) for of in (index, deciding) for label, synset in of.about["synsets"]}
     if not len(synsets) == len(dict(synsets)) == len({synset for _, synset in synsets}):
         raise UserError(f"{root}: a label goes with two synsets, or a synset with two labels; make the records again")
-    classes, first = _numbering(root, deciding, dict(synsets))
-    if first and deciding is index and os.environ.get("RANK", "0") == "0":
-        last = len(classes)
-        print(f"labels in {root} run from 1 to {last}, as in TensorFlow's scripts; 1 is class 0", file=sys.stderr)
-    labels = index.columns["labels"] - first
-    for label in (labels.min(), labels.max()):
-        if not 0 <= label < len(classes):
-            raise UserError(
-                f"{root}: the {split} split has the label {label + first}, of none of the {len(classes)} classes; both "
-                "splits, and classes.txt, must know the same"
-            )
-    return RecordShards(files, index, labels, classes)
-
-
-def _numbering(root: Path, index: Index, synsets: Mapping[int, str]) -> tuple[list[str], int]:
-    """Return the class names, and the label of the first, by the ``index`` of the split that decides."""
-    written, named = index.columns["labels"], read_classes(root)
-    low, high, different = int(written.min()), int(written.max()), len(np.unique(written))
-    count = len(named) if named else different
-    first = 0 if low == 0 else 1
-    if high >= count + first or (low > 0 and high < count):
+    written = deciding.columns["labels"]
+    first, last = min(1, int(written.min())), int(written.max())
+    classes = class_names(root, written, first, dict(synsets))
+    if first and last < len(classes):
         raise UserError(
-            f"{root}: labels run from {low} to {high} and {different} of them occur"
-            + (f", where classes.txt names {count}" if named else "")
-            + ", so that nobody knows which class is which; name all in classes.txt, in the order of labels"
+            f"{root}: labels run from {written.min()} to {last}, where classes.txt names {len(classes)}, and nobody "
+            "knows whether the first is 0 or 1; make records in which the first class or the last one occurs"
         )
-    return named or [synsets.get(label, str(label)) for label in range(first, count + first)], first
+    if first and deciding is index and os.environ.get("RANK", "0") == "0":
+        print(f"labels in {root} run from 1 to {last}, as in TensorFlow's scripts; 1 is class 0", file=sys.stderr)
+    return RecordShards(files, index, index.columns["labels"] - first, classes)
 
 
-def check_record_file(shard: Path) -> None:
-    """Raise UserError if ``shard`` does not begin with a record."""
-    with shard.open("rb") as file:
-        head = file.read(HEAD.size)
-    refuse_compressed(head, str(shard))
-    if head and (len(head) < HEAD.size or masked_crc32c(head[:8]) != HEAD.unpack(head)[1]):
-        raise UserError(f"{shard}: record 0 at byte 0 is damaged, or this is no TFRecord file; {_AGAIN}")
-
-
-def _open(root: Path, split: str, files: Sequence[Path]) -> Index:
-    kind = Kind("records", COLUMNS)
-    return load_or_build_index(root, split, kind, files, lambda: _index(root, split, files))
-
-
-def _index(root: Path, split: str, files: Sequence[Path]) -> Index:
-    found = list(map_in_order(_records, files))
-    if not any(found):
-        raise UserError(f"{root}: there is no record in the {len(files)} file(s) of the {split} split")
-    synsets = sorted({(row[3], synset) for records in found for row, synset in records if synset})
-    return Index({"synsets": synsets}, columns_of([[row for row, _ in records] for records in found]))
-
-
-def _records(shard: Path) -> list[Record]:
-    """Return the records of a shard, in their order."""
-    found: list[Record] = []
+def _records(shard: Path) -> Looked:
+    rows: list[Row] = []
+    synsets: set[tuple[int, str]] = set()
     with shard.open("rb", buffering=0) as file:
         size, fetch = os.fstat(file.fileno()).st_size, _Window(file.fileno())
         at = 0
         while at < size:
-            where = f"{shard}: record {len(found)} at byte {at}"
+            where = f"{shard}: record {len(rows)} at byte {at}"
             head = fetch(at, at + HEAD.size)
             length, crc = HEAD.unpack(head) if len(head) == HEAD.size else (0, -1)
             if at == 0:
@@ -172,25 +107,27 @@ def _records(shard: Path) -> list[Record]:
             if crc < 0 or end + TAIL.size > size:
                 raise UserError(f"{where} is not whole: the file ends at byte {size}; {_AGAIN}")
             try:
-                found.append(_record(fetch, at, (begin, end)))
+                row, synset = _record(fetch, at, (begin, end))
             except ValueError as error:
                 raise UserError(f"{where} cannot be trained on: {error}") from None
+            rows.append(row)
+            synsets |= {(row[3], synset)} if synset else set()
             at = end + TAIL.size
-    return found
+    return rows, synsets
 
 
-def _record(fetch: _Window, at: int, example: Span) -> Record:
-    """Return the record of one Example. Raises ValueError with what is wrong, and the fix."""
+def _record(fetch: _Window, at: int, example: Span) -> tuple[Row, str]:
+    """Return the row and the synset, if any, of an Example. Raises ValueError with what is wrong, and the fix."""
     try:
         features = find_features(fetch, example, (*_IMAGES, *_LABELS, _SYNSET))
     except ValueError as error:
         raise ValueError(f"it is no Example ({error}); {_AGAIN}") from None
     encoded, label = (next((features[name] for name in names if name in features), []) for names in (_IMAGES, _LABELS))
     match encoded, label:
-        case [[(int(begin), int(end))], [int(number)]] if 0 <= number < 1 << 31:
+        case [[(int(begin), int(end))], [int(number)]] if number < 1 << 31:
             pass
         case [[(int(), int())], [int(number)]]:
-            raise ValueError(f"its label is {number}; labels run from 0 or 1 on")
+            raise ValueError(f"its label is {number - (number >> 63 << 64)}; labels run from 0 or 1 on")
         case _:
             raise ValueError(f"it has not one {_IMAGES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do")
     synset = features.get(_SYNSET, [])
@@ -215,12 +152,9 @@ class _Window:
 
 
 def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[str, list[Span | int]]:
-    """Return the values of those ``wanted`` features that an Example has, by name.
+    """Return the values of those ``wanted`` features that an Example has, by name. Raises ValueError if it is none.
 
     They are a list for each: the span of a bytes value, or the integer itself.
-
-    Raises:
-        ValueError: The bytes are not an Example.
     """
     found: dict[str, list[Span | int]] = {}
     for features in _messages(fetch, example, 1):
@@ -241,11 +175,11 @@ def _values(fetch: Fetch, feature: Span) -> Iterator[Span | int]:
         for number, value in _fields(fetch, int64_list):
             match number, value:
                 case 1, int():
-                    yield _signed(value)
+                    yield value
                 case 1, (at, end):  # several integers packed in one field
                     while at < end:
                         packed, at = _varint(fetch, at, end)
-                        yield _signed(packed)
+                        yield packed
 
 
 def _messages(fetch: Fetch, around: Span, wanted: int) -> Iterator[Span]:
@@ -285,7 +219,3 @@ def _varint(fetch: Fetch, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return number & 0xFFFFFFFFFFFFFFFF, at + place + 1
     raise ValueError("a number that does not end")
-
-
-def _signed(number: int) -> int:
-    return number - (number >> 63 << 64)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -65,22 +65,6 @@ def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.de
     return taken / (time.perf_counter() - begun), taken / (_processor_s() - spent)
 
 
-def fastest(rates: Mapping[str, float | None]) -> str:
-    """Return a line that compares our loaders by their images per second; None: it is not installed.
-
-    It is empty if ``rates`` has fewer than two of our loaders, or none that is installed.
-    """
-    own = {loader: rates[loader] for loader in get_args(OwnLoader) if loader in rates}
-    ordered = sorted(((rate, loader) for loader, rate in own.items() if rate), reverse=True)
-    if len(own) < 2 or not ordered:
-        return ""
-    (most, first), *others = ordered
-    said = [f"fastest here: {first}", *(f"{most / rate:.2f} x {loader}" for rate, loader in others)]
-    missing = (f"{loader} is not installed" for loader, rate in own.items() if rate is None)
-    stalled = (f"{loader} gave no image" for loader, rate in own.items() if rate == 0)
-    return ", ".join([*said, *missing, *stalled])
-
-
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -111,15 +95,10 @@ def make_photos(root: Path, count: int, side: int | None = None) -> str:
 
     They are parts of scikit-learn's two photos (china.jpg and flower.jpg, 640x427), in turn. A part is 4:3, 400 to 560
     wide and from a random position; half of the parts are mirrored. It is resized to 500x375 with Lanczos and saved
-    with a quality from 90 to 96.
+    with a quality from 90 to 96; with ``side``, it is then shrunk as `data prepare --resize` does.
 
     Without scikit-learn they are noise whose amplitude falls with its frequency, as in photographs. So a decoder has
     about as much work.
-
-    Args:
-        root: Directory to write to.
-        count: Number of images to train on.
-        side: Shorter side in pixels to shrink them to, as `data prepare --resize` does; None: 375.
     """
     random = np.random.default_rng(0)
     theirs = _theirs()

@@ -6,12 +6,13 @@ import hashlib
 import tempfile
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,6 @@ from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
 
 _CHUNK = 64  # files per task of a thread
-_APPLE_DOUBLE = b"\x00\x05\x16\x07"
 
 
 @dataclass(frozen=True)
@@ -62,58 +62,38 @@ class _SplitFiles:
     read: Callable[[int], bytes]
 
 
-class _AllFiles:
-    """The files of several splits, numbered consecutively."""
-
-    def __init__(self, splits: Sequence[_SplitFiles]) -> None:
-        self.splits = splits
-        self.begins = np.cumsum([0, *(len(files.labels) for files in splits)])
-
-    def __len__(self) -> int:
-        return int(self.begins[-1])
-
-    def at(self, index: int) -> tuple[_SplitFiles, int]:
-        number = int(np.searchsorted(self.begins, index, side="right")) - 1
-        return self.splits[number], index - int(self.begins[number])
-
-    def name(self, index: int) -> str:
-        files, own = self.at(index)
-        return files.name(own)
-
-
-class _Checked(NamedTuple):
-    """The result of checking one file."""
-
-    fault: str
-    """Its kind, and the decoder's message; empty for a good image."""
-    digest: int
-    """64-bit hash of the content."""
-
-
 def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
     """Decode all images under ``root``, and write the list of bad ones there, which `train` leaves out.
 
-    Args:
-        root: The data directory.
-        workers: Number of threads; None for one per core.
-        must_list: Whether it is an error if the list cannot be written.
-
     Raises:
         UserError: There is nothing to read, a shard's index cannot be built, or the list cannot be written although
-            ``must_list`` is set.
+            it ``must_list``.
     """
-    files = _AllFiles([found for split in get_args(SplitName) if (found := _files_of(root, split)) is not None])
-    if not len(files):
+    splits = [found for split in get_args(SplitName) if (found := _files_of(root, split)) is not None]
+    files = [(of, index) for of in splits for index in range(len(of.labels))]
+    if not files:
         raise UserError(
             f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
     unlisted = _tried(root, must_list, lambda: tempfile.TemporaryFile(dir=root).close())  # not after an hour
-    bad, good, digests = _check_all(files, workers or usable_cores())
+    bad: dict[str, str] = {}
+    counts = {of.split: {of.classes[label]: 0 for label in np.unique(of.labels).tolist()} for of in splits}
+    first: dict[int, int] = {}
+    """By the hash of its content, the first file that has it."""
+    copies: dict[int, list[int]] = defaultdict(list)
+    with closing(_checked(files, workers or usable_cores())) as checked:
+        for number, ((of, index), (fault, digest)) in enumerate(zip(files, checked, strict=True)):
+            if fault:
+                bad[of.name(index)] = fault
+                continue
+            counts[of.split][of.classes[of.labels[index]]] += 1
+            if (original := first.setdefault(digest, number)) != number:
+                copies[original].append(number)
     unlisted = unlisted or _tried(root, must_list, lambda: write_quarantine(root, bad))
-    same = _duplicates(digests, np.flatnonzero(good))
-    leaks = [group for group in same if len({files.at(index)[0].split for index in group}) > 1]
-    duplicates, in_both = (sorted([files.name(index) for index in group] for group in some) for some in (same, leaks))
-    return Verified(_counts(files, good), bad, duplicates, in_both, unlisted)
+    same = [[files[number] for number in (original, *others)] for original, others in copies.items()]
+    leaks = [group for group in same if len({of.split for of, _ in group}) > 1]
+    duplicates, in_both = (sorted([of.name(index) for of, index in group] for group in some) for some in (same, leaks))
+    return Verified(counts, bad, duplicates, in_both, unlisted)
 
 
 def _tried(root: Path, must: bool, write: Callable[[], None]) -> str:
@@ -148,48 +128,40 @@ def _files_of(root: Path, split: SplitName) -> _SplitFiles | None:
     return _SplitFiles(split, classes, labels, names.__getitem__, lambda i: read_file(f"{root / names[i]}"))
 
 
-def _check_all(files: _AllFiles, workers: int) -> tuple[dict[str, str], NDArray[np.bool_], NDArray[np.uint64]]:
-    """Return the bad files by name, whether each file is good, and the hash of its content."""
-    bad, good, digests = {}, np.ones(len(files), np.bool_), np.zeros(len(files), np.uint64)
+def _checked(files: Sequence[tuple[_SplitFiles, int]], workers: int) -> Generator[tuple[str, int], None, None]:
+    """Yield the fault of each file, empty for a good image, and a 64-bit hash of its content."""
     stop = threading.Event()
 
-    def check(begin: int) -> list[_Checked]:
+    def check(begin: int) -> list[tuple[str, int]]:
         found = []
-        for index in range(begin, min(begin + _CHUNK, len(files))):
+        for of, index in files[begin : begin + _CHUNK]:
             if stop.is_set():
                 raise CancelledError
-            found.append(_check(*files.at(index)))
+            found.append(_check(of, index))
         return found
 
     with warnings.catch_warnings(), progress_bars("images") as bars, ThreadPoolExecutor(workers) as pool:
         warnings.filterwarnings("ignore", module="PIL")  # warnings about large images or odd EXIF
         task = bars.add_task("decoding", total=len(files))
-        begins = range(0, len(files), _CHUNK)
         try:
-            for begin, found in zip(begins, pool.map(check, begins), strict=True):
+            for found in pool.map(check, range(0, len(files), _CHUNK)):
                 bars.advance(task, len(found))
-                for index, (fault, digest) in enumerate(found, begin):
-                    digests[index], good[index] = digest, not fault
-                    if fault:
-                        bad[files.name(index)] = fault
+                yield from found
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-    return bad, good, digests
 
 
-def _check(files: _SplitFiles, index: int) -> _Checked:
+def _check(files: _SplitFiles, index: int) -> tuple[str, int]:
     """Decode a file as loaders do, so that both agree on what is bad."""
     try:
         content = files.read(index)
     except (OSError, UserError) as error:
-        return _Checked(f"unreadable: {error.strerror if isinstance(error, OSError) else error}", 0)
-    return _Checked(_fault(content), int.from_bytes(hashlib.blake2b(content, digest_size=8).digest()))
+        return f"unreadable: {error.strerror if isinstance(error, OSError) else error}", 0
+    return _fault(content), int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def _fault(content: bytes) -> str:
-    if content.startswith(_APPLE_DOUBLE):
-        return "AppleDouble"
     if not content:
         return "empty"
     try:
@@ -199,24 +171,6 @@ def _fault(content: bytes) -> str:
             return "damaged" if kind_of(content) else "no image"
         return f"{'truncated' if 'truncated' in str(error).lower() else 'damaged'}: {error}"
     return ""
-
-
-def _counts(files: _AllFiles, good: NDArray[np.bool_]) -> dict[str, dict[str, int]]:
-    counts: dict[str, dict[str, int]] = {}
-    for of, begin in zip(files.splits, files.begins.tolist(), strict=False):
-        labels = of.labels[good[begin : begin + len(of.labels)]]
-        of_class = np.bincount(labels, minlength=len(of.classes)).tolist()
-        counts[of.split] = {of.classes[label]: of_class[label] for label in np.unique(of.labels).tolist()}
-    return counts
-
-
-def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[list[int]]:
-    """Return groups of the same content among the images ``good``, each in rising order."""
-    order = good[np.argsort(digests[good], kind="stable")]
-    changes = np.flatnonzero(np.diff(digests[order])) + 1
-    begins, ends = np.concatenate([[0], changes]), np.concatenate([changes, [len(order)]])
-    several = ends - begins > 1
-    return [order[begin:end].tolist() for begin, end in zip(begins[several], ends[several], strict=True)]
 
 
 def summary(found: Verified, root: Path) -> Iterator[str]:

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from imagenet_fast.data import dali
 from imagenet_fast.data.source import open_training
-from imagenet_fast.data.throughput import OwnLoader, fastest, made_photos, measure, training_batches
+from imagenet_fast.data.throughput import OwnLoader, made_photos, measure, training_batches
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.doctor.report import CheckResult
@@ -50,8 +50,8 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
                 del batches  # its threads end now
         except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot use
             return [CheckResult("loaders", "warn", f"`train` would end with: {error}")]
-    rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
-    told = " and ".join(f"{loader} {rate:.0f}" for loader, rate in rates.items() if rate)
+    told = " and ".join(f"{loader} {fmean(rates):.0f}" for loader, rates in turns.items() if rates)
+    missing = "".join(f"; {loader} is not installed" for loader in loaders if loader not in there)
     per = f"second, in {threads} of its threads" if device.type == "cuda" else "second of a core"
-    said = f"{told} images a {per}, to {_SIZE} pixels; {fastest(rates)}"
+    said = f"{told} images a {per}, to {_SIZE} pixels{missing}"
     return [CheckResult("loaders", "ok", said)]

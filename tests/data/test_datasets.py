@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from imagenet_fast.atomic_io import atomic_directory
+from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.data import download
 from imagenet_fast.data.paths import resolve_data_dir
-from imagenet_fast.data.progress import measurement_bar, progress_bars
+from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.errors import UserError
 from tests.conftest import Terminal, refusal_of
 from tests.data.prepare.replica import tar_of

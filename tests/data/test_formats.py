@@ -155,7 +155,6 @@ def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Pa
     tar_of(tmp_path / "train/shard 1.tar", files, format)
     tar_of(tmp_path / "train/shard 0.tar", {})
     tar_of(tmp_path / "validation/0.tar", {"a.jpg": b"V", "a.cls": b"1"})
-    check_folders(tmp_path)
     train, val = open_training(tmp_path), open_validation(tmp_path)
     assert shown(train) == [(b"A", 1), (b"LONG", 0), (b"B", 2)]
     assert [train.name(i).rpartition(": ")[2] for i in range(3)] == ["deep/a.JPEG", f"{long}.png", "b.jpg"]
@@ -191,7 +190,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar is named after both splits"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
     *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label") for label in NO_LABELS),
-    ({}, as_it_is, "no image in the 1 tar(s) of the train split"),
+    ({}, as_it_is, "no image in the 1 shard(s) of the train split"),
     ({"n01440764_1.JPEG": b""}, lambda path: path.rename(path.with_name("n01440764.tar")), "data prepare"),
     ({}, lambda path: path.rename(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
 ]
@@ -219,9 +218,9 @@ BAD_RECORDS: list[tuple[list[bytes], Damage, str]] = [
     ([written({"image/encoded": b"x"})], as_it_is, "has not one"),
     ([example(-2)], as_it_is, "its label is -2"),
     ([example(2**40)], as_it_is, "its label is 1099511627776"),
-    ([], as_it_is, "no record in the 1 file(s) of the train split"),
-    ([example(2), example(4)], as_it_is, "labels run from 2 to 4"),
-    ([example(0), example(500), example(1000)], as_it_is, "labels run from 0 to 1000 and 3 of them occur, so"),
+    ([], as_it_is, "no image in the 1 shard(s) of the train split"),
+    ([example(2), example(4)], as_it_is, "labels run up to 4 and 2 of them occur, 1 not"),
+    ([example(0), example(500), example(1000)], as_it_is, "labels run up to 1000 and 3 of them occur, 1 not"),
     ([example(0)], overwritten(0, b"\x1f\x8b"), "train-00000-of-00001 is compressed, so"),
     ([example(0)], lambda path: path.rename(f"{path}.gz"), "train-00000-of-00001.gz is compressed, so"),
     *(
@@ -306,11 +305,15 @@ def test_synsets_name_the_classes(tmp_path: Path):
     records_of(tmp_path / "val-00000-of-00001", example(3, "n7"))
     assert "a label goes with two synsets" in refusal_of(open_validation, tmp_path)
     records_of(tmp_path / "val-00000-of-00001", example(4))
-    assert "the val split has the label 4, of none of the 3 classes" in refusal_of(open_validation, tmp_path)
+    assert "record 0 at byte 0 has the label 3, counted from 0, and there are 3" in refusal_of(
+        open_validation, tmp_path
+    )
     (tmp_path / "classes.txt").write_text("bee\ncat\n")
-    assert "labels run from 1 to 3 and 3 of them occur, where classes.txt names 2" in refusal_of(
+    assert "record 2 at byte 212 has the label 2, counted from 0, and there are 2" in refusal_of(
         open_training, tmp_path
     )
+    (tmp_path / "classes.txt").write_text("bee\ncat\ndog\neel\n")
+    assert "labels run from 1 to 3, where classes.txt names 4" in refusal_of(open_training, tmp_path)
     (tmp_path / "classes.txt").write_text("bee\ncat\ndog\n")
     assert open_training(tmp_path).classes == ["bee", "cat", "dog"]
 
@@ -332,7 +335,9 @@ def test_packed_and_single_numbers_are_the_same_label():
 def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
     tar_of(tmp_path / "train-0.tar", GOOD)
     tar_of(tmp_path / "val-0.tar", {"a.jpg": b"V", "a.cls": b"2"})
-    assert "val-0.tar: a.jpg has the label 2, and there are 1 classes" in refusal_of(open_validation, tmp_path)
+    assert "val-0.tar: a.jpg has the label 2, counted from 0, and there are 1 classes" in refusal_of(
+        open_validation, tmp_path
+    )
     (tmp_path / "classes.txt").write_text("cat\r\ndog\nan owl")
     assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["cat", "dog", "an owl"]
     (tmp_path / "classes.txt").write_text("cat\n\ndog\n")

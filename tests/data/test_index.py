@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tests
-from imagenet_fast.data.folders import check_folders, scan_training
+from imagenet_fast.data.folders import scan_training
 from imagenet_fast.data.index import Index, Kind, load_or_build_index
 from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.source import open_training
@@ -146,7 +146,7 @@ def test_the_first_rank_of_a_node_makes_it_and_the_others_read_it(tmp_path: Path
 @with_ranks(2)
 def test_what_is_wrong_with_the_images_is_told_by_every_rank(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no images"), first_of_node(tests.world()):
-        check_folders(put(tmp_path, "train/a/notes.txt", "val/a/notes.txt"))
+        scan_training(put(tmp_path, "train/a/notes.txt", "val/a/notes.txt"))
 
 
 def test_a_listing_is_remembered_until_a_folder_changes(tmp_path: Path):

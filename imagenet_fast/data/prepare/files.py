@@ -34,11 +34,7 @@ class SourceFile:
     size: int
 
     def read(self) -> bytes:
-        """Return the file's bytes.
-
-        Raises:
-            UserError: The bytes cannot be read, or there are fewer than ``size``.
-        """
+        """Return the file's bytes. Raises UserError if the bytes cannot be read, or there are fewer than ``size``."""
         try:
             with open(self.held_by, "rb", buffering=0) as file:  # noqa: PTH123  (a million of them)
                 content = os.pread(file.fileno(), self.size, self.offset)
@@ -110,23 +106,18 @@ class SourceClass:
 class Source:
     """ImageNet, or a part of it, as the user has it."""
 
-    layout: str
-    """The layout that it was recognised as."""
     classes: list[SourceClass]
     others: list[str] = field(default_factory=list)
     """Files that belong to no class and are left out."""
     apart: list[str] = field(default_factory=list)
     """Images that are not directly in a class's folder, and are left out."""
-    hidden: list[str] = field(default_factory=list)
-    """Folders whose names are not those of classes."""
     archives: list[Path] = field(default_factory=list)
     """The archives that were read."""
 
     def __add__(self, other: Source) -> Source:
         """Return both as one."""
         return Source(
-            " and ".join(dict.fromkeys(filter(None, (self.layout, other.layout)))), self.classes + other.classes,
-            self.others + other.others, self.apart + other.apart, self.hidden + other.hidden,
+            self.classes + other.classes, self.others + other.others, self.apart + other.apart,
             self.archives + other.archives,
         )  # fmt: skip
 
@@ -140,8 +131,7 @@ def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> l
         flat: Whether all members must be at the top level; otherwise folders are skipped, and a name is a path.
 
     Raises:
-        UserError: It is not a tar, is truncated or damaged, or has a member twice. Also if a member is not a regular
-            file (a link, a device), or its path leads elsewhere.
+        UserError: It is not a whole tar, or has a member twice, or one that is no file or whose path leads elsewhere.
     """
     told = str(tar) if within is None else f"'{within.name}' in {tar}"
     with tar.open("rb") as file:
@@ -161,34 +151,19 @@ def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) ->
         name = info.name.removeprefix("./")
         if info.isdir() and name in ("", "."):
             continue
-        _check(info, name, told, flat)
+        parts = name.split("/")
+        plain = (info.isreg() and not info.issparse()) or (info.isdir() and not flat)
+        if not plain or "\0" in name or (flat and len(parts) > 1) or not {"", ".", ".."}.isdisjoint(parts):
+            raise UserError(
+                f"{told} has a member '{info.name}' that is no plain file or leads elsewhere, and nothing is unpacked "
+                "from it; ImageNet's own tars hold plain files alone, so fetch it again"
+            )
         if info.isdir():
             continue
         if name in seen:
             raise UserError(f"{told} has the member '{name}' twice; fetch it again")
         seen.add(name)
         yield SourceFile(name, str(tar), begin + info.offset_data, info.size)
-
-
-def _check(info: tarfile.TarInfo, name: str, told: str, flat: bool) -> None:
-    parts = name.split("/")
-    match info.type:
-        case tarfile.DIRTYPE if flat:
-            what = "a folder"
-        case tarfile.REGTYPE | tarfile.AREGTYPE | tarfile.DIRTYPE if info.size >= 0 and not info.issparse():
-            elsewhere = "\0" in name or not {"", ".", ".."}.isdisjoint(parts) or (flat and len(parts) > 1)
-            what = "a path that leads elsewhere" if elsewhere else ""
-        case tarfile.LNKTYPE | tarfile.SYMTYPE:
-            what = "a link"
-        case tarfile.CHRTYPE | tarfile.BLKTYPE | tarfile.FIFOTYPE:
-            what = "a device"
-        case _:
-            what = "no plain file"
-    if what:
-        raise UserError(
-            f"{told} has a member '{info.name}' that is {what}, and nothing is unpacked from it; "
-            "ImageNet's own tars hold plain files alone, so fetch it again"
-        )
 
 
 def parquet_files(folder: Path) -> dict[str, list[Path]]:
@@ -204,10 +179,7 @@ def parquet_files(folder: Path) -> dict[str, list[Path]]:
 def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) -> None:
     """Write the images of a parquet file to a tar of class folders, under the names that they have in ImageNet's tars.
 
-    Args:
-        parquet: The file.
-        tar: The tar to write. It is whole or not there.
-        on_bytes: Called with the bytes of each image.
+    The tar is whole or not there; ``on_bytes`` is called with the bytes of each image.
 
     Raises:
         UserError: The file is damaged, has no images, or does not name their classes.

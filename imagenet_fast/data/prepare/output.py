@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from pydantic import Field, NonNegativeInt, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_write_text, sync_folder
 from imagenet_fast.data.folders import list_folder
@@ -34,17 +34,17 @@ _T = TypeVar("_T", bound=Table)
 class PreparedClass(Table):
     """What was made of a class."""
 
+    model_config = ConfigDict(extra="ignore")  # earlier versions listed files here
+
     images: NonNegativeInt
     size: NonNegativeInt
     """Bytes of the source that it was made from."""
-    left_out: tuple[str, ...] = ()
-    """Names of files that are not images."""
-    undecodable: tuple[str, ...] = ()
-    """Names of images that could not be decoded for shrinking, and are copied unchanged."""
 
 
 class Record(Table):
     """The contents of a directory, by class."""
+
+    model_config = ConfigDict(extra="ignore")
 
     settings: Settings
     splits: dict[str, dict[str, PreparedClass]] = Field(default_factory=dict)
@@ -52,11 +52,9 @@ class Record(Table):
     files: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
     """Bytes of each shard, by split and file name."""
     others: tuple[str, ...] = ()
-    """Files that belong to no class and were left out."""
+    """Files that are not images, and were left out."""
     apart: tuple[str, ...] = ()
     """Images that are not directly in a class's folder, and were left out."""
-    hidden: tuple[str, ...] = ()
-    """Folders left out because their names are not those of classes."""
 
 
 class Begun(Table):
@@ -92,8 +90,7 @@ def in_place(out: Path, settings: Settings) -> Record:
 def begin(staging: Path, now: Begun, source: Path) -> None:
     """Create the folder ``staging`` for pieces of ``source``, and remove what is only partly made.
 
-    Raises:
-        UserError: Pieces in it have other settings, or are of another source.
+    Raises UserError if pieces in it have other settings, or are of another source.
     """
     note = staging / "settings.json"
     if any(any((staging / split).glob("*")) for split in SPLITS) and (begun := _read(note, Begun)):
@@ -108,7 +105,7 @@ def begin(staging: Path, now: Begun, source: Path) -> None:
                 f"another --out, or remove {staging}"
             )
     shutil.rmtree(staging / "partial", ignore_errors=True)
-    for folder in ("partial", "undecodable", "."):
+    for folder in ("partial", "."):
         for split in {path.partition("/")[0] for path in now.classes}:
             (staging / folder / split).mkdir(parents=True, exist_ok=True)
     atomic_write_text(note, now.model_dump_json(), fsync=True)
@@ -153,14 +150,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def check_same(before: Record, out: Path, sized: Mapping[str, int], source: Path) -> None:
-    """Raise UserError if ``out`` was made from another source, or has been changed since.
-
-    Args:
-        before: The record of what is there.
-        out: The directory.
-        sized: The bytes of each class in the source now, by its path.
-        source: The source.
-    """
+    """Raise UserError if ``out`` was made from another source than one of classes ``sized``, or has been changed."""
     for split, classes in before.splits.items():
         then = {f"{split}/{name}": made.size for name, made in classes.items()}
         now = {path: size for path, size in sized.items() if path.startswith(f"{split}/")}

@@ -8,11 +8,10 @@ import os
 import shutil
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -68,8 +67,6 @@ class Prepared:
     """The result of ``prepare``."""
 
     record: Record
-    layout: str
-    """The layout that the source was recognised as."""
     already: bool
     """True if there was nothing to do."""
 
@@ -94,7 +91,7 @@ def prepare(
         UserError: Something is wrong with the source, with ``out``, or with what is there already.
     """
     packed = parquet_files(source)
-    found = Source("parquet files", []) if packed else recognise(source)
+    found = Source([]) if packed else recognise(source)
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
@@ -106,8 +103,8 @@ def prepare(
                 before = in_place(out, settings)
                 if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
                     check_same(before, out, {}, source)
-                    return Prepared(before, found.layout, already=True)
-                found = replace(_unpacked(packed, out, work), layout=found.layout)
+                    return Prepared(before, already=True)
+                found = _unpacked(packed, out, work)
             return _fill(found, source, out, settings, work, subset, md5 and not subset)
         except BaseException as error:
             work.stop.set()
@@ -162,7 +159,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     check_same(before, out, by_path, source)
     rest = {of: size for of, size in sized.items() if of.split not in before.splits}
     if not rest and not staging.exists():
-        return Prepared(before, found.layout, already=True)
+        return Prepared(before, already=True)
     begin(staging, Begun(settings=settings, classes=by_path), source)
     if rest and md5:
         _check_archives(found.archives, staging, work)
@@ -176,22 +173,24 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     pieces = pieces_of({of: images for of, (images, _) in listed.items()}, names, settings)
     missing = [piece for piece in pieces if not (staging / piece.split / piece.name).exists()]
     _check_space(out, missing, settings)
-    _make(missing, staging, names, settings, work)
-    splits = {**before.splits, **_classes_made(rest, listed, pieces, staging)}
-    files = {**before.files}
+    _make(missing, staging, settings, work)
+    splits, files = {**before.splits}, {**before.files}
+    for of, (images, _) in listed.items():
+        splits.setdefault(of.split, {})[of.name] = PreparedClass(images=len(images), size=rest[of])
     for piece in [] if is_folder else pieces:
         files.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
-    left_out = {kind: {*getattr(before, kind), *getattr(found, kind)} for kind in ("others", "apart", "hidden")}
+    others = {f"{of.path}/{name}" for of, (_, names) in listed.items() for name in names}
     record = Record(
         settings=settings,
         splits={split: dict(sorted(splits[split].items())) for split in SPLITS if split in splits},
         files={split: files[split] for split in SPLITS if split in files},
-        **{kind: tuple(sorted(paths)) for kind, paths in left_out.items()},
+        others=tuple(sorted({*before.others, *found.others, *others})),
+        apart=tuple(sorted({*before.apart, *found.apart})),
     )
     if not is_folder:
         write_classes(out, names)
     publish(record, out, staging)
-    return Prepared(record, found.layout, already=False)
+    return Prepared(record, already=False)
 
 
 def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
@@ -248,19 +247,13 @@ def _check_counts(before: Record, listed: _Listed, source: Path) -> None:
 
 
 def _check_archives(archives: Sequence[Path], staging: Path, work: _Work) -> None:
-    """Raise UserError if an archive is not image-net.org's, by its md5.
-
-    Files that passed before are not read again unless their size or mtime has changed.
-    """
+    """Raise UserError if an archive is not image-net.org's, by its md5; those that passed before are not read again."""
     note = staging / "checked.json"
-    known: dict[str, list[int]] = {}
-    with suppress(OSError, ValueError):
-        known = json.loads(note.read_text(encoding="utf-8"))
-    stamps = {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in archives}
+    stamps = json.dumps([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in archives])
+    if note.exists() and note.read_text(encoding="utf-8") == stamps:
+        return
 
     def check(file: Path) -> None:
-        if known.get(str(file)) == stamps[str(file)]:
-            return
         task = work.bars.add_task(f"md5 of {file.name}", total=file.stat().st_size)
         digest = hashlib.md5(usedforsecurity=False)
         with file.open("rb", buffering=0) as stream:
@@ -275,27 +268,19 @@ def _check_archives(archives: Sequence[Path], staging: Path, work: _Work) -> Non
 
     for _ in work.pool.map(check, archives):
         pass
-    atomic_write_text(note, json.dumps(stamps), fsync=True)
+    atomic_write_text(note, stamps, fsync=True)
 
 
 def _check_space(out: Path, pieces: Sequence[Piece], settings: Settings) -> None:
-    """Raise UserError if the disk of ``out`` has too few free bytes or inodes for these pieces.
-
-    The size of pixels is estimated from a sample. Images to be shrunk are first counted at their size in the source;
-    only if that does not fit is their new size estimated, too.
-    """
+    """Raise UserError if the disk of ``out`` has no room for these pieces, by a sample of images that are decoded."""
     images = [image for piece in pieces for image in piece.images]
-    files, around = (len(images) + len(pieces), 0) if settings.format == "folder" else (len(pieces), _BYTES_AROUND)
+    around = 0 if settings.format == "folder" else _BYTES_AROUND
     needed = _SPARE * (sum(piece.size for piece in pieces) + around * len(images))
-    free = shutil.disk_usage(out).free
     told = ""
-    if settings.format == "pixels" or (needed > free and settings.decodes):
+    if settings.decodes:
         needed *= _SAMPLE_SPARE * shrinking_ratio(images, settings)
         told = f" at --resize {settings.resize}, by a sample of them" if settings.resize else " as pixels"
     _require_room(out, needed, told)
-    room = os.statvfs(out)
-    if room.f_files > 0 and room.f_favail < files:
-        raise UserError(f"the disk of {out} has room for {room.f_favail} more files only (`df -i`); give another --out")
 
 
 def _require_room(out: Path, needed: float, told: str) -> None:
@@ -321,22 +306,19 @@ def _writing(out: Path) -> Iterator[None]:
         ) from None
 
 
-def _make(pieces: Sequence[Piece], staging: Path, names: Sequence[str], settings: Settings, work: _Work) -> None:
+def _make(pieces: Sequence[Piece], staging: Path, settings: Settings, work: _Work) -> None:
     """Make pieces in threads."""
     tasks = {
-        split: work.bars.add_task(split, total=sum(piece.size for piece in pieces if piece.split == split), images=0)
+        split: work.bars.add_task(split, total=sum(piece.size for piece in pieces if piece.split == split))
         for split in dict.fromkeys(piece.split for piece in pieces)
     }
 
     def make(piece: Piece) -> None:
         path = staging / "partial" / piece.split / piece.name
         with _writing(staging.parent):
-            undecodable = write_piece(piece, path, names, settings, partial(work.advance, tasks[piece.split]))
-            note = staging / "undecodable" / piece.split / piece.name
-            note.write_text(json.dumps(undecodable), encoding="utf-8")
+            write_piece(piece, path, settings, partial(work.advance, tasks[piece.split]))
 
     pending = {work.pool.submit(make, piece): piece for piece in pieces}
-    images = dict.fromkeys(SPLITS, 0)
     while pending:
         done = wait(pending, return_when=FIRST_COMPLETED).done
         os.sync()  # once for many files: to sync each would take longer than to write it
@@ -344,47 +326,21 @@ def _make(pieces: Sequence[Piece], staging: Path, names: Sequence[str], settings
             future.result()
             piece = pending.pop(future)
             (staging / "partial" / piece.split / piece.name).rename(staging / piece.split / piece.name)
-            images[piece.split] += len(piece.images)
-            work.bars.update(tasks[piece.split], images=images[piece.split])
-
-
-def _classes_made(
-    rest: _Sized, listed: _Listed, pieces: Sequence[Piece], staging: Path
-) -> dict[str, dict[str, PreparedClass]]:
-    """Return what was made of each class, by split and name."""
-    undecodable: dict[str, list[str]] = defaultdict(list)
-    for piece in pieces:
-        for name, file in json.loads((staging / "undecodable" / piece.split / piece.name).read_bytes()):
-            undecodable[f"{piece.split}/{name}"].append(file)
-    splits: dict[str, dict[str, PreparedClass]] = defaultdict(dict)
-    for of, (images, left_out) in listed.items():
-        splits[of.split][of.name] = PreparedClass(
-            images=len(images), size=rest[of], left_out=left_out, undecodable=tuple(sorted(undecodable[of.path]))
-        )
-    return splits
 
 
 def report(prepared: Prepared, out: Path) -> Iterator[str]:
     """Yield lines that tell the user what ``out`` holds and what was left out."""
     record = prepared.record
-    yield f"{out} {'holds already' if prepared.already else 'now holds'}, from {prepared.layout}:"
+    yield f"{out} {'holds already' if prepared.already else 'now holds'}:"
     for split, classes in record.splits.items():
         count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
         shards = f", {count} shards" if count else ""
         images = sum(made.images for made in classes.values())
         yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
-    every = [(f"{split}/{name}", made) for split, classes in record.splits.items() for name, made in classes.items()]
-    left_out = [*record.others] + [f"{path}/{file}" for path, made in every for file in made.left_out]
-    undecodable = [f"{path}/{file}" for path, made in every for file in made.undecodable]
     apart = f"as they lie in no class's own folder and so belong to no class: {len(record.apart)} images,"
-    for what, paths in (
-        ("left out, as they are no images:", left_out),
-        (f"left out, {apart}", record.apart),
-        ("left out, as hidden folders and those of systems are no classes:", record.hidden),
-        ("copied as they are, as they cannot be decoded:", undecodable),
-    ):
+    for why, paths in (("as they are no images:", record.others), (apart, record.apart)):
         if paths:
             more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-            yield f"{what} {', '.join(paths[:_SHOWN])}{more}"
-    if left_out or undecodable or record.apart or record.hidden:
+            yield f"left out, {why} {', '.join(paths[:_SHOWN])}{more}"
+    if record.others or record.apart:
         yield f"all of their names are in {out / RECORD}"

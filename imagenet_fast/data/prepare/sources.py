@@ -37,11 +37,7 @@ _INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for t
 
 
 def recognise(folder: Path) -> Source:
-    """Return the source in ``folder``.
-
-    Raises:
-        UserError: The layout is not known, or the source is damaged.
-    """
+    """Return the source in ``folder``. Raises UserError if the layout is not known, or the source is damaged."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
     for root in (folder, folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
@@ -87,7 +83,7 @@ def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
     for of in source.classes:
         parts[of.name].append(of)
     classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
-    return replace(source, layout="ImageNet's tars", classes=classes)
+    return replace(source, classes=classes)
 
 
 def _joined(parts: list[SourceClass]) -> SourceClass:
@@ -101,16 +97,16 @@ def _in_tar(root: Path, split: str, tar: Path) -> Source:
     """Return what is in a tar: a class, class tars, class folders, or images to validate on without folders."""
     archives = [tar] if tar.name in MD5 else []
     if named := _CLASS_TAR.fullmatch(tar.name):
-        return Source("", [SourceClass(split, named[1], partial(members, tar), tar.stat().st_size)])
+        return Source([SourceClass(split, named[1], partial(members, tar), tar.stat().st_size)])
     files = members(tar, flat=False)
     if any(file.name.endswith(".tar") for file in files):
-        return Source("", [_class_tar(split, tar, file) for file in files], archives=archives)
+        return Source([_class_tar(split, tar, file) for file in files], archives=archives)
     depths = {len(_folders(file)): file for file in files if file.is_image}
     if len(depths) != 1 or (0 in depths and split == "train"):
         some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
         raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
     if 0 in depths:
-        return _by_table(root, files, tar) + Source("", [], archives=archives)
+        return _by_table(root, files, tar) + Source([], archives=archives)
     by_class: dict[str, list[SourceFile]] = defaultdict(list)
     others = []
     for file in files:
@@ -118,7 +114,7 @@ def _in_tar(root: Path, split: str, tar: Path) -> Source:
             by_class[folders[-1]].append(replace(file, name=file.name.rpartition("/")[2]))
         else:
             others.append(f"{split}/{file.shown}")
-    return Source("", _listed_classes(split, by_class), others, archives=archives)
+    return Source(_listed_classes(split, by_class), others, archives=archives)
 
 
 def _class_tar(split: str, tar: Path, file: SourceFile) -> SourceClass:
@@ -150,14 +146,13 @@ def _in_folders(root: Path, split: str, known: set[str]) -> Source:
     """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
     folder = root / split
     contents = list_folder(folder)
-    hidden = [f"{split}/{shown(name)}" for name in contents.hidden]
     classes = known.intersection(contents.folders) if known else {*contents.folders} - {_INNER}
     place = folder if contents.images or _INNER not in contents.folders else folder / _INNER
     if split == "val" and not classes and (inside := list_folder(place)).images:
         apart = _deeper(root, inside)
-        return _by_table(root, _files(place), place) + Source("", [], apart=[*map(shown, apart)], hidden=hidden)
+        return _by_table(root, _files(place), place) + Source([], apart=[*map(shown, apart)])
     apart = [f"{split}/{name}" for name in contents.images]
-    source = Source("one folder a class", [], hidden=hidden)
+    source = Source([])
     for name in class_folders(folder):
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
@@ -223,7 +218,7 @@ def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dic
             by_class[name].append(file)
     others = [f"val/{file.shown}" for file in files if not file.is_image]
     archives = [table] if table.name in MD5 else []
-    return Source(f"images listed in {table.name}", _listed_classes("val", by_class), others, archives=archives)
+    return Source(_listed_classes("val", by_class), others, archives=archives)
 
 
 def _solution(table: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ import io
 import os
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -33,7 +34,7 @@ from imagenet_fast.recipe.base import Table
 from imagenet_fast.units import exact_size
 
 PreparedFormat = Literal["folder", "webdataset", "pixels"]
-"""Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``decode.store_pixels``)."""
+"""Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``pixels.store_pixels``)."""
 
 SHRUNK_QUALITY = 95
 """JPEG quality of shrunk images, unless told otherwise."""
@@ -95,15 +96,8 @@ def pieces_of(
 ) -> list[Piece]:
     """Return the pieces of a result: one a class, or shards of ``settings.shard_size`` bytes.
 
-    If images are to be shrunk, their new size is estimated from a sample of each split.
-
-    Args:
-        images: The images of each class.
-        names: The class names, in the order of labels.
-        settings: The settings of the result.
-
-    Raises:
-        UserError: A split would have too many shards.
+    If images are to be shrunk, their new size is estimated from a sample of each split. The class ``names`` are in the
+    order of labels. Raises UserError if a split would have too many shards.
     """
     label = {name: number for number, name in enumerate(names)}
     labelled = {of: [Labelled(file, label[of.name]) for file in files] for of, files in images.items()}
@@ -150,30 +144,16 @@ def shrinking_ratio(images: Sequence[Labelled], settings: Settings) -> float:
     before = after = 0
     for file, _ in images[:: max(1, len(images) // _SAMPLE)]:
         before += file.size
-        after += len(_encoded(file, settings)[0])
+        after += len(_encoded(file, settings))
     return after / before if before else 1.0
 
 
-def write_piece(
-    piece: Piece, path: Path, names: Sequence[str], settings: Settings, on_bytes: Callable[[int], None]
-) -> list[tuple[str, str]]:
-    """Write a piece to ``path``; return class and name of images that cannot be decoded and are kept as they are.
-
-    Args:
-        piece: The piece.
-        path: The folder or file to write. Its parent exists.
-        names: The class names, in the order of labels.
-        settings: The settings of the result.
-        on_bytes: Called with the bytes of each image in the source.
-    """
-    undecodable = []
+def write_piece(piece: Piece, path: Path, settings: Settings, on_bytes: Callable[[int], None]) -> None:
+    """Write a piece to the folder or file ``path``, and call ``on_bytes`` with the size of each image in the source."""
 
     def samples() -> Iterator[Sample]:
         for file, label in piece.images:
-            content, is_undecodable = _encoded(file, settings)
-            if is_undecodable:
-                undecodable.append((names[label], file.shown))
-            yield Sample(file.name, content, label)
+            yield Sample(file.name, _encoded(file, settings), label)
             on_bytes(file.size)
 
     if settings.format == "folder":
@@ -183,35 +163,25 @@ def write_piece(
                 target.write(sample.encoded)
     else:
         write_tar(path, enumerate(samples(), piece.first))
-    return undecodable
 
 
-def _encoded(file: SourceFile, settings: Settings) -> tuple[bytes, bool]:
-    """Return the bytes to keep of an image, and whether it could not be decoded, and so is kept unchanged."""
+def _encoded(file: SourceFile, settings: Settings) -> bytes:
+    """Return the bytes to keep of an image: unchanged if it cannot be decoded, which `data verify` tells."""
     content = file.read()
-    try:
+    with suppress(ImageDecodeError):
         if settings.format == "pixels":
-            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0)), False
+            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0))
         if settings.resize is not None and settings.quality is not None:
-            return shrunk(content, settings.resize, settings.quality), False
-    except ImageDecodeError:
-        return content, True
-    return content, False
+            return shrunk(content, settings.resize, settings.quality)
+    return content
 
 
 def shrunk(content: bytes, side: int, quality: int) -> bytes:
-    """Return ``content`` as a JPEG with the short side ``side``, without metadata.
+    """Return ``content`` as a JPEG with the short side ``side`` in pixels, without metadata.
 
     It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
     pixels are those that the loaders see: as stored, without the rotation that EXIF asks for. Grey stays grey.
-
-    Args:
-        content: The encoded image.
-        side: The short side in pixels.
-        quality: The quality of the JPEG.
-
-    Raises:
-        ImageDecodeError: The loaders cannot decode the image.
+    Raises ImageDecodeError if the loaders cannot decode the image.
     """
     pixels = decode(content)
     height, width, _ = pixels.shape
@@ -239,11 +209,7 @@ class Sample(NamedTuple):
 
 
 def write_classes(folder: Path, classes: Sequence[str]) -> None:
-    """Write the class names to ``classes.txt`` in ``folder``.
-
-    Raises:
-        UserError: As ``check_classes`` does.
-    """
+    """Write the class names to ``classes.txt`` in ``folder``. Raises UserError as ``check_classes`` does."""
     check_classes(folder, classes)
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_path(folder / CLASSES, fsync=True) as partial:
@@ -266,12 +232,7 @@ def _lines(classes: Sequence[str]) -> bytes:
 
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
-    """Write one WebDataset shard.
-
-    Args:
-        path: The shard.
-        samples: Each sample with its number, which becomes its key.
-    """
+    """Write one WebDataset shard of samples, each with its number, which becomes its key."""
     with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in samples:
             for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):

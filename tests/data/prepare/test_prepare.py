@@ -86,19 +86,17 @@ def test_the_devkits_numbers_are_those_of_the_challenge(tmp_path: Path):
         zip(names, wnids.split(), strict=True)
     )
     every = Path(sources.__file__).with_name("wnids.txt").read_text().split()
-    timm = find_spec("timm")  # without importing it, which takes seconds
-    assert timm is not None
-    assert timm.origin is not None
-    assert (
-        sorted(every) == Path(timm.origin).with_name("data").joinpath("_info/imagenet_synsets.txt").read_text().split()
-    )
+    (timm,) = find_spec("timm").submodule_search_locations  # without importing it, which takes seconds
+    assert sorted(every) == Path(timm, "data/_info/imagenet_synsets.txt").read_text().split()
 
 
 def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Path):
     command = ("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), "--subset")
     printed = in_process(*command)
-    assert "now holds, from ImageNet's tars:\n  train  34 images in 4 classes\n  val    12 images in" in printed
+    assert "now holds:\n  train  34 images in 4 classes\n  val    12 images in" in printed
     assert f"left out, as they are no images: {ODD['AppleDouble']}\n" in printed
+    record = tmp_path / "out/prepared.json"
+    record.write_text(record.read_text().replace('"others"', '"hidden": [], "others"'))  # of an earlier version
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in in_process(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
@@ -114,7 +112,7 @@ def test_a_split_of_empty_files_is_prepared_as_any(tmp_path: Path):
 
 
 def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, tars: Path, images: Images):
-    record = prepare(tars, tmp_path / "out", SMALL, subset=True).record
+    prepare(tars, tmp_path / "out", SMALL, subset=True)
     found = images_in(tmp_path / "out")
     assert found.keys() == good(images).keys()
     undecodable = [ODD[kind] for kind in ("truncated", "empty", "garbage")]
@@ -128,8 +126,6 @@ def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, ta
             assert after.width / after.height == pytest.approx(before.width / before.height, rel=0.01)
             difference = np.asarray(before.convert("RGB").resize(after.size), float) - np.asarray(after)
             assert np.abs(difference).mean() < 3  # of 255
-    odd = [f"train/{name}/{file}" for name, made in record.splits["train"].items() for file in made.undecodable]
-    assert odd == undecodable
 
 
 # Deaths.
@@ -254,16 +250,15 @@ def refused(source: Path, told: str, settings: Settings = WHOLE, subset: bool = 
 def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Path):
     plain, val = {"n01440764_1.JPEG": b"an image"}, own_tars / sources.VAL
     whole = val.read_bytes()
+    elsewhere = "no plain file or leads elsewhere"
     for told, member in (
-        ("a path that leads elsewhere", named("../escaped.JPEG")),
-        ("a path that leads elsewhere", named("/tmp/d-escaped.JPEG")),
-        ("a path that leads elsewhere|and 'deeper/n01440764_2.JPEG'", named("deeper/n01440764_2.JPEG")),
-        ("a folder|a path that leads elsewhere", named("..", tarfile.DIRTYPE)),
-        ("a link", named("n01440764_2.JPEG", tarfile.SYMTYPE, "/etc/passwd")),
-        ("a link", named("n01440764_2.JPEG", tarfile.LNKTYPE, "../other")),
-        ("a device", named("n01440764_2.JPEG", tarfile.CHRTYPE)),
-        ("a device", named("n01440764_2.JPEG", tarfile.FIFOTYPE)),
-        ("no plain file", named("n01440764_2.JPEG", b"Z")),
+        (elsewhere, named("../escaped.JPEG")),
+        (elsewhere, named("/tmp/d-escaped.JPEG")),
+        (f"{elsewhere}|and 'deeper/n01440764_2.JPEG'", named("deeper/n01440764_2.JPEG")),
+        (elsewhere, named("..", tarfile.DIRTYPE)),
+        (elsewhere, named("n01440764_2.JPEG", tarfile.SYMTYPE, "/etc/passwd")),
+        (elsewhere, named("n01440764_2.JPEG", tarfile.LNKTYPE, "../other")),
+        *((elsewhere, named("n01440764_2.JPEG", kind)) for kind in (tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z")),
         ("twice", named("n01440764_1.JPEG")),
     ):
         write_tar(own_tars / sources.TRAIN, {"n01440764.tar": tar_of(plain | {"": member})})
@@ -334,7 +329,7 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
         (whole[:100], "is no whole tar"),
         (b"", "is no whole tar"),
         (b"<html>please log in</html>" * 99, "is no whole tar"),
-        (gzip.compress(whole), "is compressed, .*; unpack it with `gunzip`"),
+        (gzip.compress(whole), "is compressed, .*; unpack it"),
         (tar_of({"n01440764.tar": inner[: 5 * 512]}), "'n01440764.tar' in .* is no whole tar"),
         (tar_of({"n01440764.tar": damaged(0)}), "'n01440764.tar' in .* is no whole tar"),
         (tar_of({"n01440764.tar": damaged(6 * 512)}), "'n01440764.tar' in .* is damaged at byte 3072"),
@@ -551,7 +546,7 @@ def test_an_image_beside_class_folders_does_not_make_them_kaggles(tmp_path: Path
     source = replica.image_folder(tmp_path / "source", images)
     shutil.copy(next(source.glob("val/*/*")), source / "val/stray.JPEG")
     found = recognise(source)
-    assert found.layout == "one folder a class"
+    assert {of.name for of in found.classes} == {*replica.CLASSES}
     assert found.apart == ["val/stray.JPEG"]
 
 
