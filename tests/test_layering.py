@@ -137,23 +137,23 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 4589,
+    "imagenet_fast/bench": 4626,
     "imagenet_fast/checkpoint": 847,
-    "imagenet_fast/cli": 1824,
+    "imagenet_fast/cli": 1843,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 5257,
+    "imagenet_fast/data": 4754,
     "imagenet_fast/distributed": 2819,
-    "imagenet_fast/doctor": 486,
-    "imagenet_fast/launch": 1548,
-    "imagenet_fast/metrics": 1953,
-    "imagenet_fast/models": 1816,
+    "imagenet_fast/doctor": 467,
+    "imagenet_fast/launch": 1397,
+    "imagenet_fast/metrics": 1873,
+    "imagenet_fast/models": 1803,
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1496,
     "imagenet_fast/recipe": 2286,
     "imagenet_fast/sync": 4996,
-    "imagenet_fast/training": 2913,
-    "imagenet_fast": 35457,
-    "tests": 28955,
+    "imagenet_fast/training": 2891,
+    "imagenet_fast": 34725,
+    "tests": 28821,
     "tests/sync": 6366,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -24,6 +24,9 @@ SUFFIXES = (
 )  # fmt: skip
 """Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
 
+_UNREAD = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw", ".raw", ".tga", ".psd", ".svg")
+"""Suffixes of images that no loader reads."""
+
 _SYSTEM = frozenset(
     (
         "@eadir", "@recycle", "@recently-snapshot", "@tmp", "#recycle", "#snapshot", "__macosx", "__pycache__",
@@ -238,14 +241,16 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
     folder = root / split
     paths = [folder / name for name in names]  # their times change when a name in them does
     index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
-    if (apart := index.about.get("apart")) and os.environ.get("RANK", "0") == "0":
-        warn(
-            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
-            "into the folder of their class"
-        )
+    remedies = {
+        "apart": "lie in no class's own folder, as {}, and are left out; move them into the folder of their class",
+        "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",
+    }
+    for kind, remedy in remedies.items() if os.environ.get("RANK", "0") == "0" else ():
+        if paths := index.about.get(kind):
+            warn(f"{folder}: {paths[0]} images {remedy.format(paths[1])}")
     kept = index.columns
-    number = {name: label for label, name in enumerate(classes)}
-    numbers = np.asarray([number[name] for name in names], dtype=np.int64)
+    label = {name: number for number, name in enumerate(classes)}
+    numbers = np.asarray([label[name] for name in names], dtype=np.int64)
     return ImageFolder(folder, kept["names"].tobytes(), kept["ends"], numbers[kept["folders"]], classes)
 
 
@@ -264,6 +269,9 @@ def _index(folder: Path, names: list[str]) -> Index:
         "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
         "folders": np.repeat(np.arange(len(names)), [len(contents.images) for contents, _ in found]),
     }
-    apart = [f"{name}/{path}" for name, (_, deeper) in zip(names, found, strict=True) for path in deeper]
-    apart += list_folder(folder).images
-    return Index({"apart": [len(apart), shown(min(apart))] if apart else []}, columns)
+    apart, unread = list_folder(folder).images, []
+    for name, (contents, deeper) in zip(names, found, strict=True):
+        apart += [f"{name}/{path}" for path in deeper]
+        unread += [f"{name}/{file}" for file in contents.others if file.lower().endswith(_UNREAD)]
+    left_out = {"apart": apart, "unread": unread}
+    return Index({kind: [len(paths), shown(min(paths))] for kind, paths in left_out.items() if paths}, columns)

@@ -139,10 +139,12 @@ def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_pa
 def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     root = nested(tmp_path / "data")
     put(root / "train", "stray.png")
+    put(root / "train/cat", "phone.HEIC")
     for _ in range(2):  # from the listing, and from the index
         assert len(scan_training(root)) == 2
-        (told,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: "))
+        told = capsys.readouterr().err
         assert "5 images lie in no class's own folder, as dog/linked/5.jpg, and are left out; move them" in told
+        assert "1 images are of a kind that is not read, as cat/phone.HEIC, and are left out; convert them" in told
 
 
 # Where prepare writes.
