@@ -246,8 +246,8 @@ def _open(root: Path, split: str, names: list[str], classes: list[str]) -> Image
         "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",
     }
     for kind, remedy in remedies.items() if os.environ.get("RANK", "0") == "0" else ():
-        if paths := index.about.get(kind):
-            warn(f"{folder}: {paths[0]} images {remedy.format(paths[1])}")
+        if left_out := index.about.get(kind):
+            warn(f"{folder}: {left_out[0]} images {remedy.format(left_out[1])}")
     kept = index.columns
     label = {name: number for number, name in enumerate(classes)}
     numbers = np.asarray([label[name] for name in names], dtype=np.int64)
