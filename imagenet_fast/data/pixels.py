@@ -32,8 +32,8 @@ _FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
 """Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
 _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 """Markers of tables, applications' data and comments."""
-_ENDS_SCAN = np.array([code not in (0, *range(0xD0, 0xD8), 0xFF) for code in range(256)])
-"""By the value of the byte after 0xFF: True if the two are a marker that ends a scan."""
+_ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""A marker that ends a scan."""
 
 _PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
@@ -177,9 +177,6 @@ def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
 
     A decoder that meets another marker in a scan stops there, and says so or leaves the rest grey.
     """
-    content = np.frombuffer(jpeg, dtype=np.uint8)
-    marks = np.flatnonzero(content[:-1] == 0xFF)
-    marks = marks[_ENDS_SCAN[content[marks + 1]]]
     size, at = None, len(_JPEG)
     while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
         kind, begin, at = jpeg[at + 1], at + 4, at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
@@ -189,9 +186,9 @@ def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
                 return None
             size = height, width
         elif kind == _SCAN:
-            if (following := int(np.searchsorted(marks, at))) == len(marks):
+            if (following := _ENDS_SCAN.search(jpeg, at)) is None:
                 return None
-            at = int(marks[following])
+            at = following.start()
         elif kind not in _OTHERS:
             return None
     return size if jpeg[at:] == bytes((0xFF, _END)) else None
