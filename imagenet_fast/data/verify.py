@@ -79,7 +79,7 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
     bad: dict[str, str] = {}
     counts = {of.split: {of.classes[label]: 0 for label in np.unique(of.labels).tolist()} for of in splits}
     first: dict[int, int] = {}
-    """By the hash of its content, the first file that has it."""
+    """The first file of each content, by the hash of it."""
     copies: dict[int, list[int]] = defaultdict(list)
     with closing(_checked(files, workers or usable_cores())) as checked:
         for number, ((of, index), (fault, digest)) in enumerate(zip(files, checked, strict=True)):

@@ -1,4 +1,4 @@
-"""What of its node this process may use: processors, memory, threads and files, by affinity, NUMA node and cgroups."""
+"""The share of its node that this process may use: cores, memory, threads and files, by affinity, NUMA and cgroups."""
 
 from __future__ import annotations
 

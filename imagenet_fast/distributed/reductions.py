@@ -1,4 +1,4 @@
-"""What all ranks share: weights, batch-norm statistics, sums, differences, errors, a directory, votes."""
+"""Make and find what all ranks share: weights, batch-norm statistics, sums, errors, a directory, votes."""
 
 from __future__ import annotations
 

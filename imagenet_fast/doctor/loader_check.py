@@ -1,4 +1,4 @@
-"""Find the fastest loader on a node by a few seconds' trial."""
+"""Try the loaders on a node for a few seconds each."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The directory being filled: used by one process at a time, and its splits appear when they are whole.
 
-Pieces are made in ``.preparing`` in it, on the same file system. One is written under another name and renamed when it,
-and what is noted of it, have reached the disk. So a piece that has its name is whole, even if the process was killed or
-the power failed, and everything else is made again.
+Pieces are made in ``.preparing`` in it, on the same file system. One is written under another name and renamed when it
+has reached the disk. So a piece that has its name is whole, even if the process was killed or the power failed, and
+everything else is made again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _T = TypeVar("_T", bound=Table)
 
 
 class PreparedClass(Table):
-    """What was made of a class."""
+    """The images that were made of a class."""
 
     model_config = ConfigDict(extra="ignore")  # earlier versions listed files here
 
@@ -58,7 +58,7 @@ class Record(Table):
 
 
 class Begun(Table):
-    """What the pieces in ``.preparing`` are made of."""
+    """The settings and the source of the pieces in ``.preparing``."""
 
     settings: Settings
     classes: dict[str, NonNegativeInt]
