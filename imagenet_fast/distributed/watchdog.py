@@ -22,16 +22,8 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
-from imagenet_fast.distributed.heartbeat import (
-    Heartbeat,
-    describe_hang,
-    describe_lost,
-    describe_slow,
-    here,
-    publish,
-    published,
-)  # fmt: skip
-from imagenet_fast.errors import JobAborted, UserError, warn
+from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
+from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.recipe.schema import Timeout
 
 LOOK_S = 0.5  # between two looks for a failure
@@ -41,8 +33,6 @@ _AGREED_IN = 20
 _SLEPT = 4  # in looks: longest gap that counts; in a longer one the job may have been suspended (Ctrl-Z, or its node)
 _PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
 _GRACE_S = 5.0  # for a rank to end by itself and write its outcome after another rank has failed
-_COMPARED_S = 10.0  # between two comparisons of all ranks' speed
-_SILENT_S = 600.0  # without another warning of slow ranks
 
 
 class PeerLost(RuntimeError):
@@ -180,16 +170,12 @@ class Watchdog:
         self._failed_s = 0.0
         self._limited_s = 0.0
         self._beats = 0
-        self._positions: dict[int, Heartbeat] = {}
-        self._uncompared_s = 0.0
-        self._silent_s = 0.0
         self.publish()
 
     def tick(self, passed_s: float) -> None:
         """Do what is due, ``passed_s`` seconds after the last tick.
 
-        Set the time limits of process groups, look for a failure, publish the heartbeat, and on rank 0 look for
-        slow ranks.
+        Set the time limits of process groups, look for a failure, and publish the heartbeat.
 
         Raises:
             SystemExit: If the rank must end.
@@ -210,8 +196,6 @@ class Watchdog:
             started = self._seen[0] and not before[0]
             if started or self._unpublished_s >= _PUBLISHED_S:
                 self.publish()  # the first step at once: a rank that is lost in it was not lost before it
-            if self._rank == 0:
-                self._compare(passed_s)
         except dist.DistError:  # the store ended with the rank or the launcher that held it
             pass
         if self._stuck_s > limit_s:
@@ -230,19 +214,7 @@ class Watchdog:
 
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
-        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
-
-    def _compare(self, passed_s: float) -> None:
-        """Warn of ranks that were much slower than others since the last comparison; training continues."""
-        self._uncompared_s += passed_s
-        self._silent_s -= passed_s
-        if self._uncompared_s < _COMPARED_S:
-            return
-        before, self._positions = self._positions, published(self._board, range(self._size))
-        self._uncompared_s = 0.0
-        if self._silent_s <= 0 and (sentence := describe_slow(before, self._positions)):
-            warn(sentence)
-            self._silent_s = _SILENT_S
+        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1))
 
     def _abort(self) -> NoReturn:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""

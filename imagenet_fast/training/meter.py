@@ -5,19 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
 
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
-from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.heartbeat import here, published
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
+from imagenet_fast.distributed.watchdog import watch_board
+from imagenet_fast.errors import warn
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
+
+_COMPARED_S = 10.0  # least time over which ranks are compared
+_SLOW = 3.0  # times the median of all ranks
 
 
 @dataclass
@@ -77,6 +83,11 @@ class Meter:
         self._outcome = outcome
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
+        self._own_s = torch.zeros(world.size, dtype=torch.float64)
+        """Seconds of each rank's own in the steps since the last comparison, without waiting for others."""
+        self._own_steps = 0
+        self._slow: set[int] = set()
+        """Ranks that have been warned of."""
         self._closed: _Interval | None = None
         """Interval that is not yet recorded."""
         self.restart()
@@ -163,17 +174,18 @@ class Meter:
         loss, streak, *scaling = interval.own.tolist()
         sent = sum(stats.sent_bytes for stats in interval.steps)
         ended = 0 < self._most <= streak
-        rows = gather_rows([loss, sent, interval.linked, ended, sum(waits), sum(counted), passed], self._world)
+        seconds = seconds_between(interval.begun, interval.ended)
+        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
+        rows = gather_rows(
+            [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - sum(exposed)], self._world
+        )
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
-        waited, of_it, passed = rows.amax(0)[4:].tolist()
+        waited, of_it, passed = rows.amax(0)[4:7].tolist()
         self._outcome.add_wait(of_it, passed)
         step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
-        seconds = seconds_between(interval.begun, interval.ended)
         record("data", step, wait_pct=100 * waited / seconds)
         record("speed", step, images_per_s=count * self._global_batch / seconds)
-        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
-        if exposed:
-            here.took(count, seconds - sum(exposed))
+        self._compare(rows[:, 7], count)
         record(
             "sync",
             step,
@@ -193,6 +205,23 @@ class Meter:
         record("train", step, epoch=interval.epoch, loss=loss / of, lr=interval.lr)
         if spoilt:
             raise NonFiniteLoss
+
+    def _compare(self, own_s: Tensor, steps: int) -> None:
+        """Warn of the slowest rank, once, if its own part of ``steps`` steps takes much longer than that of others."""
+        self._own_s += own_s
+        self._own_steps += steps
+        slowest = int(self._own_s.argmax())
+        if self._own_s[slowest] < _COMPARED_S:
+            return
+        step_s = (self._own_s / self._own_steps).tolist()
+        self._own_s, self._own_steps = torch.zeros_like(own_s), 0
+        if self._world.is_main and step_s[slowest] > _SLOW * median(step_s) and slowest not in self._slow:
+            self._slow.add(slowest)
+            host = published(watch_board(), [slowest])[slowest].host
+            warn(
+                f"rank {slowest} on {host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
+                f"of all ranks is {median(step_s):.2g} s"
+            )
 
     def _link_bytes(self) -> float:
         # Network cards may read GPU memory past the kernel, which then counts nothing.
