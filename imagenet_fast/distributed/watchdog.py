@@ -147,15 +147,9 @@ class Watchdog:
         self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
         folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """Publish the rank's position for the first time.
+        """Publish the position of ``rank`` for the first time; the rest is as in ``watching_ranks``.
 
-        Args:
-            store: Store of all ranks. It must be a client of the watchdog's own.
-            rank: Rank to watch.
-            size: Number of ranks.
-            timeout: How long the rank may make no progress.
-            end: Called with the reason if the rank must end and cannot end by itself.
-            folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+        ``store`` must be a client of the watchdog's own.
         """
         self._board = watch_board(store, self._publish_after)
         self._rank = rank
@@ -202,15 +196,10 @@ class Watchdog:
             self._abort()
 
     def publish(self, ended: bool = False) -> None:
-        """Publish this rank's heartbeat for other ranks, the last one if it has ``ended`` in order."""
+        """Publish this rank's heartbeat; if it has ``ended`` in order, it is not found lost later."""
         self._unpublished_s = 0.0
         self._beats += 1
         publish(self._board, self._rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self._folder)
-
-    def deregister(self) -> None:
-        """Record that the rank ends in order, so that it is not found lost."""
-        with suppress(dist.DistError):
-            self.publish(ended=True)
 
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
@@ -298,4 +287,5 @@ def watching_ranks(
         leaving.set()
         thread.join(2 * LOOK_S)  # no longer: the store may be gone, and its client slow to raise
         if in_order and not thread.is_alive():
-            watchdog.deregister()
+            with suppress(dist.DistError):
+                watchdog.publish(ended=True)

@@ -62,7 +62,7 @@ def test_a_rank_whose_heart_stopped_is_lost_unless_it_has_ended_in_order():
     with beating(shared, [1]):
         pass
     assert find_lost_ranks(watch_board(shared), [1, 2]) == [1, 2], "one is heard no more, one was never heard"
-    Watchdog(shared, 1, 3, Timeout(), print).deregister()
+    Watchdog(shared, 1, 3, Timeout(), print).publish(ended=True)
     assert find_lost_ranks(watch_board(shared), [1, 2]) == [2], "one has ended in order"
 
 
