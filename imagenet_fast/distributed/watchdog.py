@@ -62,14 +62,10 @@ def report_failure(error: Exception) -> str:
     ]
 
     def agree() -> None:
-        broken = is_broken_connection(error)
+        broken, board, own = is_broken_connection(error), watch_board(), messages[0]
         try:
-            board, size = watch_board(), dist.get_world_size()
-            if broken and not failure_of_others(board):
-                lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
-                if lost:
-                    messages.append(describe_lost(lost, published(board, range(size))))
-            messages.append(leave_failure(board, messages[-1]))
+            first = find_culprit(board, rank, dist.get_world_size(), lambda _: own)[0] if broken else ""
+            messages.append(first or leave_failure(board, own))
         except dist.DistError:  # the process that held the store is lost, too
             if broken:
                 messages.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
@@ -78,13 +74,22 @@ def report_failure(error: Exception) -> str:
     return messages[-1]
 
 
-def failure_of_others(board: Board) -> str:
-    """Return the failure that another rank reported, or an empty string if this rank must find the lost ranks.
+def find_culprit(
+    board: Board, rank: int, size: int, otherwise: Callable[[dict[int, Heartbeat]], str]
+) -> tuple[str, bool]:
+    """Agree with all ranks on why they end; return the sentence, and whether it is this rank's.
 
-    One rank looks, and the others wait here for what it leaves. If it is lost before, each looks by itself.
+    One rank looks who is lost, and the others wait here for what it leaves. If it is lost before, each looks by itself.
+    If nobody is lost, the sentence is what ``otherwise`` makes of all positions.
     """
     searches = board.count("search") == 1
-    return failure_on(board, 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S)
+    if found := failure_on(board, 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S):
+        return found, False
+    lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
+    known = published(board, range(size))
+    sentence = describe_lost(lost, known) if lost else otherwise(known)
+    first = leave_failure(board, sentence)
+    return first, first == sentence
 
 
 def find_lost_ranks(board: Board, ranks: Sequence[int]) -> list[int]:
@@ -210,14 +215,9 @@ class Watchdog:
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         own = self._heartbeat()
         try:
-            first = failure_of_others(self._board)
-            if not first:
-                lost = find_lost_ranks(self._board, [rank for rank in range(self._size) if rank != self._rank])
-                known = published(self._board, range(self._size))
-                sentence = describe_lost(lost, known) if lost else describe_hang(known, setting)
-                first = leave_failure(self._board, sentence)
-                if first == sentence:
-                    print(f"error: {sentence}", file=sys.stderr, flush=True)
+            first, ours = find_culprit(self._board, self._rank, self._size, lambda known: describe_hang(known, setting))
+            if ours:
+                print(f"error: {first}", file=sys.stderr, flush=True)
         except dist.DistError:
             alone = describe_hang({self._rank: own}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
