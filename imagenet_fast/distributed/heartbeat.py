@@ -130,7 +130,7 @@ def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
     if not culprits:
         waited_s, places = max(at.for_s for at in known.values()), _listed(known, lambda at: f" {_where(at)}")
         return f"all ranks have waited for each other for {waited_s:.0f} s, {reason}: {places}"
-    said = _listed(culprits, lambda at: f" on {at.host} has been {_doing(at)} for {at.for_s:.0f} s")
+    said = _listed(culprits, lambda at: f" on {at.host} has been {_where(at)} for {at.for_s:.0f} s")
     return "; ".join([f"{said}, {reason}", *_others(known, list(culprits))])
 
 
@@ -143,7 +143,7 @@ def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:
         longest = max(at.for_s for at in waiting.values())
         who = "all others" if len(waiting) == len(rest) > _PLACES else f"rank {ranges(list(waiting))}"
         waited = [f"{who} waited in sync" + (f" for {longest:.0f} s" if longest >= 1 else "")]
-    return waited + ([_listed(busy, lambda at: f" was {_doing(at)}")] if busy else [])
+    return waited + ([_listed(busy, lambda at: f" was {_where(at)}")] if busy else [])
 
 
 def _listed(ranks: Mapping[int, Heartbeat], what: Callable[[Heartbeat], str]) -> str:
@@ -160,20 +160,8 @@ def _listed(ranks: Mapping[int, Heartbeat], what: Callable[[Heartbeat], str]) ->
 
 def _where(at: Heartbeat) -> str:
     if at.step:
-        return f"at step {at.step}, in {at.phase}"
-    match at.phase:
-        case "start":
-            return "before the first step"
-        case "evaluation":  # the job may be an evaluation, without steps
-            return "in evaluation"
-        case _:
-            return f"before the first step, in {at.phase}"
-
-
-def _doing(at: Heartbeat) -> str:
-    if at.step:
         return f"in {at.phase} at step {at.step}"
-    return "starting" if at.phase == "start" else f"in {at.phase}"
+    return "before the first step" if at.phase == "start" else f"in {at.phase}"
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -35,14 +35,15 @@ def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Hear
 
 LOST: tuple[tuple[list[int], dict[int, Heartbeat], str], ...] = (
     ([2], {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
-     "rank 2 on node7 stopped answering at step 1234, in backward; rank 0-1 waited in sync for 37 s"),
+     "rank 2 on node7 stopped answering in backward at step 1234; rank 0-1 waited in sync for 37 s"),
     ([0], {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
-     "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was starting"),
+     "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was before the "
+     "first step"),
     ([1], {0: at(3, "forward", 5)}, "rank 1 never answered; rank 0 was in forward at step 3"),
-    ([0, 1], {0: at(3, "data"), 1: at(3, "data")}, "rank 0-1 on node0 stopped answering at step 3, in data"),
+    ([0, 1], {0: at(3, "data"), 1: at(3, "data")}, "rank 0-1 on node0 stopped answering in data at step 3"),
     ([0, 1], {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
-     "rank 0 on node0 stopped answering at step 9, in data, rank 1 on node1 stopped answering at step 9, in "
-     "evaluation; rank 2 waited in sync for 2 s"),
+     "rank 0 on node0 stopped answering in data at step 9, rank 1 on node1 stopped answering in "
+     "evaluation at step 9; rank 2 waited in sync for 2 s"),
 )  # fmt: skip
 STUCK: tuple[tuple[dict[int, Heartbeat], str], ...] = (
     ({0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
@@ -53,10 +54,10 @@ STUCK: tuple[tuple[dict[int, Heartbeat], str], ...] = (
      "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
      "forward at step 14, rank 1 was in backward at step 13"),
     ({rank: at(12, "sync", 100) for rank in range(4)},
-     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-3 at step 12, in sync"),
+     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-3 in sync at step 12"),
     ({0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
-     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 at step 12, in "
-     "sync, rank 2 at step 13, in sync"),
+     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 in sync at "
+     "step 12, rank 2 in sync at step 13"),
 )  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path
     publish(board, 2, last, tmp_path)
     assert published(board, range(4)) == {2: last}
     assert heartbeat.describe_exit(2, "was killed by SIGKILL", tmp_path) == (
-        "rank 2 on node7 was killed by SIGKILL at step 12, in backward"
+        "rank 2 on node7 was killed by SIGKILL in backward at step 12"
     )
     assert heartbeat.describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
     assert leave_failure(board, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
