@@ -17,7 +17,8 @@ import psutil
 if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
     import torch
 
-_FILES = resource.RLIMIT_NOFILE
+_CPU = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""Files of a limit in versions 2 and 1: microseconds of CPU time, and in how many."""
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -54,7 +55,14 @@ def cpu_quotas(root: Path = Path("/")) -> list[float]:
     Args:
         root: Root of the file system with ``proc`` and ``sys``.
     """
-    return [quota for folder in _cgroups(root, "cpu") if (quota := _quota(folder)) is not None]
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        for names in _CPU:
+            with suppress(OSError, ValueError):  # of the other version, or without a limit: "max"
+                limit, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
+                if limit != "-1":
+                    quotas.append(float(limit) / float(period))
+    return quotas
 
 
 def usable_memory(root: Path = Path("/")) -> int:
@@ -107,9 +115,9 @@ def exceeded_limit(message: str) -> str:
 
 def raise_open_files() -> None:
     """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
-    _, hard = resource.getrlimit(_FILES)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # the kernel's own limit is lower
-        resource.setrlimit(_FILES, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
@@ -174,16 +182,3 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
             yield folder
             if folder == mount:
                 break
-
-
-def _quota(folder: Path) -> float | None:
-    try:
-        if (folder / "cpu.max").exists():
-            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            limit, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
-            )
-        return None if limit in ("max", "-1") else float(limit) / float(period)
-    except (OSError, ValueError):
-        return None
