@@ -1,4 +1,7 @@
-"""What of its node this process may use: processors, memory, threads and files, by affinity, NUMA node and cgroups."""
+"""What of its node this process may use: processors, memory, threads and files, by affinity, NUMA node and cgroups.
+
+A ``root`` is that of the file system with the kernel's ``proc`` and ``sys``.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,6 @@ def usable_cores(root: Path = Path("/")) -> int:
 
     Affinity is set by ``taskset`` or SLURM, cgroups by containers or systemd. A cgroup's limit is a share of CPU time,
     rounded up to whole processors. The limits of enclosing cgroups hold too.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in cpu_quotas(root))]))
 
@@ -50,11 +50,7 @@ def shares(allowed: Mapping[int, set[int]]) -> dict[int, int]:
 
 
 def cpu_quotas(root: Path = Path("/")) -> list[float]:
-    """Return the processors that each cgroup of this process allows; none for a cgroup without a limit.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
-    """
+    """Return the processors that each cgroup of this process allows; none for a cgroup without a limit."""
     quotas = []
     for folder in _cgroups(root, "cpu"):
         for names in _CPU:
@@ -66,11 +62,7 @@ def cpu_quotas(root: Path = Path("/")) -> list[float]:
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may still use, by the node and by its cgroups.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
-    """
+    """Return the bytes of memory that this process may still use, by the node and by its cgroups."""
     left = [int(psutil.virtual_memory().available)]
     for folder in _cgroups(root, "memory"):
         for limit, use, cache in _MEMORY:
@@ -82,11 +74,7 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def usable_tasks(root: Path = Path("/")) -> tuple[float, str]:
-    """Return how many more processes and threads may be started here, and the limit that says so; infinity without one.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
-    """
+    """Return how many more processes and threads may be started here (infinity: no limit), and which limit it is."""
     limits = [(math.inf, "")]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
@@ -125,10 +113,6 @@ def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
 
     Memory that the process touches first is then on that NUMA node too. torchrun's ``--numa-binding=node`` does the
     same, but needs numactl, and a torchrun of our own.
-
-    Args:
-        gpu: CUDA device of this rank.
-        root: Root of the file system with ``sys``.
 
     Returns:
         The cores. An empty set, with nothing changed, if the kernel does not report them or this process may use none

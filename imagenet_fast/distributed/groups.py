@@ -168,11 +168,8 @@ def record_flights(folder: Path | None, environment: MutableMapping[str, str] = 
     """Let NCCL's process groups write their last operations, which torch records, to ``folder`` if one never ends.
 
     Each rank R writes ``nccl/rank-R``; ``torchfrtrace`` compares them, to show at which operation ranks diverged.
-    A place that the user has set stays. Call this before the first group is made.
-
-    Args:
-        folder: Directory for the records; None leaves torch's default, the user's cache.
-        environment: Environment in which the variables are set.
+    A place that the user has set stays; if ``folder`` is None, it is torch's default, the user's cache. Call this
+    before the first group is made.
     """
     if folder is not None and _FILE not in environment and _FILE_BEFORE not in environment:
         with suppress(OSError):  # a node that cannot write there leaves no record

@@ -158,8 +158,8 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     if not torch.cuda.is_available():
         if gpus:
             raise UserError(
-                f"this node has {gpus} GPUs that torch cannot use ({_reason()}); `imagenet-fast doctor` says what to "
-                "do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+                f"this node has {gpus} GPUs that torch cannot use ({_why_no_cuda()}); `imagenet-fast doctor` says what "
+                "to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
             )
         _keep_freed_memory()
         return torch.device("cpu"), "gloo"
@@ -216,8 +216,7 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, 2**31 - 1)
 
 
-def _reason() -> str:
-    """Return why torch cannot use CUDA."""
+def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
