@@ -217,9 +217,9 @@ class Meter:
         self._own_s, self._own_steps = torch.zeros_like(own_s), 0
         if self._world.is_main and step_s[slowest] > _SLOW * median(step_s) and slowest not in self._slow:
             self._slow.add(slowest)
-            host = published(watch_board(), [slowest])[slowest].host
+            host = "".join(f" on {at.host}" for at in published(watch_board(), [slowest]).values())
             warn(
-                f"rank {slowest} on {host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
+                f"rank {slowest}{host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
                 f"of all ranks is {median(step_s):.2g} s"
             )
 
