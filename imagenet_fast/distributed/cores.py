@@ -1,4 +1,7 @@
-"""The share of its node that this process may use: cores, memory, threads and files, by affinity, NUMA and cgroups."""
+"""The share of its node that this process may use: cores, memory, threads and files, by affinity, NUMA and cgroups.
+
+A ``root`` is that of the file system with the kernel's ``proc`` and ``sys``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ import psutil
 if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
     import torch
 
-_FILES = resource.RLIMIT_NOFILE
+_CPU = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""Files of a limit in versions 2 and 1: microseconds of CPU time, and in how many."""
 _MEMORY = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -30,9 +34,6 @@ def usable_cores(root: Path = Path("/")) -> int:
 
     Affinity is set by ``taskset`` or SLURM, cgroups by containers or systemd. A cgroup's limit is a share of CPU time,
     rounded up to whole processors. The limits of enclosing cgroups hold too.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in cpu_quotas(root))]))
 
@@ -49,20 +50,19 @@ def shares(allowed: Mapping[int, set[int]]) -> dict[int, int]:
 
 
 def cpu_quotas(root: Path = Path("/")) -> list[float]:
-    """Return the processors that each cgroup of this process allows; none for a cgroup without a limit.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
-    """
-    return [quota for folder in _cgroups(root, "cpu") if (quota := _quota(folder)) is not None]
+    """Return the processors that each cgroup of this process allows; none for a cgroup without a limit."""
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        for names in _CPU:
+            with suppress(OSError, ValueError):  # of the other version, or without a limit: "max"
+                limit, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
+                if limit != "-1":
+                    quotas.append(float(limit) / float(period))
+    return quotas
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may still use, by the node and by its cgroups.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
-    """
+    """Return the bytes of memory that this process may still use, by the node and by its cgroups."""
     left = [int(psutil.virtual_memory().available)]
     for folder in _cgroups(root, "memory"):
         for limit, use, cache in _MEMORY:
@@ -74,11 +74,7 @@ def usable_memory(root: Path = Path("/")) -> int:
 
 
 def usable_tasks(root: Path = Path("/")) -> tuple[float, str]:
-    """Return how many more processes and threads may be started here, and the limit that says so; infinity without one.
-
-    Args:
-        root: Root of the file system with ``proc`` and ``sys``.
-    """
+    """Return how many more processes and threads may be started here (infinity: no limit), and which limit it is."""
     limits = [(math.inf, "")]
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
@@ -107,9 +103,9 @@ def exceeded_limit(message: str) -> str:
 
 def raise_open_files() -> None:
     """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
-    _, hard = resource.getrlimit(_FILES)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # the kernel's own limit is lower
-        resource.setrlimit(_FILES, (hard, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
@@ -117,10 +113,6 @@ def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
 
     Memory that the process touches first is then on that NUMA node too. torchrun's ``--numa-binding=node`` does the
     same, but needs numactl, and a torchrun of our own.
-
-    Args:
-        gpu: CUDA device of this rank.
-        root: Root of the file system with ``sys``.
 
     Returns:
         The cores. An empty set, with nothing changed, if the kernel does not report them or this process may use none
@@ -174,16 +166,3 @@ def _cgroups(root: Path, controller: str) -> Iterator[Path]:
             yield folder
             if folder == mount:
                 break
-
-
-def _quota(folder: Path) -> float | None:
-    try:
-        if (folder / "cpu.max").exists():
-            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
-        else:
-            limit, period = (
-                (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8").strip() for name in ("quota", "period")
-            )
-        return None if limit in ("max", "-1") else float(limit) / float(period)
-    except (OSError, ValueError):
-        return None

@@ -26,11 +26,7 @@ os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 # Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 
-# Of torch's flight recorder, now and as some of its code still reads them.
-_FLIGHTS = (
-    ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
-    ("TORCH_FR_DUMP_ON_TIMEOUT", "TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
-)
+# Where torch's flight recorder writes, by its name now and as some of torch's code still reads it.
 _FILE, _FILE_BEFORE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 
 SLACK_S = 30.0
@@ -169,18 +165,12 @@ def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:
 
 
 def record_flights(folder: Path | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make NCCL's process groups record their last operations, and write them to ``folder`` if one never ends.
+    """Let NCCL's process groups write their last operations, which torch records, to ``folder`` if one never ends.
 
     Each rank R writes ``nccl/rank-R``; ``torchfrtrace`` compares them, to show at which operation ranks diverged.
-    Variables that the user has set stay. Call this before the first group is made.
-
-    Args:
-        folder: Directory for the records; None leaves torch's default, the user's cache.
-        environment: Environment in which the variables are set.
+    A place that the user has set stays; if ``folder`` is None, it is torch's default, the user's cache. Call this
+    before the first group is made.
     """
-    for name, before, value in _FLIGHTS:
-        if name not in environment and before not in environment:
-            environment[name] = environment[before] = value
     if folder is not None and _FILE not in environment and _FILE_BEFORE not in environment:
         with suppress(OSError):  # a node that cannot write there leaves no record
             (folder / "nccl").mkdir(parents=True, exist_ok=True)

@@ -22,13 +22,7 @@ from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, shares
 from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit, record_flights
 from imagenet_fast.distributed.join import connecting, introduce
-from imagenet_fast.distributed.ranks import (
-    RankInfo,
-    rank_info_from_env,
-    refuse_mpirun,
-    set_group_rank,
-    srun_to_torchrun_env,
-)
+from imagenet_fast.distributed.ranks import RankInfo, rank_info_from_env, refuse_mpirun, srun_to_torchrun_env
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -124,7 +118,6 @@ def current_world() -> DistContext:
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
         if bound is None:
             leave_at_exit()
-    set_group_rank(place)
     store = dist.distributed_c10d._get_default_store()
     return DistContext(
         dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, all_compute_bf16(device),
@@ -138,7 +131,9 @@ def own_cores(place: RankInfo, store: Store) -> int:
     A core is divided among the ranks that may use it. If srun or NUMA binding has given each rank cores of its own, the
     rank gets all of them. A cgroup's limit is divided evenly among the ranks of the node.
     """
-    board = Board(store, f"cores/{os.environ.get('GROUP_RANK', place.rank // place.local_size)}")
+    # Neither torchrun nor srun has said the node if an mpirun or a script started this rank. Engines read it too.
+    node = os.environ.setdefault("GROUP_RANK", str(place.rank // place.local_size))
+    board = Board(store, f"cores/{node}")
     board.post(f"rank/{place.local_rank}", sorted(os.sched_getaffinity(0)))
     allowed = board.gather("rank", range(place.local_size), time.monotonic() + _JOIN_TIMEOUT.total_seconds())
     share = shares({rank: set(cores) for rank, cores in allowed.items()})[place.local_rank]
@@ -163,8 +158,8 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     if not torch.cuda.is_available():
         if gpus:
             raise UserError(
-                f"this node has {gpus} GPUs that torch cannot use ({_reason()}); `imagenet-fast doctor` says what to "
-                "do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+                f"this node has {gpus} GPUs that torch cannot use ({_why_no_cuda()}); `imagenet-fast doctor` says what "
+                "to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
             )
         _keep_freed_memory()
         return torch.device("cpu"), "gloo"
@@ -221,8 +216,7 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, 2**31 - 1)
 
 
-def _reason() -> str:
-    """Return why torch cannot use CUDA."""
+def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

@@ -238,15 +238,9 @@ def _arrive(
 ) -> _Record:  # fmt: skip
     """Leave a record, and return what number 0 concludes when the first ``needed`` have.
 
-    Args:
-        board: Where all arrive.
-        number: This one's number.
-        own: This one's record.
-        needed: How many must arrive.
-        deadline: How long number 0 waits for them.
-        differs: Returns why this one and number 0, whose record it is given, do not belong together, if so.
-        conclude: Called by number 0, with the records of those that have come.
-        gone: What to say if number 0 has ended.
+    ``differs`` is given the record of number 0, and returns why this one does not belong with it, if so. Number 0
+    waits until ``deadline``, and calls ``conclude`` with the records of those that have come. If it has ended, the
+    others say ``gone``.
 
     Raises:
         UserError: On all that have arrived alike, with the first refusal: of ``differs``, or by ``conclude``.

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import psutil
 
+from imagenet_fast.distributed.board import wait_until
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
-
-_PAUSE_S = 0.2  # between two attempts to reach a node
 
 
 @dataclass(frozen=True)
@@ -95,22 +94,23 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
     Raises:
         UserError: If the deadline has passed, with the reason why no connection was made.
     """
-    begun = time.monotonic()
-    while True:
+    begun, reason = time.monotonic(), ""
+
+    def answers() -> bool:
+        nonlocal reason
         try:
             left = max(0.1, min(5.0, deadline - time.monotonic()))
             socket.create_connection((endpoint.host, endpoint.port), timeout=left).close()
-            return
+            return True
         except socket.gaierror:
             reason = f"the name {endpoint.host} cannot be resolved here; give an address, or add it to /etc/hosts"
         except OSError as error:
             reason = f"{cause(error)}; start the same command on that host, or check firewall and address"
-        if time.monotonic() + _PAUSE_S > deadline:
-            waited = time.monotonic() - begun
-            raise UserError(f"no node could be reached at {endpoint} within {waited:.0f} s: {reason}")
-        if needless():
-            return
-        time.sleep(_PAUSE_S)
+        return needless()
+
+    if not wait_until(answers, deadline):
+        waited = time.monotonic() - begun
+        raise UserError(f"no node could be reached at {endpoint} within {waited:.0f} s: {reason}")
 
 
 def cause(error: OSError) -> str:

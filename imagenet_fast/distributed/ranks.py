@@ -57,15 +57,6 @@ class RankInfo:
         return self.local_rank == 0
 
 
-def set_group_rank(place: RankInfo, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set ``GROUP_RANK`` if neither torchrun nor srun started this rank, but an mpirun or a script.
-
-    This assumes that all nodes have the same number of ranks, and that the ranks of a node are consecutive, as with
-    torchrun.
-    """
-    environment.setdefault("GROUP_RANK", str(place.rank // place.local_size))
-
-
 def rank_info_from_env() -> RankInfo | None:
     """Return this process's rank from the environment, or None if it was not started as one of several ranks.
 

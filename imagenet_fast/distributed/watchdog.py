@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -22,15 +23,7 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
-from imagenet_fast.distributed.heartbeat import (
-    Heartbeat,
-    describe_hang,
-    describe_lost,
-    describe_slow,
-    here,
-    publish,
-    published,
-)  # fmt: skip
+from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.schema import Timeout
 
@@ -41,8 +34,8 @@ _AGREED_IN = 20
 _SLEPT = 4  # in looks: longest gap that counts; in a longer one the job may have been suspended (Ctrl-Z, or its node)
 _PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
 _GRACE_S = 5.0  # for a rank to end by itself and write its outcome after another rank has failed
-_COMPARED_S = 10.0  # between two comparisons of all ranks' speed
-_SILENT_S = 600.0  # without another warning of slow ranks
+_COMPARED_S = 10.0  # least time over which the paces of ranks are compared
+_SLOW = 3.0  # times the median of all ranks
 
 
 class PeerLost(RuntimeError):
@@ -60,6 +53,32 @@ def watch_board(store: Store | None = None, pause: Callable[[float], object] = t
     return Board(store or dist.distributed_c10d._get_default_store(), "watch", pause)
 
 
+class Paces:
+    """Seconds that each rank takes for its own part of a step, compared every 10 seconds of training or so."""
+
+    def __init__(self, ranks: int) -> None:
+        """Compare this many ranks."""
+        self._own_s, self._steps = [0.0] * ranks, 0
+        self._named: set[int] = set()
+
+    def add(self, own_s: Sequence[float], steps: int) -> None:
+        """Add each rank's seconds of ``steps`` steps, without waiting for others; rank 0 warns of a slow one, once."""
+        self._own_s = [before + now for before, now in zip(self._own_s, own_s, strict=True)]
+        self._steps += steps
+        if max(self._own_s) < _COMPARED_S:
+            return
+        step_s = [own / self._steps for own in self._own_s]
+        self._own_s, self._steps = [0.0] * len(step_s), 0
+        slowest, usual_s = step_s.index(max(step_s)), median(step_s)
+        if dist.get_rank() == 0 and step_s[slowest] > _SLOW * usual_s and slowest not in self._named:
+            self._named.add(slowest)
+            host = "".join(f" on {at.host}" for at in published(watch_board(), [slowest]).values())
+            warn(
+                f"rank {slowest}{host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
+                f"of all ranks is {usual_s:.2g} s"
+            )
+
+
 def report_failure(error: Exception) -> str:
     """Return why all ranks end, in one sentence, and leave it in the default store for other ranks.
 
@@ -72,14 +91,10 @@ def report_failure(error: Exception) -> str:
     ]
 
     def agree() -> None:
-        broken = is_broken_connection(error)
+        broken, board, own = is_broken_connection(error), watch_board(), messages[0]
         try:
-            board, size = watch_board(), dist.get_world_size()
-            if broken and not failure_of_others(board):
-                lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
-                if lost:
-                    messages.append(describe_lost(lost, published(board, range(size))))
-            messages.append(leave_failure(board, messages[-1]))
+            first = find_culprit(board, rank, dist.get_world_size(), lambda _: own)[0] if broken else ""
+            messages.append(first or leave_failure(board, own))
         except dist.DistError:  # the process that held the store is lost, too
             if broken:
                 messages.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
@@ -88,13 +103,22 @@ def report_failure(error: Exception) -> str:
     return messages[-1]
 
 
-def failure_of_others(board: Board) -> str:
-    """Return the failure that another rank reported, or an empty string if this rank must find the lost ranks.
+def find_culprit(
+    board: Board, rank: int, size: int, otherwise: Callable[[dict[int, Heartbeat]], str]
+) -> tuple[str, bool]:
+    """Agree with all ranks on why they end; return the sentence, and whether it is this rank's.
 
-    One rank looks, and the others wait here for what it leaves. If it is lost before, each looks by itself.
+    One rank looks who is lost, and the others wait here for what it leaves. If it is lost before, each looks by itself.
+    If nobody is lost, the sentence is what ``otherwise`` makes of all positions.
     """
     searches = board.count("search") == 1
-    return failure_on(board, 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S)
+    if found := failure_on(board, 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S):
+        return found, False
+    lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
+    known = published(board, range(size))
+    sentence = describe_lost(lost, known) if lost else otherwise(known)
+    first = leave_failure(board, sentence)
+    return first, first == sentence
 
 
 def find_lost_ranks(board: Board, ranks: Sequence[int]) -> list[int]:
@@ -157,15 +181,9 @@ class Watchdog:
         self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
         folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """Publish the rank's position for the first time.
+        """Publish the position of ``rank`` for the first time; the rest is as in ``watching_ranks``.
 
-        Args:
-            store: Store of all ranks. It must be a client of the watchdog's own.
-            rank: Rank to watch.
-            size: Number of ranks.
-            timeout: How long the rank may make no progress.
-            end: Called with the reason if the rank must end and cannot end by itself.
-            folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+        ``store`` must be a client of the watchdog's own.
         """
         self._board = watch_board(store, self._publish_after)
         self._rank = rank
@@ -180,16 +198,12 @@ class Watchdog:
         self._failed_s = 0.0
         self._limited_s = 0.0
         self._beats = 0
-        self._positions: dict[int, Heartbeat] = {}
-        self._uncompared_s = 0.0
-        self._silent_s = 0.0
         self.publish()
 
     def tick(self, passed_s: float) -> None:
         """Do what is due, ``passed_s`` seconds after the last tick.
 
-        Set the time limits of process groups, look for a failure, publish the heartbeat, and on rank 0 look for
-        slow ranks.
+        Set the time limits of process groups, look for a failure, and publish the heartbeat.
 
         Raises:
             SystemExit: If the rank must end.
@@ -210,53 +224,29 @@ class Watchdog:
             started = self._seen[0] and not before[0]
             if started or self._unpublished_s >= _PUBLISHED_S:
                 self.publish()  # the first step at once: a rank that is lost in it was not lost before it
-            if self._rank == 0:
-                self._compare(passed_s)
         except dist.DistError:  # the store ended with the rank or the launcher that held it
             pass
         if self._stuck_s > limit_s:
             self._abort()
 
     def publish(self, ended: bool = False) -> None:
-        """Publish this rank's heartbeat for other ranks, the last one if it has ``ended`` in order."""
+        """Publish this rank's heartbeat; if it has ``ended`` in order, it is not found lost later."""
         self._unpublished_s = 0.0
         self._beats += 1
         publish(self._board, self._rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self._folder)
 
-    def deregister(self) -> None:
-        """Record that the rank ends in order, so that it is not found lost."""
-        with suppress(dist.DistError):
-            self.publish(ended=True)
-
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
-        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
-
-    def _compare(self, passed_s: float) -> None:
-        """Warn of ranks that were much slower than others since the last comparison; training continues."""
-        self._uncompared_s += passed_s
-        self._silent_s -= passed_s
-        if self._uncompared_s < _COMPARED_S:
-            return
-        before, self._positions = self._positions, published(self._board, range(self._size))
-        self._uncompared_s = 0.0
-        if self._silent_s <= 0 and (sentence := describe_slow(before, self._positions)):
-            warn(sentence)
-            self._silent_s = _SILENT_S
+        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1))
 
     def _abort(self) -> NoReturn:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         own = self._heartbeat()
         try:
-            first = failure_of_others(self._board)
-            if not first:
-                lost = find_lost_ranks(self._board, [rank for rank in range(self._size) if rank != self._rank])
-                known = published(self._board, range(self._size))
-                sentence = describe_lost(lost, known) if lost else describe_hang(known, setting)
-                first = leave_failure(self._board, sentence)
-                if first == sentence:
-                    print(f"error: {sentence}", file=sys.stderr, flush=True)
+            first, ours = find_culprit(self._board, self._rank, self._size, lambda known: describe_hang(known, setting))
+            if ours:
+                print(f"error: {first}", file=sys.stderr, flush=True)
         except dist.DistError:
             alone = describe_hang({self._rank: own}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
@@ -326,4 +316,5 @@ def watching_ranks(
         leaving.set()
         thread.join(2 * LOOK_S)  # no longer: the store may be gone, and its client slow to raise
         if in_order and not thread.is_alive():
-            watchdog.deregister()
+            with suppress(dist.DistError):
+                watchdog.publish(ended=True)

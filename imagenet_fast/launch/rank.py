@@ -19,7 +19,7 @@ from rich.console import Console
 
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, init_distributed
-from imagenet_fast.distributed.ranks import RankInfo, set_group_rank
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.json_io import write_json
@@ -54,7 +54,6 @@ def train_as_rank(
         job = replace(job, resume=True)
     if rank.is_local_main and launcher_dir is not None:
         RunDir(launcher_dir).outcome.unlink(missing_ok=True)  # of the attempt before
-    set_group_rank(rank)
     ending = Ending(job, rank, launcher_dir)
     signals = Signals(job.recipe.checkpoint.grace_s, ending.late)
 
@@ -129,7 +128,6 @@ def _joined(
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
     """Join the ranks of a job that saves nothing, and so ends at once on a signal."""
-    set_group_rank(rank)
     Signals()
     with init_distributed(
         rank, agreed, timedelta(seconds=join_timeout_s), timeout, left=launcher_dir, numa_binding=numa_binding

@@ -14,6 +14,7 @@ from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
+from imagenet_fast.distributed.watchdog import Paces
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
@@ -77,8 +78,8 @@ class Meter:
         self._outcome = outcome
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
-        self._closed: _Interval | None = None
-        """Interval that is not yet recorded."""
+        self._paces = Paces(world.size)
+        self._closed: _Interval | None = None  # not yet recorded
         self.restart()
 
     def restart(self) -> None:
@@ -157,23 +158,22 @@ class Meter:
         here.enter("record")
         wait_for(interval.ended)
         waits = [seconds_between(begun, there) for begun, there in interval.fetches]
-        counted, passed = waits[interval.at_start :], 0.0
-        if counted:
-            passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended)
+        counted = waits[interval.at_start :]
+        passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended) if counted else 0.0
         loss, streak, *scaling = interval.own.tolist()
         sent = sum(stats.sent_bytes for stats in interval.steps)
         ended = 0 < self._most <= streak
-        rows = gather_rows([loss, sent, interval.linked, ended, sum(waits), sum(counted), passed], self._world)
+        seconds = seconds_between(interval.begun, interval.ended)
+        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
+        own = [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - sum(exposed)]
+        rows = gather_rows(own, self._world)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
-        waited, of_it, passed = rows.amax(0)[4:].tolist()
+        waited, of_it, passed = rows.amax(0)[4:7].tolist()
         self._outcome.add_wait(of_it, passed)
         step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
-        seconds = seconds_between(interval.begun, interval.ended)
         record("data", step, wait_pct=100 * waited / seconds)
         record("speed", step, images_per_s=count * self._global_batch / seconds)
-        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
-        if exposed:
-            here.took(count, seconds - sum(exposed))
+        self._paces.add(rows[:, 7].tolist(), count)
         record(
             "sync",
             step,

@@ -93,6 +93,7 @@ def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
         os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
     own = own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
     assert own == (1 if apart else max(1, len(allowed) // 2))
+    assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")

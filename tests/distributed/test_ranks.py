@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from imagenet_fast.distributed.init import current_world
-from imagenet_fast.distributed.ranks import TORCHRUN, RankInfo, rank_info_from_env, set_group_rank
+from imagenet_fast.distributed.ranks import TORCHRUN, RankInfo, rank_info_from_env
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.nodes import resolve_nodes
 from tests.conftest import refusal_of
@@ -27,14 +27,6 @@ def test_torchrun_tells_a_rank_its_place(monkeypatch: pytest.MonkeyPatch):
     assert RankInfo(9, 16, 1, 8).variables(node=1) == {
         "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
     }, "what starts ranks in torchrun's stead tells them the same"  # fmt: skip
-
-
-def test_a_node_has_a_number_though_nobody_has_said_it():
-    environment: dict[str, str] = {}
-    set_group_rank(RankInfo(9, 16, 1, 8), environment)
-    assert environment == {"GROUP_RANK": "1"}
-    set_group_rank(RankInfo(3, 16, 3, 8), environment)
-    assert environment == {"GROUP_RANK": "1"}, "what torchrun has said stays"
 
 
 @pytest.mark.parametrize("pod", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "4", "RANK": "2"}, {"RANK": "x"}])

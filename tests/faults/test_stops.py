@@ -99,7 +99,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path):
     frozen.resume()  # torchrun has told it to end, and would wait for 30 s
     assert running.ended(120) == 1
     outcome = outcome_of(running.out)
-    sentence = r"rank 0 on \S+ stopped answering at step \d+, in \w+; rank 1 (waited in sync|was in \w+)"
+    sentence = r"rank 0 on \S+ stopped answering in \w+ at step \d+; rank 1 (waited in sync|was in \w+)"
     assert re.match(sentence, outcome["message"]), outcome["message"]
     assert f"failed: {outcome['message']}" in running.printed
     assert outcome["status"] == "failed"

@@ -158,14 +158,14 @@ def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_s
     def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
         (handover / launcher.OPENED).touch()
         outcome = RunResult.of(job.name, job.recipe, job.batching)
-        outcome.status, outcome.message = "failed", "rank 1 on a stopped answering at step 4, in data"
+        outcome.status, outcome.message = "failed", "rank 1 on a stopped answering in data at step 4"
         outcome.write(handover)
-        return -9, "rank 1 on a was killed by SIGKILL at step 4, in data"
+        return -9, "rank 1 on a was killed by SIGKILL in data at step 4"
 
     monkeypatch.setattr(launcher, "run_ranks", ranks)
     assert launcher.launch(run, LaunchConfig(2)) == 1
-    assert outcome_of(tmp_path)["message"] == "rank 1 on a was killed by SIGKILL at step 4, in data"
-    assert capsys.readouterr().out.startswith("failed: rank 1 on a was killed by SIGKILL at step 4, in data; what")
+    assert outcome_of(tmp_path)["message"] == "rank 1 on a was killed by SIGKILL in data at step 4"
+    assert capsys.readouterr().out.startswith("failed: rank 1 on a was killed by SIGKILL in data at step 4; what")
 
 
 @pytest.mark.usefixtures("own_signals")
