@@ -141,10 +141,10 @@ LINES = {
     "imagenet_fast/checkpoint": 847,
     "imagenet_fast/cli": 1843,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 4751,
-    "imagenet_fast/distributed": 2819,
+    "imagenet_fast/data": 4750,
+    "imagenet_fast/distributed": 2659,
     "imagenet_fast/doctor": 467,
-    "imagenet_fast/launch": 1397,
+    "imagenet_fast/launch": 1395,
     "imagenet_fast/metrics": 1873,
     "imagenet_fast/models": 1803,
     "imagenet_fast/parallel": 1036,
@@ -152,9 +152,9 @@ LINES = {
     "imagenet_fast/recipe": 2286,
     "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2891,
-    "imagenet_fast": 34722,
-    "tests": 28821,
-    "tests/sync": 6366,
+    "imagenet_fast": 34559,
+    "tests": 28809,
+    "tests/sync": 6356,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

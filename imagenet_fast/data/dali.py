@@ -267,7 +267,10 @@ def _define(
         given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
         encoded, sides, place, extent = given[:4]
         if augmentation is not None and augmentation.padding is None:
-            images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
+            if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
+                images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
+            else:
+                images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
             images = fn.resize(images, size=sides, **resize)
         else:
             images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)

@@ -8,26 +8,22 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 
-def progress_bars(unit: Literal["images", "bytes"]) -> Progress:
+def progress_bars(unit: Literal["images", "bytes"]) -> progress.Progress:
     """Return bars that count images or bytes."""
-    counted = [MofNCompleteColumn()] if unit == "images" else [DownloadColumn(), TransferSpeedColumn()]
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=16),
+    counted = (
+        [progress.MofNCompleteColumn()]
+        if unit == "images"
+        else [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    )
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=16),
         *counted,
-        TimeRemainingColumn(compact=True),
+        progress.TimeRemainingColumn(compact=True),
         console=Console(stderr=True),
         disable=not sys.stderr.isatty(),
     )
