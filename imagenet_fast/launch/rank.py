@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +61,10 @@ def train_as_rank(
         ending.fail(reason)
         ending.leave()
 
-    join_timeout, binding = timedelta(seconds=join_timeout_s), job.recipe.numa_binding
+    recipe = job.recipe
     try:
         with init_distributed(
-            rank, job.agreed(), join_timeout, job.recipe.timeout, end, traces, launcher_dir, binding
+            rank, job.agreed(), join_timeout_s, recipe.timeout, end, traces, launcher_dir, recipe.numa_binding
         ) as world:
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:
@@ -129,7 +128,5 @@ def _joined(
 ) -> Iterator[DistContext]:  # fmt: skip
     """Join the ranks of a job that saves nothing, and so ends at once on a signal."""
     Signals()
-    with init_distributed(
-        rank, agreed, timedelta(seconds=join_timeout_s), timeout, left=launcher_dir, numa_binding=numa_binding
-    ) as world:
+    with init_distributed(rank, agreed, join_timeout_s, timeout, left=launcher_dir, numa_binding=numa_binding) as world:
         yield world

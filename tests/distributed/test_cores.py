@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -91,7 +90,7 @@ def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
     rank, allowed = dist.get_rank(), sorted(os.sched_getaffinity(0))
     if apart:
         os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
-    own = own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
+    own = own_cores(RankInfo(rank, 2, rank, 2))
     assert own == (1 if apart else max(1, len(allowed) // 2))
     assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
 
@@ -178,6 +177,6 @@ def test_threads_that_the_user_may_not_start_are_no_firewall():
 def connected_without_threads() -> str:
     os.setuid(47_110)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), timedelta(seconds=20)):
+    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), 20.0):
         dist.new_group(backend="gloo")
     return str(told.value)

@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def introduced(
     """The interface that is settled upon, by ranks of a torchrun of the user's own at node0."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(place.rank), "WORLD_SIZE": str(place.size)}
-    store = introduce(place, agreed, timedelta(seconds=join_timeout_s), device)
+    store = introduce(place, agreed, join_timeout_s, device)
     time.sleep(0.5)
     del store  # of which rank 0 holds the other end
     return os.environ.get("GLOO_SOCKET_IFNAME")
@@ -228,7 +227,7 @@ def test_ranks_that_do_not_come_and_a_master_that_is_not_rank_0s_machine_are_nam
 def joined(place: RankInfo, port: int, interface: str) -> None:
     """A rank that joins by an interface of the user's."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
-    with init_distributed(place, {}, timedelta(seconds=20)):
+    with init_distributed(place, {}, 20.0):
         pass
 
 
