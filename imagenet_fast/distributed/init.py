@@ -46,7 +46,7 @@ class DistContext(RankInfo):
 
 @contextmanager
 def init_distributed(
-    place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout | None = None,
+    place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout,
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
@@ -56,8 +56,7 @@ def init_distributed(
         place: This process's rank.
         agreed: Settings that must be equal on all ranks.
         join_timeout_s: Seconds to wait for the other ranks at the start.
-        timeout: How long a rank may make no progress later on. Then it is named, and all ranks end; None for the
-            defaults.
+        timeout: How long a rank may make no progress later on. Then it is named, and all ranks end.
         end: Called with the reason, in another thread, if this rank must end while it is stuck.
         traces: Directory for NCCL's record of its last operations; None leaves torch's default.
         left: Directory where this rank leaves its last position; None for nowhere.
@@ -70,17 +69,10 @@ def init_distributed(
         UserError: If the ranks do not meet, or disagree in ``agreed``.
         JobAborted: If another rank is lost.
     """
-    timeout = timeout or Timeout()
     device, backend = prepare_device(place.local_rank, traces)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    store = introduce(place, agreed, join_timeout_s, device.type)
-    with connecting(place, store, join_timeout_s):
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size,
-            timeout=timedelta(seconds=timeout.first_step_s + SLACK_S),
-            device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+    _connect(place, device, backend, join_timeout_s, agreed, timedelta(seconds=timeout.first_step_s + SLACK_S))
     with watching_ranks(timeout, end, left):
         yield _context(place, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
@@ -106,12 +98,23 @@ def current_world() -> DistContext:
         place = RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)
     if not there:
-        bound = device if device.type == "cuda" else None
-        store = HashStore() if place.size == 1 else introduce(place, {}, _JOIN_TIMEOUT_S, device.type)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
-        if bound is None:
+        _connect(place, device, backend, _JOIN_TIMEOUT_S)
+        if device.type == "cpu":
             leave_at_exit()
     return _context(place, device)
+
+
+def _connect(
+    place: RankInfo, device: torch.device, backend: str, join_timeout_s: float, agreed: Mapping[str, Any] = {},
+    limit: timedelta | None = None,
+) -> None:  # fmt: skip
+    """Meet the other ranks, and make the group of all; ``limit`` is that of its operations, None for torch's."""
+    store = HashStore() if place.size == 1 else introduce(place, agreed, join_timeout_s, device.type)
+    with connecting(place, store, join_timeout_s):
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.size, timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
 
 
 def _context(place: RankInfo, device: torch.device) -> DistContext:

@@ -19,6 +19,7 @@ from imagenet_fast.distributed.join import introduce, meet
 from imagenet_fast.distributed.network import parse_endpoint
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.schema import Timeout
 from tests.e2e.command import outcome_of
 from tests.hosts import Hosts, hosts
 from tests.ports import free_port
@@ -227,7 +228,7 @@ def test_ranks_that_do_not_come_and_a_master_that_is_not_rank_0s_machine_are_nam
 def joined(place: RankInfo, port: int, interface: str) -> None:
     """A rank that joins by an interface of the user's."""
     os.environ |= {"MASTER_ADDR": "node0", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": interface}
-    with init_distributed(place, {}, 20.0):
+    with init_distributed(place, {}, 20.0, Timeout()):
         pass
 
 
