@@ -156,14 +156,14 @@ def bench_sync(
         profile = profile.scaled_to(compute)
     if count:
         from imagenet_fast.bench.comm_volume import COUNTED, bench_count
-        from imagenet_fast.bench.tables import count_table
+        from imagenet_fast.bench.rows import show
 
         measuring = (
             "hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace", "ladder", "batches"
         )  # fmt: skip
         refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
         engines = parse_engines(sync or COUNTED, wire, overrides)
-        _show(bench_count(profile, engines, ranks, ranks_per_node, link), count_table, json_file)
+        show(bench_count(profile, engines, ranks, ranks_per_node, link), json_file)
         return
     from imagenet_fast.bench.engines import ENGINES
     from imagenet_fast.bench.engines import bench_sync as measure_all
