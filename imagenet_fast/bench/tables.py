@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime
     from imagenet_fast.bench.dataloaders import LoadingRate
     from imagenet_fast.bench.engines import EngineTime
-    from imagenet_fast.bench.optimizer_kernels import StepKernels
     from imagenet_fast.bench.pipeline import PipelineTime
     from imagenet_fast.bench.presets import BatchRow, Rung
     from imagenet_fast.bench.train_step import StepTime
@@ -247,20 +246,5 @@ def checkpoint_table(times: Sequence[StepTime]) -> Table:
             ("stall ms", "stood_s", ".1f", 1e3),
             ("copy ms", "copied_s", ".1f", 1e3),
             ("longest wait ms", "waited_s", ".1f", 1e3),
-        ],
-    )
-
-
-def kernel_table(rows: Sequence[StepKernels]) -> Table:
-    """Build a table with one row per optimizer."""
-    return rows_table(
-        rows,
-        [("optimizer", "optimizer", "")],
-        [
-            ("tensors", "tensors", "d"),
-            ("operators", "operators", "d"),
-            ("kernels", "kernels", "d"),
-            ("copies", "copies", "d"),
-            ("us on the GPU", "device_s", ".0f", 1e6),
         ],
     )
