@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
+from imagenet_fast.cli.app import App
 from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, listed
 
-bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
+bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
 
 PrecisionOption = Annotated[
     str | None,
