@@ -47,7 +47,7 @@ def _network(world: DistContext) -> Iterator[CheckResult]:
     rated = _rated_speed(os.environ, cards) if world.is_multi_node else 0.0
     own = [_seconds(_SHORT, _REPEATS, world), _seconds(size, 1, world), rated or math.inf]
     dist.barrier()
-    told = gather_rows([*own, time.time()], world)
+    told = gather_rows([*own, time.time()])
     latency_s, long_s, _, latest = told.amax(0).tolist()
     *_, slowest, earliest = told.amin(0).tolist()
     rate = 8 * 2 * (world.size - 1) / world.size * size / long_s
