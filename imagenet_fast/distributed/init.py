@@ -98,15 +98,15 @@ def current_world() -> DistContext:
         place = RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)
     if not there:
-        _connect(place, device, backend, _JOIN_TIMEOUT_S)
+        _connect(place, device, backend, _JOIN_TIMEOUT_S, {}, None)
         if device.type == "cpu":
             leave_at_exit()
     return _context(place, device)
 
 
 def _connect(
-    place: RankInfo, device: torch.device, backend: str, join_timeout_s: float, agreed: Mapping[str, Any] = {},
-    limit: timedelta | None = None,
+    place: RankInfo, device: torch.device, backend: str, join_timeout_s: float, agreed: Mapping[str, Any],
+    limit: timedelta | None,
 ) -> None:  # fmt: skip
     """Meet the other ranks, and make the group of all; ``limit`` is that of its operations, None for torch's."""
     store = HashStore() if place.size == 1 else introduce(place, agreed, join_timeout_s, device.type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.distributed.heartbeat import here, published
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.network import link_bytes
+from imagenet_fast.distributed.network import sent_bytes
 from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.distributed.watchdog import watch_board
 from imagenet_fast.errors import warn
@@ -199,8 +200,13 @@ class Meter:
             raise NonFiniteLoss
 
     def _link_bytes(self) -> float:
-        # Network cards may read GPU memory past the kernel, which then counts nothing.
-        return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan
+        """Return this rank's share of the bytes that its node has sent through gloo's interface; NaN if unknown.
+
+        Network cards may read GPU memory past the kernel, which then counts nothing.
+        """
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if self._world.device.type == "cpu" else ""
+        sent = sent_bytes(interface) if self._world.is_multi_node else None
+        return math.nan if sent is None else sent / self._world.local_size
 
 
 class _Paces:
