@@ -73,6 +73,7 @@ def alexnet_bn(classes: int, dropout: float, pool5_norm: bool) -> AlexNet:
     for module in (*features, *classifier):
         if isinstance(module, nn.Conv2d | nn.Linear):
             hidden = isinstance(module, nn.Linear) and module is not classifier[-1]
+            assert module.bias is not None
             nn.init.normal_(module.weight, std=0.005 if hidden else 0.01)
             nn.init.constant_(module.bias, 0.1 if hidden else 0.01)
     return AlexNet(features, classifier)

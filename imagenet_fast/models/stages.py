@@ -146,8 +146,6 @@ def recorded_times(pieces: Sequence[Segment], profile: Profile) -> list[float]:
 def _trace_shapes(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -> tuple[list[Crossing], list[float]]:
     """Run the pieces once; return the activations after each and its forward FLOPs, and leave the model as it was."""
     modes = {module: module.training for module in model.modules()}
-    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    hooks = [norm.register_forward_pre_hook(_refuse_single_values) for norm in norms]
     values = torch.zeros_like(images, device=next(model.parameters()).device)
     crossings, work = [], []
     model.eval()
@@ -156,24 +154,14 @@ def _trace_shapes(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 for layer in piece.values():
                     values = layer(values)
-            axes = tuple(sorted(range(values.dim()), key=lambda axis: -values.stride(axis)))
+            axes = tuple(sorted(range(values.dim()), key=values.stride().__getitem__, reverse=True))
             like = torch.empty_like(values.permute(axes), device="meta", requires_grad=True)
             crossings.append(Crossing(like, axes))
             work.append(float(counter.get_total_flops()))
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, training in modes.items():
             module.training = training
     return crossings, work
-
-
-def _refuse_single_values(norm: nn.Module, inputs: tuple[Tensor]) -> None:
-    if inputs[0].numel() == inputs[0].size(1):
-        raise UserError(
-            "in micro-batches of one image so small a batch norm has a single value of each channel, and nothing to "
-            "normalise by; take fewer micro-batches, or a larger batch"
-        )
 
 
 def _add(module: nn.Module, name: str, layer: nn.Module) -> None:
