@@ -143,8 +143,8 @@ def recipe_of(
 ) -> tuple[str, Recipe, Job | None]:
     """Return the name of a recipe, the recipe and its job: those of the recipe ``named``, or of the run of ``weights``.
 
-    The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe as in ``load_recipe``, which calls
-    ``tell`` with warnings.
+    The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe, and ``tell`` is called with a
+    warning, as in ``load_recipe``.
 
     Raises:
         UserError: If no recipe is named, and ``weights`` are of no run or its job cannot be read.
