@@ -18,6 +18,7 @@ from imagenet_fast.cli.options import (
     ElasticNodesOption,
     EndpointOption,
     JoinTimeoutOption,
+    JsonOption,
     KeysArgument,
     NodesOption,
     NprocOption,
@@ -27,7 +28,6 @@ from imagenet_fast.cli.options import (
     SyncOption,
     WeightsOption,
     WeightsRecipeOption,
-    in_a_directory,
     run_directory,
     written_out,
 )
@@ -161,12 +161,7 @@ def evaluate(
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
     join_timeout: JoinTimeoutOption = 300,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
-        ),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Classify each validation image once with given weights, and print top-1 and top-5 accuracy.
 

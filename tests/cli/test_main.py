@@ -28,15 +28,18 @@ def test_an_error_of_a_path_is_a_sentence(refusal: Callable[..., str], monkeypat
     for number in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.EROFS):
         error = OSError(number, os.strerror(number), "my/run")
         monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
-        assert refusal("report", "my/run") == f"error: {error}; check the path\n"
+        assert refusal("report", "my/run") == f"error: my/run: {error.strerror}; check the path\n"
 
 
-def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch):
+def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", "report", "my/run"])
+    for number in (errno.EMFILE, errno.ENOSPC, errno.EIO):
+        error: OSError = OSError(number, os.strerror(number), "my/run")
+        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert (end.value.code, capsys.readouterr().err) == (1, f"error: my/run: {error.strerror}\n")
     for error in (
-        OSError(errno.EMFILE, "Too many open files", "my/run"),
-        OSError(errno.ENOSPC, "No space left on device", "my/run"),
-        OSError(errno.EIO, "Input/output error", "my/run"),
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a process or a socket
     ):
