@@ -141,7 +141,7 @@ def _flag_row(param: Any) -> str:
     if param.opts[0].startswith("-"):
         names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
     else:
-        names = f"`{param.metavar or param.name.upper()}`"
+        names = f"`{param.metavar or _type(param)}`"
     value = "" if getattr(param, "is_flag", True) else f"`{param.metavar or _type(param)}`"
     default = param.default
     empty = default in (None, (), [], False, "") or callable(default)

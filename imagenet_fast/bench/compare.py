@@ -154,10 +154,11 @@ def compare(
     doubtful: dict[str, None] = {}  # an ordered set
     for run in runs:
         seed = [f"seed={run.seed}"] if run.seed is not None else []
-        recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
+        doubts: list[str] = []
+        recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed], doubts.append)
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
         RunDir(folder / run.label).check_writable(otherwise="")
-        doubtful |= dict.fromkeys(lint(recipe))
+        doubtful |= dict.fromkeys([*doubts, *lint(recipe)])
     for doubt in doubtful:
         warn(doubt)
     codes: dict[Contestant, int] = {}
