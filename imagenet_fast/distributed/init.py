@@ -85,7 +85,7 @@ def current_world() -> DistContext:
     this process alone.
 
     Raises:
-        UserError: mpirun has started several processes, which do not know their ranks.
+        UserError: The ranks do not meet, or do not know their numbers, as processes that mpirun has started.
     """
     there = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
