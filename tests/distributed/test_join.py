@@ -42,9 +42,7 @@ def test_two_nodes_meet_by_name_and_share_a_folder(network: Hosts, tmp_path: Pat
     run, options = tmp_path / "run", ("--nodes", "2", "--rdzv-endpoint", "node1:29401", "--set", "target_top1=1")
     ended = network.run([(*TINY, *options, "--out", str(run))] * 2)
     assert [(code, errors) for code, _, errors in ended] == [(0, "")] * 2, ended
-    assert ["Target reached" in printed for _, printed, _ in ended] == [False, True], (
-        "the node that has the endpoint leads"
-    )
+    assert ["Target reached" in printed for _, printed, _ in ended] == [False, True], "who has the endpoint leads"
     outcome = outcome_of(run)
     assert (outcome["world_size"], outcome["status"]) == (2, "reached")
     assert 0 < outcome["time_to_accuracy_s"] <= outcome["run_s"]
