@@ -152,7 +152,7 @@ KeysArgument = Annotated[
     ),
 ]
 SetOption = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="The same, one key at a time. Can be repeated.")
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Another way to write KEY=VALUE. Can be repeated.")
 ]
 EngineKeysArgument = Annotated[
     list[str],
