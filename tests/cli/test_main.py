@@ -173,10 +173,10 @@ def test_a_run_that_is_not_over_or_not_readable_is_named(tmp_path: Path, refusal
     assert "job.json is damaged or of another version" in refusal("eval", "--weights", str(tmp_path))
 
 
-def test_weights_of_no_known_model_are_exported_by_nobody(tmp_path: Path, refusal: Callable[..., str]):
+def test_weights_of_no_run_need_a_recipe_and_fit_it(tmp_path: Path, refusal: Callable[..., str]):
     write_weights({"a.weight": torch.zeros(2)}, tmp_path / "w", {})
     export = ("export", "--weights", str(tmp_path / "w"), "--out", str(tmp_path / "o.safetensors"))
-    assert "fits none of our models" in refusal(*export)
+    assert "does not say by which recipe to use it" in refusal(*export)
     assert "conv1.weight is missing, bn1.weight is missing, " in refusal(*export, "--recipe", "smoke")
     assert "data.image_size (16) is too small" in refusal(*export, "--recipe", "smoke", "data.image_size=16")
 

@@ -53,9 +53,7 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
 @pytest.mark.parametrize("piped", [False, True])
-def test_micro_steps_leave_the_mean_of_what_each_would_have_left(
-    momentum: float | None, micro_steps: int, piped: bool
-):
+def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float | None, micro_steps: int, piped: bool):
     """Whatever a norm's momentum, and however often a forward calls it: as if each were a rank of its own. In a
     pipeline backwards follow when other forwards have run. A frozen norm stays as it is to the bit."""
     model = nn.Sequential(Twice(momentum), nn.BatchNorm1d(3)).double()
