@@ -92,6 +92,8 @@ class Cluster(Table):
     """A device of ``plan/devices.py``, or the path of a layer profile that `bench profile` wrote."""
     device_batch: Count | None = None
     """Images of a step in that layer profile."""
+    usd_per_gpu_hour: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    """The price of a GPU for an hour, for `plan --fastest`."""
     kinds: dict[str, Literal["measured", "published", "assumed"]] = Field(default_factory=dict)
     """The kind of each value, by its key."""
     nic: Nic

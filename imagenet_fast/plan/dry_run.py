@@ -54,14 +54,15 @@ def dry_run(situation: Situation, row: Planned) -> DryRun:
 
 def _memory(situation: Situation, micro_batch: int) -> str:
     recipe, device = situation.recipe, situation.device
-    needed = _needed_gb(situation, micro_batch)
+    needed = needed_gb(situation, micro_batch)
     held = "" if device.memory_gb is None else f" of {device.memory_gb:g} GB"
     bits = 16 * _wide(recipe)
     momentum = f"weights, gradients and momentum in fp32, messages, activations in {bits} bits"
     return f"memory a GPU: about {needed:.1f} GB{held} for {micro_batch} images of {recipe.model.kind} ({momentum})"
 
 
-def _needed_gb(situation: Situation, micro_batch: int) -> float:
+def needed_gb(situation: Situation, micro_batch: int) -> float:
+    """Return the gigabytes of a GPU's memory that training on ``micro_batch`` images at once needs, about."""
     recipe = situation.recipe
     elements = situation.device.layers(recipe.model.kind).elements * situation.device.scale
     state = elements * (4 + 4 + 4 + 2)
@@ -114,5 +115,5 @@ def _warnings(situation: Situation, row: Planned, micro_batch: int) -> Iterator[
             f"{1e3 * layers * HOST_S:.0f} ms (assumed, {layers} layers): "
             "the host sets the pace; compile, or take more images a GPU"
         )
-    if device.memory_gb is not None and (needed := _needed_gb(situation, micro_batch)) > device.memory_gb:
+    if device.memory_gb is not None and (needed := needed_gb(situation, micro_batch)) > device.memory_gb:
         yield f"{needed:.1f} GB do not fit into {device.memory_gb:g} GB; --set micro_batch={max(1, micro_batch // 2)}"
