@@ -41,9 +41,8 @@ class Point:
 
     name: str
     recipe: Recipe
-    mean: float
-    fewest: float
-    most: float
+    epochs: tuple[float, float, float]
+    """Mean, fewest and most in its runs."""
     span: int | None
     """Images of which its batch norms took their statistics; None: not known."""
     source: str
@@ -69,6 +68,8 @@ class Way:
     """With the worse ends."""
     gpu_hours: float
     usd: float | None
+    node_images_per_s: float
+    """Images that a node's loaders must give."""
     held_back_by: HeldBack
     """What costs most time beyond the GPUs' compute, or has led to fewer GPUs or images a GPU."""
 
@@ -80,17 +81,16 @@ def points(model: Literal["resnet50", "alexnet"]) -> Iterator[Point]:
         recipe = load_recipe(find_recipe(table["name"]), "lazy")
         if recipe.model.kind.removesuffix("_bn") == model:
             source = f"recipes/{table['name']}.toml cites it"
-            yield Point(table["name"], recipe, *table["epochs"], None, source)
+            yield Point(table["name"], recipe, table["epochs"], None, source)
     if model == "resnet50":
         yield from map(_lars, tables["lars"])
 
 
 def _lars(table: dict[str, Any]) -> Point:
-    mean, fewest, most = table["epochs"]
     batch, version = table["batch"], table.get("version", "4.0")
     settings = {
         "ranks": 1, "global_batch": batch, "epochs": table["length"], "eval_every": 4,
-        "first_eval": (math.ceil(mean) - 1) % 4 + 1, "optim.lr": table["lr"],
+        "first_eval": (math.ceil(table["epochs"][0]) - 1) % 4 + 1, "optim.lr": table["lr"],
         "optim.momentum": table.get("momentum", 0.9), "optim.weight_decay": table["weight_decay"],
         "schedule.warmup_epochs": table["warmup"],
     }  # fmt: skip
@@ -98,7 +98,7 @@ def _lars(table: dict[str, Any]) -> Point:
         find_recipe("resnet50-512gpu-20k"), "lazy", [f"{key}={value}" for key, value in settings.items()]
     )
     source = f"MLCommons' reference convergence point of batch {batch}, version {version}"
-    return Point(f"LARS {batch}", recipe, mean, fewest, most, table["span"], source)
+    return Point(f"LARS {batch}", recipe, table["epochs"], table["span"], source)
 
 
 def ways(found: Sequence[Point], cluster: Cluster, device: Device, most: int, cheapest: bool) -> list[Way]:
@@ -183,8 +183,9 @@ def _largest_that_fits(situation: Situation, share: int) -> int:
 
 def _way(point: Point, situation: Situation, row: Planned, limited: bool) -> Way:
     recipe, cluster = situation.recipe, situation.cluster
+    mean, fewest, most = point.epochs
     micro_batch, share = recipe.micro_batch, row.batch
-    epochs = next(n for n in range(math.ceil(point.mean), recipe.epochs + 1) if recipe.evaluates_after(n))
+    epochs = next(n for n in range(math.ceil(mean), recipe.epochs + 1) if recipe.evaluates_after(n))
     per_epoch = training_images(recipe) // recipe.global_batch
     evaluations = sum(map(recipe.evaluates_after, range(1, epochs + 1)))
     forward_s = row.compute_s * math.ceil(EVALUATED / row.gpus) / share / 3  # a third of a step's work
@@ -208,9 +209,10 @@ def _way(point: Point, situation: Situation, row: Planned, limited: bool) -> Way
     )
     return Way(
         point.name, row.gpus, f"{row.engine} {row.wire}", row.exact and row.wire in ("fp32", "bf16", "fp16"),
-        micro_batch, epochs, seconds / 60, seconds * better * point.fewest / point.mean / 60,
-        seconds * worse * point.most / point.mean / 60, hours,
-        None if cluster.usd_per_gpu_hour is None else hours * cluster.usd_per_gpu_hour, held_back,
+        micro_batch, epochs, seconds / 60, seconds * better * fewest / mean / 60,
+        seconds * worse * most / mean / 60, hours,
+        None if cluster.usd_per_gpu_hour is None else hours * cluster.usd_per_gpu_hour,
+        row.batch * min(row.gpus, cluster.gpus_per_node) / step_s, held_back,
     )  # fmt: skip
 
 
