@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, PngOption, refuse_beside
+from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -19,9 +19,7 @@ def plan(
     context: typer.Context,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Required unless --rows is given."
-        ),
+        typer.Option(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Required without --fastest."),
     ] = None,
     cluster: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A shipped cluster's name, or a TOML file.")
@@ -49,6 +47,18 @@ def plan(
     validate: Annotated[
         bool, typer.Option("--validate", help="As root: measure the engines on the shaped test network instead.")
     ] = False,
+    fastest: Annotated[
+        bool, typer.Option("--fastest", help="Which published training reaches its target first on up to --gpus GPUs?")
+    ] = False,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="As --fastest, by GPU hours.")] = False,
+    model: Annotated[
+        Literal["resnet50", "alexnet"],
+        typer.Option(help="With --fastest: ResNet-50 to 75.9 %, or AlexNet by its three recipes."),
+    ] = "resnet50",
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=in_a_directory, help="With --fastest: write the best one's recipe."),
+    ] = None,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
@@ -64,8 +74,16 @@ def plan(
         refuse_beside(context, no_rows, "does not go with --rows, which has its own; leave one of them out")
         _show_rows(json_file)
         return
+    if fastest or cheapest:
+        no_fastest = ("recipe", "sync", "sweep", "scaling", "overrides", "validate", "png")
+        refuse_beside(context, no_fastest, "does not go with --fastest, which tries them all; leave one of them out")
+        _show_fastest(model, cluster, gpus, cheapest, write, json_file)
+        return
+    refuse_beside(context, ("model", "write"), "goes with --fastest or --cheapest alone; add one of these")
     if recipe is None:
-        raise UserError("--recipe is missing; name one of `imagenet-fast recipes`, or give --rows")
+        raise UserError(
+            "--recipe is missing; name one of `imagenet-fast recipes`, or ask what is best on a cluster by --fastest"
+        )
     from imagenet_fast.plan.cluster import load_cluster
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
@@ -173,6 +191,33 @@ def _print_plan(situation: Situation, engines: Any, predicted: list[Planned], al
         print(line)
     for doubt in job.warnings:
         warn(doubt)
+
+
+def _show_fastest(
+    model: Literal["resnet50", "alexnet"], cluster: str, gpus: int | None, cheapest: bool, write: Path | None,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    from rich.console import Console
+
+    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.plan.cluster import load_cluster
+    from imagenet_fast.plan.devices import find_device
+    from imagenet_fast.plan.fastest import as_recipe, points, remarks, ways
+    from imagenet_fast.plan.tables import fastest_table
+
+    machine = load_cluster(cluster)
+    device = find_device(machine.device, machine.device_batch)
+    most = gpus or machine.nodes * machine.gpus_per_node
+    known = list(points(model))
+    found = ways(known, machine, device, most, cheapest)
+    Console().print(fastest_table(found))
+    print()
+    print(*remarks(known, found, machine, most), sep="\n")
+    if json_file is not None:
+        write_json([asdict(way) for way in found], json_file)
+    if write is not None:
+        write.write_text(as_recipe(known, found[0], Path(cluster).stem), encoding="utf-8")
+        print(f"{write} has the recipe of the first row: `imagenet-fast train --recipe {write}`")
 
 
 def _show_rows(json_file: Path | None) -> None:

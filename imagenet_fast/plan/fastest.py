@@ -21,7 +21,7 @@ from imagenet_fast.plan.prediction import (
     training_images,
 )
 from imagenet_fast.plan.stragglers import straggling
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Recipe
 
 FEW_IMAGES = 32
@@ -136,6 +136,41 @@ def ways(found: Sequence[Point], cluster: Cluster, device: Device, most: int, ch
 def rivals(found: Sequence[Way]) -> list[Way]:
     """Return the exact ways that may be as fast as the first: their bands reach into its own."""
     return [way for way in found[1:] if way.exact and way.least < found[0].most]
+
+
+def remarks(found: Sequence[Point], best: Sequence[Way], cluster: Cluster, most: int) -> Iterator[str]:
+    """Yield what is to be said of a table: the winner, what is left out, and what is assumed."""
+    first = best[0]
+    near = ", ".join(way.point for way in rivals(best))
+    yield (
+        f"no clear winner: the bands of {near} reach into that of {first.point}" if near
+        else f"{first.point} on {first.gpus} GPUs under {first.engine} is the fastest"
+    )  # fmt: skip
+    there = {way.point for way in best}
+    for point in found:
+        if point.name not in there:
+            yield f"{point.name} is left out: its batch of {point.recipe.global_batch} cannot be split over {most} GPUs"
+    if cluster.input.images_per_s is None:
+        yield (
+            "input.images_per_s of the cluster is unknown: loaders must give the images/s of the last column; measure "
+            "them by `imagenet-fast bench data`"
+        )
+    yield "predicted, not run: accuracy is that of the published runs, and start and the reading of the data are left out"
+
+
+def as_recipe(found: Sequence[Point], way: Way, cluster: str) -> str:
+    """Return the complete recipe of ``way`` as TOML, with a header that cites its source."""
+    point = next(point for point in found if point.name == way.point)
+    mean, fewest, most = point.epochs
+    engine, wire = way.engine.rsplit(" ", 1)
+    tables = point.recipe.model_dump(exclude_none=True)
+    tables |= {"ranks": way.gpus, "micro_batch": way.micro_batch, "sync": {"kind": engine, "wire": wire}}
+    recipe = parse_recipe(way.point, tables)
+    return (
+        f"# {way.point} on {way.gpus} GPUs of {cluster}, by `imagenet-fast plan --fastest`: predicted, not run.\n"
+        f"# Source: {point.source}: {mean:g} epochs to {recipe.target_top1:g} % on average, {fewest:g} to {most:g} in\n"
+        f"# its runs. Predicted: {way.minutes:.3g} minutes ({way.least:.3g} to {way.most:.3g}).\n{to_toml(recipe)}"
+    )
 
 
 def _cost(way: Way, cheapest: bool) -> float:

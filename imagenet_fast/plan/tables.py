@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from imagenet_fast.metrics.tables import NOTHING, compact_table
+from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
 from imagenet_fast.plan.rows import Row
+
+_MOST_WAYS = 15
 
 
 def duration(seconds: float) -> str:
@@ -57,5 +60,23 @@ def rows_table(rows: Sequence[Row]) -> Table:
                 row.ours or NOTHING, f"{1e3 * row.ours_s:.2f}" if row.ours else NOTHING,
             )
             for row in rows
+        ),
+    )  # fmt: skip
+
+
+def fastest_table(ways: Sequence[Way]) -> Table:
+    """Build a table of the best ways to train, 15 at most; ``micro`` is the images that a GPU computes at once."""
+    priced = any(way.usd is not None for way in ways)
+    return compact_table(
+        ("training", "engine", "held back by"),
+        ("GPUs", "micro", "epochs", "min", "band", "GPU h", *(["USD"] if priced else []), "images/s a node"),
+        (
+            (
+                way.point, way.engine + ("" if way.exact else ", accuracy not published"), way.held_back_by,
+                str(way.gpus), str(way.micro_batch), str(way.epochs), f"{way.minutes:.3g}",
+                f"{way.least:.3g}-{way.most:.3g}", f"{way.gpu_hours:.3g}",
+                *([f"{way.usd:.3g}"] if way.usd is not None else []), f"{way.node_images_per_s:,.0f}",
+            )
+            for way in ways[:_MOST_WAYS]
         ),
     )  # fmt: skip
