@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torchvision import models
 
-from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.init import current_world
 from imagenet_fast.distributed.reductions import average_batch_norms, broadcast_model
 from imagenet_fast.recipe.batching import Batching

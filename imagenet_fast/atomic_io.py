@@ -76,6 +76,12 @@ def atomic_directory(place: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+def check_place(path: Path, was: os.stat_result) -> None:
+    """Raise FileNotFoundError if ``path`` is no longer the file or directory that it ``was``: it has been renamed."""
+    if not os.path.samestat(path.stat(), was):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
 def sync_folder(folder: Path) -> None:
     """Sync the names in ``folder`` to disk, so that they survive a power failure, where the file system can.
 

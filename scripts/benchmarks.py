@@ -60,7 +60,7 @@ The machine is shared and noisy: compare rows of one table, not times of two. No
 GPUS = """\
 ## GPUs
 
-One step each was measured [on one H100](notes/gpu.md), by `scripts/gpu-check.sh`, which takes 8 minutes.
+One step each was measured [on one GPU](notes/gpu.md), by `scripts/gpu-check.sh`, which takes 8 minutes.
 """
 SHOWN = 3
 """At most so many of a benchmark's commands are on the page."""

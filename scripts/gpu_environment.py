@@ -12,7 +12,7 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 
 NEEDED = (
-    "numpy", "pillow", "psutil", "pydantic", "pytest", "rich", "safetensors", "scipy", "tensorboard", "tomli-w",
+    "numpy", "pillow", "psutil", "pydantic", "pytest", "rich", "safetensors", "tensorboard", "tomli-w",
     "torch", "torchvision", "typer",
 )  # fmt: skip
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -69,6 +70,7 @@ def main() -> int:
     for name, blocks in times.items():
         gpu, host = (median(column) for column in zip(*blocks, strict=True))
         print(f"{name:16}{1e3 * gpu:8.2f}{1e3 * host:9.2f}")
+    dist.destroy_process_group()
     return 0
 
 

@@ -20,7 +20,7 @@ import typer.testing
 from PIL import Image
 
 from imagenet_fast.cli.main import main
-from imagenet_fast.distributed.forkserver import freeze_gc, start_fork_server
+from imagenet_fast.distributed.forks import freeze_gc, start_fork_server
 from imagenet_fast.errors import UserError
 from tests.root import require_root
 

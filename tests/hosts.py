@@ -22,9 +22,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 Ended = tuple[int, str, str]
 """A command's exit code, stdout and stderr."""
 
-Call = tuple[int, Callable[..., Any], tuple[Any, ...]]
-"""On which node, what, with which arguments."""
-
 
 class Hosts:
     """Nodes named node0, node1, ... Each finds its own name at 127.0.1.1 and the others' at their addresses."""

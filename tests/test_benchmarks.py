@@ -174,18 +174,3 @@ def test_cells_count_in_their_unit():
     cells = ["{s:m.1f}", "{bytes:M.2f}", "{ratio:x+.1f}", "{none:.3f}", "{sizes:M.0f}", "{in[side]:d}", "{absent:d}"]
     assert [benchmarks.cell(cell, row) for cell in cells] == ["12.5", "2.50", "+1.4", "–", "1 2", "2", ""]
     assert [benchmarks.cell("{bytes:B}", {"bytes": size}) for size in (0, 2048, 64 << 20)] == ["0 B", "2 KB", "64 MB"]
-
-
-def test_rows_across_share_a_line():
-    result = {
-        "columns": [{"heading": "engine", "cell": "{engine}"}, {"heading": "empty", "cell": "{absent}"}],
-        "across": {"heading": "seed {seed}", "cell": "{top1:.1f}"}, "mean": {"field": "top1", "format": ".2f"},
-        "rows": [{"engine": "a", "seed": 1, "top1": 1.0}, {"engine": "a", "seed": 2, "top1": 2.0},
-                 {"engine": "b", "seed": 2, "top1": 4.0}],
-    }  # fmt: skip
-    assert list(benchmarks.table(result)) == [
-        "| engine | seed 1 | seed 2 | mean |",
-        "|---|--:|--:|--:|",
-        "| a | 1.0 | 2.0 | 1.50 |",
-        "| b |  | 4.0 | 4.00 |",
-    ]

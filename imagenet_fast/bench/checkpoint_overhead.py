@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from imagenet_fast.checkpoint import CheckpointWriter, Stamp
-from imagenet_fast.checkpoint.serialization import Tree
+from imagenet_fast.checkpoint.tree import Tree
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job

@@ -30,8 +30,8 @@ from imagenet_fast.bench import mpi
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
 from imagenet_fast.bench.netns import fill_unevenly, parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
-from imagenet_fast.distributed.cgroup_limits import usable_memory
-from imagenet_fast.distributed.rank_pool import report_progress
+from imagenet_fast.distributed.cores import usable_memory
+from imagenet_fast.distributed.forks import report_progress
 from imagenet_fast.errors import UserError, listed, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.all_reduce import format_of

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
 from imagenet_fast.bench.netns import parse_rate
+from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.data.progress import measurement_bar
-from imagenet_fast.distributed.rank_pool import RankPool
+from imagenet_fast.distributed.forks import RankPool
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from imagenet_fast.bench.netns import INTERFACE, Host, enter, kill_with_parent, parse_rate, shaped_network
 from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals, signals_held
 from imagenet_fast.metrics.report import PastRun, read_run
-from imagenet_fast.metrics.run_folder import check_writable
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
@@ -156,7 +156,7 @@ def compare(
         seed = [f"seed={run.seed}"] if run.seed is not None else []
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
-        check_writable(folder / run.label, otherwise="")
+        RunDir(folder / run.label).check_writable(otherwise="")
         doubtful |= dict.fromkeys(lint(recipe))
     for doubt in doubtful:
         warn(doubt)
@@ -193,7 +193,8 @@ def _past(job: Job, label: str) -> PastRun:
         past = read_run(job.folder)
     except UserError:
         return PastRun(job.folder, read_outcome(job.folder), [], label)
-    return replace(past, name=label, outcome=past.outcome or RunResult.beginning(job))  # no steps, failed
+    unknown = RunResult.of(job.name, job.recipe, job.batching)  # no steps, failed
+    return replace(past, name=label, outcome=past.outcome or unknown)
 
 
 def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:

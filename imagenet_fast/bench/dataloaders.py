@@ -21,19 +21,18 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from imagenet_fast.data import dali_loader
-from imagenet_fast.data.decode import decode
-from imagenet_fast.data.format_detection import find_split, open_training
-from imagenet_fast.data.image_source import ImageDecodeError
-from imagenet_fast.data.imagefolder import scan_training
-from imagenet_fast.data.loaders import open_loader
-from imagenet_fast.data.prefetch import Job, prefetched
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.data.progress import measurement_bar
-from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.data import dali
+from imagenet_fast.data.build import open_loader
+from imagenet_fast.data.folders import scan_training
+from imagenet_fast.data.loader import Job, prefetched
+from imagenet_fast.data.order import TrainSampler
+from imagenet_fast.data.pixels import ImageDecodeError, decode
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
+from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
-from imagenet_fast.distributed.forkserver import end_with_starter, start_fork_server
+from imagenet_fast.distributed.forks import end_with_starter, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, listed
 from imagenet_fast.recipe.batching import Batching
@@ -129,7 +128,7 @@ def bench_loading(
         for turn in range(rounds):
             for number, loader in enumerate(loaders if turn % 2 == 0 else reversed(loaders)):
                 show(f"{loader}, round {turn + 1} of {rounds}", turn * len(loaders) + number, parts)
-                if loader.startswith("dali") and not dali_loader.is_installed():
+                if loader.startswith("dali") and not dali.is_installed():
                     continue
                 batches = _open(loader, stored if loader == "pixels" else folder, image_size, batch, workers, device)
                 turns[loader].append(measure(batches, batch, seconds, device))
@@ -180,7 +179,7 @@ def _open(
             made_up = SyntheticData(
                 loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
             )
-            return iter(open_loader(made_up, None, order, 1, device, seed=1))
+            return open_loader(made_up, None, order, 1, device, seed=1)
         case "folder" | "dali" | "pixels":
             images = open_training(folder)
             if len(images) < batch:

@@ -27,9 +27,8 @@ from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, ti
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
-from imagenet_fast.distributed.cgroup_limits import usable_memory
-from imagenet_fast.distributed.forkserver import freeze_gc
-from imagenet_fast.distributed.rank_pool import report_progress
+from imagenet_fast.distributed.cores import usable_memory
+from imagenet_fast.distributed.forks import freeze_gc, report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.parallel.ddp import attach

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from imagenet_fast.bench.netns import INTERFACE, Host, enter
-from imagenet_fast.data.progress import measurement_bar
+from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.distributed.forks import RankPool
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.distributed.rank_info import RankInfo
-from imagenet_fast.distributed.rank_pool import RankPool
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 
 TIMEOUT = timedelta(minutes=5)

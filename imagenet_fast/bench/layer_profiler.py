@@ -9,8 +9,8 @@ from statistics import median
 import torch
 from torch import nn
 
+from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
-from imagenet_fast.data.progress import measurement_bar
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.schema import Recipe

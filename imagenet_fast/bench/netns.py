@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from imagenet_fast.distributed.network_interfaces import sent_bytes as sent_by
+from imagenet_fast.distributed.network import sent_bytes as sent_by
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000

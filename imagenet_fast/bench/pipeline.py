@@ -27,11 +27,10 @@ from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
-from imagenet_fast.distributed.rank_pool import report_progress
+from imagenet_fast.distributed.forks import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
-from imagenet_fast.models.linear_partition import linear_partition
-from imagenet_fast.models.split_points import segments_of
+from imagenet_fast.models.split_points import linear_partition, segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.data_config import SyntheticData

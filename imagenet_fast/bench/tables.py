@@ -224,10 +224,8 @@ def loading_title(rates: Sequence[LoadingRate]) -> str:
 
 
 def loading_table(rates: Sequence[LoadingRate]) -> Table:
-    """Build a table with one row per loader; the caption reports which of our loaders is fastest."""
-    from imagenet_fast.data.throughput import fastest  # and all loaders with it
-
-    table = rows_table(
+    """Build a table with one row per loader."""
+    return rows_table(
         rates,
         [("loader", "loader", ""), ("", lambda rate: "" if rate.images_per_s else "is not installed")],
         [
@@ -238,8 +236,6 @@ def loading_table(rates: Sequence[LoadingRate]) -> Table:
         ],
         loading_title(rates),
     )
-    table.caption = fastest({rate.loader: rate.images_per_s for rate in rates}) or None
-    return table
 
 
 def step_table(times: Sequence[StepTime]) -> Table:

@@ -12,8 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
+from imagenet_fast.bench.plots import new_figure, plot_label
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import new_figure, plot_label
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.tables import compact_table
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too
@@ -54,7 +55,7 @@ def read_timeline(trace: Path) -> StepTimeline:
     Raises:
         UserError: There is no such file, it is no trace, or it holds no whole step or no message.
     """
-    file = trace / "trace.json" if trace.is_dir() else trace
+    file = RunDir(trace).trace if trace.is_dir() else trace
     if not file.is_file():
         raise UserError(f"there is no {file}; write it by `train --trace` or `bench sync --trace DIR`")
     try:
@@ -79,7 +80,7 @@ def read_timeline(trace: Path) -> StepTimeline:
     }
     if not inside["wire"]:
         raise UserError(f"{file} holds no message: one rank has nothing to send; trace two ranks or more")
-    label = file.parent.resolve().name if file.name == "trace.json" else file.stem
+    label = file.parent.resolve().name if file == RunDir(file.parent).trace else file.stem
     return StepTimeline(
         label, end - begin, _named(inside["compute"], "backward "), _named(inside["compute"], "forward "),
         inside["wire"], _named(inside["wait"], "wait "),

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.bench.checkpoint_overhead import CheckpointStalls, Saving
-from imagenet_fast.data.loaders import SyntheticLoader
-from imagenet_fast.data.normalize import Normalizer
-from imagenet_fast.data.progress import measurement_bar
-from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.data.build import synthetic_images
+from imagenet_fast.data.device import Normalizer
+from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger
@@ -267,8 +267,9 @@ def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
     """Return endless normalised batches for a recipe from ``step_recipe``."""
     assert isinstance(recipe.data, SyntheticData)
     order = TrainSampler(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
-    images = SyntheticLoader(order, recipe.data, device, recipe.seed)
-    return iter(Normalizer(images, recipe.data, device, forward_dtype(recipe.precision)))
+    batches = synthetic_images(order, recipe.data, device, recipe.seed)
+    normalise = Normalizer(recipe.data, device, forward_dtype(recipe.precision))
+    return ((normalise(images), labels) for images, labels, _ in batches)
 
 
 def _ours(recipe: Recipe, world: DistContext) -> Loop:

@@ -345,7 +345,7 @@ def bench_data(
     from imagenet_fast.bench.dataloaders import bench_loading, parse_loaders
     from imagenet_fast.bench.figures import draw_loading
     from imagenet_fast.bench.tables import loading_table
-    from imagenet_fast.distributed.cpu_affinity import usable_cores
+    from imagenet_fast.distributed.cores import usable_cores
 
     chosen = parse_loaders(loaders)
     threads = workers or usable_cores()
@@ -375,7 +375,7 @@ def _show_and_draw(
     png: Path | None,
 ) -> None:
     """Print what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
-    from imagenet_fast.metrics.report import new_figure
+    from imagenet_fast.bench.plots import new_figure
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()

@@ -80,9 +80,10 @@ def compare(
     from imagenet_fast.bench.compare import compare as train_all
     from imagenet_fast.bench.compare import contestants
     from imagenet_fast.bench.parallel_layouts import parse_layouts
-    from imagenet_fast.launch.rendezvous import local_ranks
-    from imagenet_fast.metrics.report import draw_curves, report_table
-    from imagenet_fast.metrics.run_folder import new_folder
+    from imagenet_fast.bench.plots import draw_curves
+    from imagenet_fast.launch.nodes import local_ranks
+    from imagenet_fast.metrics.report import report_table
+    from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED
     from imagenet_fast.units import whole_numbers
 
@@ -108,7 +109,7 @@ def compare(
     for run in failed:
         left = f"its partial results are in {run.past.folder}" if run.past.folder.exists() else "it left nothing"
         print(f"{run.past.label} ended with exit code {run.exit_code}; {left}")
-        if run.exit_code == STOPPED and (run.past.folder / "job.json").is_file():
+        if run.exit_code == STOPPED and RunDir(run.past.folder).job.is_file():
             print(f"imagenet-fast train --resume {shlex.quote(str(run.past.folder))} --nproc {ranks} goes on with it")
     print(f"in TensorBoard: tensorboard --logdir {shlex.quote(str(folder))}")
     png = folder / "compare.png"
@@ -130,7 +131,7 @@ def report(
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.report import distinct_names, draw_curves, read_run, report_table
+    from imagenet_fast.metrics.report import distinct_names, read_run, report_table
 
     once: dict[Path, Path] = {}
     for folder in runs:
@@ -144,6 +145,8 @@ def report(
             print(f"{name}: {judge_by_reference(run)}")
         print(SOURCE)
     if png is not None:
+        from imagenet_fast.bench.plots import draw_curves
+
         draw_curves(past, png)
         print(f"drawn to {png}")
 

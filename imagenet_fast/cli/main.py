@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from itertools import takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -20,6 +21,7 @@ from imagenet_fast import __version__
 from imagenet_fast.cli.bench import bench_app
 from imagenet_fast.cli.compare import compare, report, timeline
 from imagenet_fast.cli.data import data_app
+from imagenet_fast.cli.export import export
 from imagenet_fast.cli.launch import launch_app
 from imagenet_fast.cli.options import (
     DataOption,
@@ -28,9 +30,6 @@ from imagenet_fast.cli.options import (
     JsonOption,
     NodesOption,
     NprocOption,
-    WeightsOption,
-    WeightsRecipeOption,
-    in_a_directory,
 )
 from imagenet_fast.cli.plan import plan
 from imagenet_fast.cli.train import evaluate, train
@@ -56,7 +55,7 @@ _PATH_ERRORS = (
 
 def entry() -> None:
     """Run the command line as the installed console script."""
-    from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
+    from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 
     keep_printing()
     _inherit_nothing()
@@ -65,7 +64,7 @@ def entry() -> None:
     except SystemExit as end:
         if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
             refuse_if_lost()
-        leave(end)
+        exit_now(end)
 
 
 def _inherit_nothing() -> None:
@@ -139,29 +138,7 @@ def options(
 
 app.command()(train)
 app.command("eval")(evaluate)
-
-
-@app.command()
-def export(
-    weights: WeightsOption,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="New file, ending in .safetensors or .pt2.")
-    ],
-    recipe: WeightsRecipeOption = None,
-    kind: Annotated[
-        str, typer.Option("--format", metavar="safetensors|pt2", help="The weights, or a program of torch.export.")
-    ] = "safetensors",
-) -> None:
-    """Write weights to a file for use in other programs.
-
-    `safetensors` holds them under torchvision's names. `pt2` is the whole
-    network for evaluation, in fp32 and for any number of images;
-    torch.export.load runs it without this program. Both include the classes and
-    how to prepare images, as far as that is known.
-    """
-    from imagenet_fast.launch.export import export_weights
-
-    print(f"written to {export_weights(weights, recipe, kind, out)}")
+app.command()(export)
 
 
 @app.command()
@@ -184,17 +161,24 @@ def doctor(
 
     from rich.console import Console
 
-    from imagenet_fast.doctor.report import findings_table
-    from imagenet_fast.launch.doctor import launch_doctor
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.doctor.report import findings_table, read_results, refused
+    from imagenet_fast.launch.launcher import run_ranks
+    from imagenet_fast.launch.nodes import resolve_nodes
     from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    found = launch_doctor(DoctorJob(data, out, Timeout()), cluster)
-    if found is None:
+    job = DoctorJob(data, out, Timeout())
+    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        code, cause = run_ranks(job, Path(folder), cluster)
+        found = read_results(Path(folder))
+    if found is None and not code:  # another node has them
         return
+    if found is None:  # that ranks cannot train together is a result, too
+        from imagenet_fast.doctor.host_checks import examine
+
+        found = [*examine(data, out, cluster.ranks_each, job.timeout), refused("ranks", UserError(cause))]
     Console().print(findings_table(found))
     if json_file is not None:
         write_json([asdict(finding) for finding in found], json_file)
@@ -214,7 +198,7 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from rich.console import Console
 
-        from imagenet_fast.metrics.tables import recipe_table
+        from imagenet_fast.cli.recipe_lists import recipe_table
 
         Console().print(recipe_table())
 
@@ -228,7 +212,7 @@ def show_keys(
     """List the keys of a recipe: type, default and meaning."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.tables import key_list
+    from imagenet_fast.cli.recipe_lists import key_list
     from imagenet_fast.recipe.key_reference import recipe_keys
 
     Console().print(key_list(recipe_keys(prefix)))
@@ -239,7 +223,6 @@ def show_recipe(
     name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")],
 ) -> None:
     """Print one recipe."""
-    from imagenet_fast.launch.stdio import print_file
     from imagenet_fast.recipe.load import find_recipe
 
-    print_file(find_recipe(name).read_bytes())
+    print(find_recipe(name).read_bytes().decode(), end="")

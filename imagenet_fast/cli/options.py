@@ -22,7 +22,7 @@ def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | 
 
 def whole_nodes(text: str) -> int:
     """Parse a number of nodes; a range is refused."""
-    from imagenet_fast.launch.rendezvous import parse_fixed_nodes
+    from imagenet_fast.launch.nodes import parse_fixed_nodes
 
     return parse_fixed_nodes(text)
 

@@ -147,7 +147,7 @@ def _figure(png: Path | None, swept: bool) -> Any:
         return None
     if not swept:
         raise UserError(f"--png {png} draws a sweep; add --sweep gpus=8..4096 or nic=10..400")
-    from imagenet_fast.metrics.report import new_figure
+    from imagenet_fast.bench.plots import new_figure
 
     return new_figure(png, 9, 5)
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,11 +29,11 @@ from imagenet_fast.cli.options import (
     run_directory,
     written_out,
 )
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.launch.signals import stopping_early
 
 if TYPE_CHECKING:
-    from imagenet_fast.distributed.rank_info import RankInfo
+    from imagenet_fast.distributed.ranks import RankInfo
 
 
 @stopping_early()
@@ -103,19 +104,22 @@ def train(
     - 3: trained to the end without reaching the target
     - 4: stopped by a signal without loss
     """
-    from imagenet_fast.distributed.rank_info import rank_info_from_env
-    from imagenet_fast.distributed.slurm import adopt_step
-    from imagenet_fast.launch.job_setup import plan_job, recipe_to_train, run_to_resume
+    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
+    from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume
+    from imagenet_fast.metrics.run_dir import RunDir
     from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
     overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
-    name, written, data = recipe_to_train(recipe, run, sync, overrides, data)
+    if recipe is None and (run is None or not RunDir(run).job.is_file()):
+        raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
+    name, written, begun = recipe_of(run or Path(), recipe, overrides, sync)
+    images = begun.data if data is None and begun is not None else data
     plan = partial(
-        plan_job, name, written, data=data, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
+        plan_job, name, written, data=images, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
         fresh_head=fresh_head, resume=run is not None, overrides=overrides,
     )  # fmt: skip
-    adopt_step(os.environ, chosen=nproc is not None or nodes is not None)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     if not silent and (place is None or place.is_main):
         for doubt in lint(written):
@@ -125,7 +129,7 @@ def train(
             place,
             {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint, "--max-restarts": max_restarts},
         )
-        from imagenet_fast.launch.worker import run_worker
+        from imagenet_fast.launch.rank import train_as_rank
 
         known = (run or out) is not None
         if not known and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
@@ -133,10 +137,10 @@ def train(
                 "torchrun's --max-restarts would begin a new run each time; add --out DIR, where the run goes on"
             )
         job = plan(place.size)
-        raise typer.Exit(run_worker(job, place, join_timeout, traces=job.folder if known else None).exit_code)
+        raise typer.Exit(train_as_rank(job, place, join_timeout, traces=job.folder if known else None).exit_code)
 
     from imagenet_fast.launch.launcher import launch
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout, max_restarts)
     raise typer.Exit(launch(plan(cluster.ranks, nodes=cluster.counts), cluster))
@@ -164,26 +168,31 @@ def evaluate(
     A run directory provides its recipe, and its images if they have not been
     moved.
     """
-    from imagenet_fast.distributed.rank_info import rank_info_from_env
-    from imagenet_fast.distributed.slurm import adopt_step
+    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
     overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
-    adopt_step(os.environ, chosen=nproc is not None or nodes is not None)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
         _warn_idle(place, {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})
-        from imagenet_fast.launch.evaluate import evaluate_as_rank
+        from imagenet_fast.launch.rank import evaluate_as_rank
 
         evaluate_as_rank(plan(place.size), place, join_timeout)
         return
 
-    from imagenet_fast.launch.launcher import launch_evaluation
-    from imagenet_fast.launch.rendezvous import resolve_nodes
+    from imagenet_fast.launch.launcher import run_ranks
+    from imagenet_fast.launch.nodes import resolve_nodes
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    raise typer.Exit(launch_evaluation(plan(cluster.ranks), cluster))
+    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        try:
+            code, cause = run_ranks(plan(cluster.ranks), Path(folder), cluster)
+        except KeyboardInterrupt:
+            raise typer.Exit(1) from None
+    if code:
+        raise UserError(cause) if code == 2 else JobAborted(cause)
 
 
 def _warn_idle(place: RankInfo, options: Mapping[str, object]) -> None:

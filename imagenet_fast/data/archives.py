@@ -8,36 +8,25 @@ from typing import IO
 
 from imagenet_fast.errors import UserError
 
-_TOOLS = {
-    b"\x1f\x8b": "gunzip",
-    b"BZh": "bunzip2",
-    b"\xfd7zXZ": "unxz",
-    b"\x28\xb5\x2f\xfd": "unzstd",
-    b"\x04\x22\x4d\x18": "unlz4",
-}
-"""The programs that unpack a file, by its first bytes."""
+_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
+"""The first bytes of files by gzip, bzip2, xz, zstd and lz4."""
 
 _PIECE = 1 << 20  # bytes
 
 
 def refuse_compressed(head: bytes, told: str) -> None:
     """Raise UserError if ``head`` begins a compressed file, called ``told``."""
-    if tool := next((tool for magic, tool in _TOOLS.items() if head.startswith(magic)), None):
-        raise UserError(f"{told} is compressed, so that no image in it can be read on its own; unpack it with `{tool}`")
+    if head.startswith(_COMPRESSED):
+        raise UserError(f"{told} is compressed, so that no image in it can be read on its own; unpack it")
 
 
 def tar_members(file: IO[bytes], told: str, advice: str) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of a tar; of the file only their headers are read, and all that follows the last of them.
+    """Yield the members of a tar, called ``told``; only their headers are read, and all that follows the last of them.
 
     A tar ends with zeros up to the end of its file. Zeros that something follows are a hole, as a failing disk leaves.
 
-    Args:
-        file: The tar, open for reading.
-        told: What messages call it.
-        advice: What to do if it is damaged.
-
     Raises:
-        UserError: It is no tar, or compressed, truncated or damaged.
+        UserError: It is no tar, or compressed, truncated or damaged; the message ends with the ``advice``.
     """
     end = 0
     try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from imagenet_fast.data.bad_images import QUARANTINE
-from imagenet_fast.data.image_names import shown
-from imagenet_fast.data.image_source import ImageSource, digest_of
+from imagenet_fast.data.folders import quoted, shown
+from imagenet_fast.data.index import digest_of
+from imagenet_fast.data.quarantine import QUARANTINE
+from imagenet_fast.data.source import ImageSource
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import first_difference
 from imagenet_fast.errors import UserError
@@ -31,19 +32,16 @@ def contents_of_split(images: int, source: ImageSource | None) -> dict[str, Any]
     """
     if source is None:
         return {"images": images, "digest": "", "sample": ""}
-    count = min(images, _SAMPLE)
-    sample = [_read(source, number * images // count) for number in range(count)]
+    count, sample = min(images, _SAMPLE), []
+    for index in (number * images // count for number in range(count)):
+        try:
+            sample.append(source.read(index))
+        except OSError as error:
+            raise UserError(
+                f"{source.name(index)} cannot be read ({error.strerror}); put that right, or leave such files out by "
+                "`imagenet-fast data verify`"
+            ) from None
     return {"images": images, "digest": source.digest(), "sample": digest_of(*sample)}
-
-
-def _read(source: ImageSource, index: int) -> bytes:
-    try:
-        return source.read(index)
-    except OSError as error:
-        raise UserError(
-            f"{source.name(index)} cannot be read ({error.strerror}); put that right, or leave such files out by "
-            "`imagenet-fast data verify`"
-        ) from None
 
 
 def contents(classes: Sequence[str], train: Mapping[str, Any], val: Mapping[str, Any]) -> Contents:
@@ -67,19 +65,15 @@ def differences(before: Contents, now: Contents) -> list[str]:
 
 
 def _class_differences(before: list[str], now: list[str]) -> list[str]:
-    gone = sorted(set(before) - set(now))
-    added = sorted(set(now) - set(before))
-    more = f" and {max(len(gone), len(added)) - 1} more such" if max(len(gone), len(added)) > 1 else ""
-    match gone, added:
-        case [], []:
-            moved = (place for place, names in enumerate(zip(before, now, strict=True)) if names[0] != names[1])
-            return [f"the class '{now[place]}' as number {place} for '{before[place]}'" for place in [*moved][:1]]
-        case [], [first, *_]:
-            return [f"a class '{first}' that it had not{more}"]
-        case [first, *_], []:
-            return [f"no class '{first}' any more{more}"]
-        case _:
-            return [f"the class '{added[0]}' for '{gone[0]}'{more}"]
+    gone, added = sorted(set(before) - set(now)), sorted(set(now) - set(before))
+    most = max(len(gone), len(added))
+    more = f" and {most - 1} more such" if most > 1 else ""
+    if gone and added:
+        return [f"the class {quoted(added[0], gone)} for {quoted(gone[0], added)}{more}"]
+    if gone or added:
+        return [f"no class '{gone[0]}' any more{more}" if gone else f"a class '{added[0]}' that it had not{more}"]
+    moved = (number for number, names in enumerate(zip(before, now, strict=True)) if names[0] != names[1])
+    return [f"the class '{now[number]}' as number {number} for '{before[number]}'" for number in [*moved][:1]]
 
 
 def compare_data(own: Contents, world: DistContext) -> None:

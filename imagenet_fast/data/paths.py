@@ -36,10 +36,7 @@ def cache_dir() -> Path:
 def resolve_data_dir(dataset: Literal["imagenet", "cifar10", "digits"], given: Path | None) -> Path:
     """Return the directory to train from: ``given``, or the data set's own place in the cache directory.
 
-    The digits are created there if they are missing.
-
-    Raises:
-        UserError: If the data set is missing; the message explains how to get it.
+    The digits are created there if they are missing. Raises UserError for other data sets, with how to get them.
     """
     if given is not None:
         return given

@@ -6,84 +6,24 @@ They are shown on a terminal only: nothing is written to pipes and files.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Literal
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.text import Text
-
-Show = Callable[[str, int, int], None]
-"""Shows what is being done, how many parts are done, and how many there are."""
-
-_APART_S = 0.2  # between two drawings of a measurement's bar
 
 
-def progress_bars(unit: Literal["images", "bytes"]) -> Progress:
-    """Return bars that count images, or bytes and, for a task with the field ``images``, also images."""
-    counted = [MofNCompleteColumn()] if unit == "images" else [DownloadColumn(), TransferSpeedColumn()]
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), *counted, _Rate(unit == "images"), _TimeLeft(),
-        console=Console(stderr=True), disable=not sys.stderr.isatty(),
-    )  # fmt: skip
-
-
-@contextmanager
-def measurement_bar() -> Iterator[Show]:
-    """Show one bar while measuring, and remove it at the end; yield a function that moves it.
-
-    The bar is drawn by that function alone. There is no thread that would disturb what is measured.
-    """
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(), _TimeLeft(),
-        console=Console(stderr=True), disable=not sys.stderr.isatty(),
-        auto_refresh=False, transient=True, speed_estimate_period=3600,
-    )  # fmt: skip
-    task = bar.add_task("starting", total=None)
-    drawn = 0.0
-
-    def show(text: str, done: int, total: int) -> None:
-        nonlocal drawn
-        if refresh := time.monotonic() - drawn >= _APART_S:
-            drawn = time.monotonic()
-        bar.update(task, description=text, completed=done, total=total, refresh=refresh)
-
-    with bar:
-        yield show
-
-
-class _TimeLeft(ProgressColumn):
-    """The time left, in words; empty while it is unknown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._clock = TimeRemainingColumn(compact=True)
-
-    def render(self, task: Task) -> Text:
-        if task.finished or task.time_remaining is None:
-            return Text("")
-        return self._clock.render(task) + Text(" left", style="progress.remaining")
-
-
-class _Rate(ProgressColumn):
-    """Images a second."""
-
-    def __init__(self, counts_images: bool) -> None:
-        super().__init__()
-        self._counts_images = counts_images
-
-    def render(self, task: Task) -> Text:
-        images = task.completed if self._counts_images else task.fields.get("images")
-        return Text(f"{images / task.elapsed:.0f} images/s" if images and task.elapsed else "")
+def progress_bars(unit: Literal["images", "bytes"]) -> progress.Progress:
+    """Return bars that count images or bytes."""
+    counted = (
+        [progress.MofNCompleteColumn()]
+        if unit == "images"
+        else [progress.DownloadColumn(), progress.TransferSpeedColumn()]
+    )
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=16),
+        *counted,
+        progress.TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+    )

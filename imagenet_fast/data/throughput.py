@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 import torch
 from PIL import Image
-from torch import Tensor
 
-from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.loaders import open_loader
-from imagenet_fast.data.prefetch import THREADS
-from imagenet_fast.data.prepare.jpeg_resize import SHRUNK_QUALITY, shrunk
-from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.data.build import open_loader
+from imagenet_fast.data.device import Batch
+from imagenet_fast.data.loader import THREADS
+from imagenet_fast.data.order import TrainSampler
+from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, shrunk
+from imagenet_fast.data.source import ImageSource
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -39,36 +39,20 @@ _QUALITIES = (90, 96)
 
 def training_batches(
     loader: OwnLoader, images: ImageSource, image_size: int, batch: int, threads: int, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator over training batches for a single rank, in bytes, not normalised.
-
-    Args:
-        loader: Name of the loader.
-        images: The images to read, at least ``batch`` of them.
-        image_size: Side of the images in pixels.
-        batch: Images per batch.
-        threads: Number of decoding threads.
-        device: Device of the batches.
-    """
+) -> Iterator[Batch]:
+    """Return an iterator over training batches for a single rank, in bytes; there must be ``batch`` images."""
     data = ImageData(
         dataset="imagenet", loader=loader, image_size=image_size, resize=image_size * 8 // 7, workers=threads,
         on_bad_image="skip",
     )  # fmt: skip
     order = TrainSampler(len(images), Batching(1, batch, 1), 0, seed=1)
-    return iter(open_loader(data, images, order, threads, device, seed=1))
+    return open_loader(data, images, order, threads, device, seed=1)
 
 
 def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.device) -> tuple[float, float]:
-    """Measure the throughput of ``batches`` for about ``seconds``, after the first batches.
+    """Return images per second, and per second of CPU time, of ``batches`` for about ``seconds``.
 
-    Args:
-        batches: The batches of a loader.
-        batch: Images per batch.
-        seconds: Duration of the measurement.
-        device: Device of the batches, which is synchronised after each.
-
-    Returns:
-        Images per second, and images per second of CPU time.
+    The first batches are not counted, and ``device`` is synchronised after each.
     """
     for _ in range(_WARM_BATCHES):
         next(batches)
@@ -79,26 +63,6 @@ def measure(batches: Iterator[Any], batch: int, seconds: float, device: torch.de
         _settle(device)
         taken += batch
     return taken / (time.perf_counter() - begun), taken / (_processor_s() - spent)
-
-
-def fastest(rates: Mapping[str, float | None]) -> str:
-    """Return a line that names the fastest of our loaders and compares the others with it.
-
-    Args:
-        rates: Images per second by loader; None: it is not installed. Loaders that are not ours are ignored.
-
-    Returns:
-        The line; empty if ``rates`` has fewer than two of our loaders, or none that is installed.
-    """
-    own = {loader: rates[loader] for loader in get_args(OwnLoader) if loader in rates}
-    ordered = sorted(((rate, loader) for loader, rate in own.items() if rate), reverse=True)
-    if len(own) < 2 or not ordered:
-        return ""
-    (most, first), *others = ordered
-    said = [f"fastest here: {first}", *(f"{most / rate:.2f} x {loader}" for rate, loader in others)]
-    missing = (f"{loader} is not installed" for loader, rate in own.items() if rate is None)
-    stalled = (f"{loader} gave no image" for loader, rate in own.items() if rate == 0)
-    return ", ".join([*said, *missing, *stalled])
 
 
 def _settle(device: torch.device) -> None:
@@ -131,15 +95,10 @@ def make_photos(root: Path, count: int, side: int | None = None) -> str:
 
     They are parts of scikit-learn's two photos (china.jpg and flower.jpg, 640x427), in turn. A part is 4:3, 400 to 560
     wide and from a random position; half of the parts are mirrored. It is resized to 500x375 with Lanczos and saved
-    with a quality from 90 to 96.
+    with a quality from 90 to 96; with ``side``, it is then shrunk as `data prepare --resize` does.
 
     Without scikit-learn they are noise whose amplitude falls with its frequency, as in photographs. So a decoder has
     about as much work.
-
-    Args:
-        root: Directory to write to.
-        count: Number of images to train on.
-        side: Shorter side in pixels to shrink them to, as `data prepare --resize` does; None: 375.
     """
     random = np.random.default_rng(0)
     theirs = _theirs()

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.data.bad_images import QUARANTINE, prefix_of, quarantine_text, quarantined
-from imagenet_fast.data.format_detection import SplitName, find_split, open_shards
-from imagenet_fast.data.image_names import class_folders, look_into, read_file, shown
-from imagenet_fast.data.imagefolder import deeper_images
-from imagenet_fast.data.inspect_image import Look, examine
+from imagenet_fast.data.folders import class_folders, list_folder, read_file, shown
+from imagenet_fast.data.index import map_in_order
+from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_of
 from imagenet_fast.data.progress import progress_bars
-from imagenet_fast.distributed.cpu_affinity import usable_cores
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
+from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards
+from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
 
 _CHUNK = 64  # files per task of a thread
@@ -39,23 +40,17 @@ class Verified:
     counts: dict[str, dict[str, int]]
     """Number of good images by split and class."""
     bad: dict[str, str]
-    """The error of each quarantined file, by name."""
-    kinds: dict[str, int]
-    """Number of quarantined files by kind."""
+    """The error of each quarantined file, by name: its kind, and after a colon what the decoder says."""
     duplicates: list[list[str]]
     """Groups of images with the same bytes."""
     leaks: list[list[str]]
     """Groups of duplicates that are in both the training and the validation split."""
-    contradictions: list[list[str]]
-    """Groups of duplicates that are in several classes."""
-    passed_over: dict[str, list[str]]
-    """Paths in or beside class folders that are not trained on as images, by what they are."""
     unlisted: str = ""
-    """The reason why the list of bad files could not be written, if it had to be; else empty."""
+    """The reason why the list of bad files cannot be written; else empty."""
 
 
 @dataclass(frozen=True)
-class _Lot:
+class _SplitFiles:
     """The files of one split, numbered from 0."""
 
     split: str
@@ -65,212 +60,117 @@ class _Lot:
     name: Callable[[int], str]
     """Function that returns a file's name below the data directory."""
     read: Callable[[int], bytes]
-    passed_over: dict[str, list[str]] = field(default_factory=dict)
-    """Paths that are not trained on, as in ``Verified``."""
-
-
-class _Lots:
-    """Several splits, numbered consecutively."""
-
-    def __init__(self, lots: Sequence[_Lot]) -> None:
-        self.lots = lots
-        self._begins = np.cumsum([0, *(len(lot.labels) for lot in lots)])
-
-    def __len__(self) -> int:
-        return int(self._begins[-1])
-
-    def at(self, index: int) -> tuple[_Lot, int]:
-        number = int(np.searchsorted(self._begins, index, side="right")) - 1
-        return self.lots[number], index - int(self._begins[number])
-
-    def name(self, index: int) -> str:
-        lot, own = self.at(index)
-        return lot.name(own)
-
-    def class_of(self, index: int) -> tuple[str, str]:
-        """Return the split and the class of a file."""
-        lot, own = self.at(index)
-        return lot.split, lot.classes[lot.labels[own]]
 
 
 def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
     """Decode all images under ``root``, and write the list of bad ones there, which `train` leaves out.
 
-    Args:
-        root: The data directory.
-        workers: Number of threads; None for one per core.
-        must_list: Whether it is an error if the list cannot be written. It need not be written if the same list is
-            there already.
-
     Raises:
         UserError: There is nothing to read, a shard's index cannot be built, or the list cannot be written although
-            ``must_list`` is set.
+            it ``must_list``.
     """
-    files = _Lots([lot for split in get_args(SplitName) if (lot := _lot(root, split)) is not None])
-    if not len(files):
+    splits = [found for split in get_args(SplitName) if (found := _files_of(root, split)) is not None]
+    files = [(of, index) for of in splits for index in range(len(of.labels))]
+    if not files:
         raise UserError(
             f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
-    if must_list and not (root / QUARANTINE).is_file():
-        _refuse(root, _tried(lambda: tempfile.TemporaryFile(dir=root).close()))  # now, not after an hour of decoding
-    digests = np.zeros(len(files), np.uint64)
-    good = np.ones(len(files), np.bool_)
+    unlisted = _tried(root, must_list, lambda: tempfile.TemporaryFile(dir=root).close())  # not after an hour
     bad: dict[str, str] = {}
-    kinds: Counter[str] = Counter()
-    for index, look in enumerate(_looks(files, workers or usable_cores())):
-        digests[index] = look.digest
-        if look.kind:
-            good[index] = False
-            bad[files.name(index)] = f"{look.kind}: {look.what}" if look.what else look.kind
-            kinds[look.kind] += 1
-    unlisted = _tried(lambda: atomic_write_text(root / QUARANTINE, quarantine_text(bad), fsync=True))
-    if unlisted and _listed(root) == bad:
-        unlisted = ""
-    if must_list:
-        _refuse(root, unlisted)
-    same = _duplicates(digests, np.flatnonzero(good))
-
-    def named(groups: Iterable[list[int]]) -> list[list[str]]:
-        return sorted([files.name(index) for index in group] for group in groups)
-
-    return Verified(
-        _counts(files, good), bad, dict(kinds), named(same),
-        named(group for group in same if len({files.class_of(index)[0] for index in group}) > 1),
-        named(group for group in same if len({files.class_of(index)[1] for index in group}) > 1),
-        _passed_over(files), unlisted,
-    )  # fmt: skip
+    counts = {of.split: {of.classes[label]: 0 for label in np.unique(of.labels).tolist()} for of in splits}
+    first: dict[int, int] = {}
+    """The first file of each content, by the hash of it."""
+    copies: dict[int, list[int]] = defaultdict(list)
+    with closing(_checked(files, workers or usable_cores())) as checked:
+        for number, ((of, index), (fault, digest)) in enumerate(zip(files, checked, strict=True)):
+            if fault:
+                bad[of.name(index)] = fault
+                continue
+            counts[of.split][of.classes[of.labels[index]]] += 1
+            if (original := first.setdefault(digest, number)) != number:
+                copies[original].append(number)
+    unlisted = unlisted or _tried(root, must_list, lambda: write_quarantine(root, bad))
+    same = [[files[number] for number in (original, *others)] for original, others in copies.items()]
+    leaks = [group for group in same if len({of.split for of, _ in group}) > 1]
+    duplicates, in_both = (sorted([of.name(index) for of, index in group] for group in some) for some in (same, leaks))
+    return Verified(counts, bad, duplicates, in_both, unlisted)
 
 
-def _tried(write: Callable[[], None]) -> str:
-    """Call ``write`` and return why it failed; an empty string if it succeeded."""
+def _tried(root: Path, must: bool, write: Callable[[], None]) -> str:
+    """Call ``write`` and return why it failed, as text; raise UserError instead if it ``must`` not."""
     try:
         write()
     except OSError as error:
+        if must:
+            raise UserError(
+                f"{root / QUARANTINE} cannot be written ({error.strerror}); make {root} writable, or give --json FILE, "
+                "which does without it"
+            ) from None
         return error.strerror or str(error)
     return ""
 
 
-def _refuse(root: Path, reason: str) -> None:
-    """Raise UserError if there is a ``reason`` why the list cannot be written."""
-    if reason:
-        raise UserError(
-            f"{root / QUARANTINE} cannot be written ({reason}); make {root} writable, or give --json FILE, which does "
-            "without it"
-        )
-
-
-def _listed(root: Path) -> dict[str, str] | None:
-    """Return the list that is there already, or None if it cannot be read."""
-    try:
-        return quarantined(root)
-    except (UserError, OSError):
-        return None
-
-
-def _lot(root: Path, split: SplitName) -> _Lot | None:
-    """Return the files of a split, or None if it has none."""
+@in_sentences
+def _files_of(root: Path, split: SplitName) -> _SplitFiles | None:
+    """Return the files of a split that loaders take for images, or None if it has none."""
     found = find_split(root, split)
-    if found.format == "folder":
-        return _folders(root, split)
-    shards = open_shards(root, split, found)
-    prefix = prefix_of(root)
-    return _Lot(split, shards.classes, shards.labels, lambda i: shards.name(i).removeprefix(prefix), shards.read)
-
-
-def _folders(root: Path, split: str) -> _Lot | None:
-    """Return the files of a split that loaders accept as images, and what they pass over."""
+    if found.format != "folder":
+        shards, prefix = open_shards(root, split, found), prefix_of(root)
+        return _SplitFiles(
+            split, shards.classes, shards.labels, lambda i: shards.name(i).removeprefix(prefix), shards.read
+        )
     if not (root / split).is_dir():
         return None
-    classes, contents = class_folders(root / split), look_into(root / split)
-    hidden = [f"{split}/{name}" for name in contents.hidden]
-    files: list[str] = []
-    labels: list[int] = []
-    others: list[str] = []
-    apart = [f"{split}/{file}" for file in contents.images]
-    for label, name in enumerate(classes):
-        contents = look_into(root / split / name)
-        files += [f"{split}/{name}/{file}" for file in contents.images]
-        labels += [label] * len(contents.images)
-        others += [f"{split}/{name}/{file}" for file in contents.others]
-        apart += deeper_images(root / split / name, contents, f"{split}/{name}")
-    passed_over = {
-        "images that lie in no class's own folder": apart,
-        "files that are no images by their names": others,
-        "hidden folders, or those of systems": hidden,
-    }
-    return _Lot(
-        split, classes, np.array(labels, np.int64), files.__getitem__, lambda i: read_file(f"{root / files[i]}"),
-        passed_over,
-    )  # fmt: skip
+    classes = class_folders(root / split)
+    images = list(map_in_order(lambda name: list_folder(root / split / name).images, classes))
+    names = [f"{split}/{name}/{file}" for name, files in zip(classes, images, strict=True) for file in files]
+    labels = np.repeat(np.arange(len(classes)), [len(files) for files in images])
+    return _SplitFiles(split, classes, labels, names.__getitem__, lambda i: read_file(f"{root / names[i]}"))
 
 
-def _passed_over(files: _Lots) -> dict[str, list[str]]:
-    """Return what is passed over in all splits, without empty lists."""
-    found: dict[str, list[str]] = {}
-    for lot in files.lots:
-        for what, paths in lot.passed_over.items():
-            found[what] = found.get(what, []) + paths
-    return {what: paths for what, paths in found.items() if paths}
-
-
-def _looks(files: _Lots, workers: int) -> Iterator[Look]:
-    """Yield the result for each file, in order."""
+def _checked(files: Sequence[tuple[_SplitFiles, int]], workers: int) -> Generator[tuple[str, int], None, None]:
+    """Yield the fault of each file, empty for a good image, and a 64-bit hash of its content."""
     stop = threading.Event()
 
-    def look(begin: int) -> list[Look]:
+    def check(begin: int) -> list[tuple[str, int]]:
         found = []
-        for index in range(begin, min(begin + _CHUNK, len(files))):
+        for of, index in files[begin : begin + _CHUNK]:
             if stop.is_set():
                 raise CancelledError
-            found.append(_look(*files.at(index)))
+            found.append(_check(of, index))
         return found
 
-    with ThreadPoolExecutor(workers) as pool, progress_bars("images") as bars, warnings.catch_warnings():
+    with warnings.catch_warnings(), progress_bars("images") as bars, ThreadPoolExecutor(workers) as pool:
         warnings.filterwarnings("ignore", module="PIL")  # warnings about large images or odd EXIF
         task = bars.add_task("decoding", total=len(files))
         try:
-            for looks in pool.map(look, range(0, len(files), _CHUNK)):
-                bars.advance(task, len(looks))
-                yield from looks
-        except BaseException:
+            for found in pool.map(check, range(0, len(files), _CHUNK)):
+                bars.advance(task, len(found))
+                yield from found
+        finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-            raise
 
 
-def _look(lot: _Lot, index: int) -> Look:
+def _check(files: _SplitFiles, index: int) -> tuple[str, int]:
+    """Decode a file as loaders do, so that both agree on what is bad."""
     try:
-        content = lot.read(index)
+        content = files.read(index)
     except (OSError, UserError) as error:
-        what = error.strerror or "" if isinstance(error, OSError) else str(error)
-        return Look("unreadable", what, 0)
-    return examine(lot.name(index).rpartition("/")[2], content)
+        return f"unreadable: {error.strerror if isinstance(error, OSError) else error}", 0
+    return _fault(content), int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
-def _counts(files: _Lots, good: NDArray[np.bool_]) -> dict[str, dict[str, int]]:
-    counts: dict[str, dict[str, int]] = {}
-    begin = 0
-    for lot in files.lots:
-        labels = lot.labels[good[begin : begin + len(lot.labels)]]
-        there = np.unique(lot.labels).tolist()
-        of_class = np.bincount(labels, minlength=len(lot.classes)).tolist()
-        counts[lot.split] = {lot.classes[label]: of_class[label] for label in there}
-        begin += len(lot.labels)
-    return counts
-
-
-def _duplicates(digests: NDArray[np.uint64], good: NDArray[np.int64]) -> list[list[int]]:
-    """Return groups of the same content among the images ``good``, each in rising order."""
-    order = good[np.argsort(digests[good], kind="stable")]
-    same_as_next = digests[order][1:] == digests[order][:-1]
-    groups: list[list[int]] = []
-    last = -1
-    for place in np.flatnonzero(same_as_next).tolist():
-        if place != last:
-            groups.append([int(order[place])])
-        groups[-1].append(int(order[place + 1]))
-        last = place + 1
-    return groups
+def _fault(content: bytes) -> str:
+    if not content:
+        return "empty"
+    try:
+        decode(content)
+    except ImageDecodeError as error:
+        if str(error) == NO_IMAGE:
+            return "damaged" if kind_of(content) else "no image"
+        return f"{'truncated' if 'truncated' in str(error).lower() else 'damaged'}: {error}"
+    return ""
 
 
 def summary(found: Verified, root: Path) -> Iterator[str]:
@@ -288,18 +188,14 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
             f"{split:<5}  {sum(counts)} images in {len(counts)} classes: {counts[0]} to {counts[-1]} in each, "
             f"median {counts[len(counts) // 2]}"
         )
-    for what, paths in found.passed_over.items():
-        yield f"ignored: {len(paths)} {what}, such as {min(paths)}"
     if found.duplicates:
         yield (
-            f"kept, but look at: {len(found.duplicates)} images that are there several times, "
-            f"{len(found.contradictions)} of them in several classes, {len(found.leaks)} in both splits"
+            f"kept, but look at: {len(found.duplicates)} images that are there several times, {len(found.leaks)} of "
+            f"them in both splits: {' = '.join((found.leaks or found.duplicates)[0][:3])}"
         )
-        for same in (found.leaks or found.contradictions or found.duplicates)[:1]:
-            yield f"  {' = '.join(same[:3])}"
-    for kind, count in sorted(found.kinds.items()):
-        first = next(path for path, what in found.bad.items() if what.startswith(kind))
-        yield f"bad: {count} {kind}, such as {first}"
+    kinds = {path: what.partition(":")[0] for path, what in found.bad.items()}
+    for kind, count in sorted(Counter(kinds.values()).items()):
+        yield f"bad: {count} {kind}, such as {next(path for path in kinds if kinds[path] == kind)}"
     empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
     if empty:
         yield f"without images: {len(empty)} classes, such as {empty[0]}"
@@ -312,12 +208,10 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
 
 
 def as_json(found: Verified) -> dict[str, Any]:
-    """Return the result as JSON values, without the counts by kind and ``unlisted``."""
+    """Return the result as JSON values, without ``unlisted``."""
     return {
         "classes": found.counts,
         "quarantine": found.bad,
         "duplicates": found.duplicates,
         "in_both_splits": found.leaks,
-        "in_several_classes": found.contradictions,
-        "passed_over": found.passed_over,
     }

@@ -14,11 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from torch._C._distributed_c10d import Store
-
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.distributed.rank_info import ranges
-from imagenet_fast.distributed.store import absent
+from imagenet_fast.distributed.board import Board
+from imagenet_fast.distributed.ranks import ranges
 
 Phase = Literal["start", "data", "forward", "backward", "sync", "update", "record", "evaluation", "checkpoint"]
 """Phase of a step.
@@ -40,10 +38,6 @@ class Heartbeat:
     phase: Phase
     for_s: float = 0.0
     """Seconds since the position last changed."""
-    steps: int = 0
-    """Number of steps reported by ``Here.took``."""
-    own_s: float = 0.0
-    """Seconds in those steps, without waiting for other ranks."""
     beat: int = 0
     """The number of times that the rank has published its position, so that no two of its heartbeats are equal."""
     ended: bool = False
@@ -62,8 +56,6 @@ class Here:
 
         It is set when a phase is first entered, and cleared at the next step.
         """
-        self.pace = (0, 0.0)
-        """Number of steps reported so far, and the seconds this rank took for them itself."""
         self._known: set[Phase] = set()
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
@@ -85,33 +77,23 @@ class Here:
         yield
         self.enter(before)  # not after an error: "sync" is where the rank ended
 
-    def took(self, steps: int, own_s: float) -> None:
-        """Add ``steps`` steps that took this rank ``own_s`` seconds, without waiting for other ranks."""
-        self.pace = (self.pace[0] + steps, self.pace[1] + own_s)
-
 
 here = Here()
 """Position of this process, which is one rank."""
 
 
-def publish(store: Store, rank: int, heartbeat: Heartbeat, folder: Path | None = None) -> None:
-    """Publish a position in ``store`` for other ranks, and in ``folder``, if given, for this node's launcher."""
-    text = json.dumps(asdict(heartbeat))
+def publish(board: Board, rank: int, heartbeat: Heartbeat, folder: Path | None = None) -> None:
+    """Publish a position on ``board`` for other ranks, and in ``folder``, if given, for this node's launcher."""
+    position = asdict(heartbeat)
     if folder is not None:
         with suppress(OSError):  # the launcher has ended
-            atomic_write_text(_file(folder, rank), text, shared=True)
-    store.set(f"heartbeat/{rank}", text)
+            atomic_write_text(_file(folder, rank), json.dumps(position), shared=True)
+    board.post(f"heartbeat/{rank}", position)
 
 
-def published(store: Store, ranks: Sequence[int]) -> dict[int, Heartbeat]:
-    """Return the published positions of ``ranks``, without the ranks that have published none.
-
-    It takes two requests if all ranks have published.
-    """
-    missing = set(absent(store, "heartbeat", ranks))
-    there = [rank for rank in ranks if rank not in missing]
-    texts = store.multi_get([f"heartbeat/{rank}" for rank in there]) if there else []
-    return {rank: Heartbeat(**json.loads(text)) for rank, text in zip(there, texts, strict=True)}
+def published(board: Board, ranks: Sequence[int]) -> dict[int, Heartbeat]:
+    """Return the published positions of ``ranks``, without the ranks that have published none."""
+    return {rank: Heartbeat(**position) for rank, position in board.gather("heartbeat", ranks).items()}
 
 
 def describe_exit(rank: int, fate: str, folder: Path) -> str:
@@ -127,10 +109,10 @@ def describe_lost(lost: Sequence[int], known: Mapping[int, Heartbeat]) -> str:
     """Describe in one sentence the last positions of the ``lost`` ranks, and what the others did meanwhile."""
     unheard = [rank for rank in lost if rank not in known]
     heard = {rank: known[rank] for rank in lost if rank in known}
-    said = _listed(heard, lambda last: f" on {last.host}", lambda last: f" stopped answering {_where(last)}")
+    said = [_listed(heard, lambda last: f" on {last.host} stopped answering {_where(last)}")] if heard else []
     if unheard:
         said.append(f"rank {ranges(unheard)} never answered")
-    return "; ".join([_first(said), *_others(known, lost)])
+    return "; ".join([", ".join(said), *_others(known, lost)])
 
 
 def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
@@ -146,17 +128,13 @@ def describe_hang(known: Mapping[int, Heartbeat], setting: str) -> str:
     culprits = {rank: at for rank, at in behind.items() if at.phase != "sync"}
     reason = f"longer than {setting} allows"
     if not culprits:
-        waited_s, one = max(at.for_s for at in known.values()), next(iter(known.values()))
-        if len({(at.step, at.phase) for at in known.values()}) == 1:
-            return f"all {len(known)} ranks have waited for each other {_where(one)} for {waited_s:.0f} s, {reason}"
-        places = _listed(known, _nowhere, lambda at: f" {_where(at)}")
-        return f"all ranks have waited for each other for {waited_s:.0f} s, {reason}: {_first(places)}"
-    said = _listed(culprits, lambda at: f" on {at.host}", lambda at: f" has been {_doing(at)} for {at.for_s:.0f} s")
-    return "; ".join([f"{_first(said)}, {reason}", *_others(known, list(culprits))])
+        waited_s, places = max(at.for_s for at in known.values()), _listed(known, lambda at: f" {_where(at)}")
+        return f"all ranks have waited for each other for {waited_s:.0f} s, {reason}: {places}"
+    said = _listed(culprits, lambda at: f" on {at.host} has been {_where(at)} for {at.for_s:.0f} s")
+    return "; ".join([f"{said}, {reason}", *_others(known, list(culprits))])
 
 
 def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:
-    """Describe what all but the ``named`` ranks did."""
     rest = {rank: at for rank, at in known.items() if rank not in named}
     waiting = {rank: at for rank, at in rest.items() if at.phase == "sync"}
     busy = {rank: at for rank, at in rest.items() if at.phase != "sync"}
@@ -165,49 +143,25 @@ def _others(known: Mapping[int, Heartbeat], named: Sequence[int]) -> list[str]:
         longest = max(at.for_s for at in waiting.values())
         who = "all others" if len(waiting) == len(rest) > _PLACES else f"rank {ranges(list(waiting))}"
         waited = [f"{who} waited in sync" + (f" for {longest:.0f} s" if longest >= 1 else "")]
-    said = _listed(busy, _nowhere, lambda at: f" was {_doing(at)}")
-    return waited + ([_first(said)] if said else [])
+    return waited + ([_listed(busy, lambda at: f" was {_where(at)}")] if busy else [])
 
 
-def _listed(
-    ranks: Mapping[int, Heartbeat], host: Callable[[Heartbeat], str], what: Callable[[Heartbeat], str]
-) -> list[str]:
-    """Return one text for each group of ranks with equal texts, with the seconds of the rank that was there longest."""
-    alike: dict[tuple[str, str], list[int]] = {}
+def _listed(ranks: Mapping[int, Heartbeat], what: Callable[[Heartbeat], str]) -> str:
+    """Name ranks with equal texts together, with the seconds of the one that was there longest; count what is left."""
+    alike: dict[str, list[int]] = {}
     for rank, at in sorted(ranks.items()):
-        alike.setdefault((host(at), what(replace(at, for_s=0.0))), []).append(rank)
-    pieces = []
-    for (where, _), same in alike.items():
-        longest = max((ranks[rank] for rank in same), key=lambda at: at.for_s)
-        pieces.append(f"rank {ranges(same)}{where}{what(longest)}")
-    return pieces
-
-
-def _first(pieces: list[str]) -> str:
-    more = len(pieces) - _PLACES
-    return ", ".join(pieces[:_PLACES]) + (f", and {more} more such" if more > 0 else "")
+        alike.setdefault(what(replace(at, for_s=0.0)), []).append(rank)
+    groups = list(alike.values())
+    longest = [max((ranks[rank] for rank in same), key=lambda at: at.for_s) for same in groups[:_PLACES]]
+    pieces = [f"rank {ranges(same)}{what(at)}" for same, at in zip(groups, longest, strict=False)]
+    more = len(groups) - _PLACES
+    return ", ".join(pieces) + (f", and {more} more such" if more > 0 else "")
 
 
 def _where(at: Heartbeat) -> str:
     if at.step:
-        return f"at step {at.step}, in {at.phase}"
-    match at.phase:
-        case "start":
-            return "before the first step"
-        case "evaluation":  # the job may be an evaluation, without steps
-            return "in evaluation"
-        case _:
-            return f"before the first step, in {at.phase}"
-
-
-def _doing(at: Heartbeat) -> str:
-    if at.step:
         return f"in {at.phase} at step {at.step}"
-    return "starting" if at.phase == "start" else f"in {at.phase}"
-
-
-def _nowhere(at: Heartbeat) -> str:
-    return ""
+    return "before the first step" if at.phase == "start" else f"in {at.phase}"
 
 
 def _file(folder: Path, rank: int) -> Path:

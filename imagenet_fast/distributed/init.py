@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,13 +18,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from imagenet_fast.distributed.bootstrap import connecting, rendezvous_ranks
-from imagenet_fast.distributed.cgroup_limits import raise_open_files
-from imagenet_fast.distributed.cpu_affinity import bind_to_numa_node, own_cores
-from imagenet_fast.distributed.flight_recorder import record_flights
-from imagenet_fast.distributed.process_groups import SLACK_S, leave_at_exit
-from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env, refuse_mpirun, set_group_rank
-from imagenet_fast.distributed.slurm import adopt_step
+from imagenet_fast.distributed.board import Board
+from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, shares
+from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit, record_flights
+from imagenet_fast.distributed.join import connecting, introduce
+from imagenet_fast.distributed.ranks import RankInfo, rank_info_from_env, refuse_mpirun, srun_to_torchrun_env
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -74,7 +74,7 @@ def init_distributed(
     device, backend = prepare_device(place.local_rank, traces)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    store = rendezvous_ranks(place, agreed, join_timeout, device.type)
+    store = introduce(place, agreed, join_timeout, device.type)
     with connecting(place, store, join_timeout):
         dist.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.size,
@@ -102,7 +102,7 @@ def current_world() -> DistContext:
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
     tasks = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
     if not there or tasks == (str(rank), str(size)):  # else a task has started ranks of its own
-        adopt_step(os.environ, chosen=True, one_a_node=True)
+        srun_to_torchrun_env(os.environ, chosen=True, one_a_node=True)
     if (place := rank_info_from_env()) is None:
         if not there:
             refuse_mpirun()
@@ -114,16 +114,30 @@ def current_world() -> DistContext:
         if place.size == 1:
             store = HashStore()
         elif place.is_multi_node:  # this sets gloo's interface, too
-            store = rendezvous_ranks(place, {}, _JOIN_TIMEOUT, device.type)
+            store = introduce(place, {}, _JOIN_TIMEOUT, device.type)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
         if bound is None:
             leave_at_exit()
-    set_group_rank(place)
     store = dist.distributed_c10d._get_default_store()
     return DistContext(
         dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, all_compute_bf16(device),
         own_cores(place, store),
     )  # fmt: skip
+
+
+def own_cores(place: RankInfo, store: Store) -> int:
+    """Return how many of its node's processors are for this rank. All ranks of the node must call this.
+
+    A core is divided among the ranks that may use it. If srun or NUMA binding has given each rank cores of its own, the
+    rank gets all of them. A cgroup's limit is divided evenly among the ranks of the node.
+    """
+    # Neither torchrun nor srun has said the node if an mpirun or a script started this rank. Engines read it too.
+    node = os.environ.setdefault("GROUP_RANK", str(place.rank // place.local_size))
+    board = Board(store, f"cores/{node}")
+    board.post(f"rank/{place.local_rank}", sorted(os.sched_getaffinity(0)))
+    allowed = board.gather("rank", range(place.local_size), time.monotonic() + _JOIN_TIMEOUT.total_seconds())
+    share = shares({rank: set(cores) for rank, cores in allowed.items()})[place.local_rank]
+    return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in cpu_quotas())]))
 
 
 def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:
@@ -144,8 +158,8 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     if not torch.cuda.is_available():
         if gpus:
             raise UserError(
-                f"this node has {gpus} GPUs that torch cannot use ({_reason()}); `imagenet-fast doctor` says what to "
-                "do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+                f"this node has {gpus} GPUs that torch cannot use ({_why_no_cuda()}); `imagenet-fast doctor` says what "
+                "to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
             )
         _keep_freed_memory()
         return torch.device("cpu"), "gloo"
@@ -202,8 +216,7 @@ def _keep_freed_memory() -> None:
             libc.mallopt(option, 2**31 - 1)
 
 
-def _reason() -> str:
-    """Return why torch cannot use CUDA."""
+def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

@@ -1,24 +1,28 @@
-"""Collectives for values that all ranks share: weights, batch-norm statistics, sums, differences, errors, votes."""
+"""Make and find what all ranks share: weights, batch-norm statistics, sums, errors, a directory, votes."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from imagenet_fast.distributed.board import wait_until
+from imagenet_fast.distributed.groups import end_group
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.process_groups import end_group
 from imagenet_fast.errors import UserError
 
+_NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
 _EVERY_S = 0.2  # between two votes, whatever a step takes
 _MOST_STEPS = 1000
 _Fact = TypeVar("_Fact")
@@ -139,7 +143,7 @@ def broadcast_error(refusal: str, device: torch.device) -> str:
 
 
 @contextmanager
-def refused_together(device: torch.device) -> Iterator[None]:
+def raise_on_all_ranks(device: torch.device) -> Iterator[None]:
     """Raise the UserError of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
     refusal = ""
     try:
@@ -166,6 +170,42 @@ def first_of_node(world: DistContext) -> Iterator[None]:
         raise
     if world.is_local_main:
         _barrier()
+
+
+def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
+    """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
+
+    Return None, on every rank, if some rank sees it by neither path.
+
+    Args:
+        folder: Directory by this rank's path.
+        world: This rank among all.
+        make: Whether rank 0 makes the directory; its parent must exist.
+
+    Raises:
+        UserError: On every rank, if rank 0 cannot write there.
+    """
+    told = [str(folder.absolute()), f".seen-{uuid.uuid4().hex}", ""]
+    if world.is_main:
+        try:
+            if make:
+                folder.mkdir(exist_ok=True)
+            (folder / told[1]).touch()
+        except OSError as error:
+            told[2] = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
+    with here.waiting():
+        dist.broadcast_object_list(told, src=0, device=world.device)
+    theirs, mark, refusal = told
+    if refusal:
+        raise UserError(refusal)
+    deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
+    places = (folder.absolute(), Path(theirs))
+    seen = wait_until(lambda: next((place for place in places if (place / mark).exists()), None), deadline)
+    (missing,) = all_reduce_sum(float(seen is None), device=world.device)
+    if world.is_main:
+        with suppress(OSError):
+            (folder / mark).unlink()
+    return None if missing else seen
 
 
 def _barrier() -> None:

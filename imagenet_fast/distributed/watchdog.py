@@ -1,6 +1,7 @@
-"""A thread that watches this rank while its training thread may be stuck.
+"""What becomes of a rank that is lost or stuck: who it is, one sentence for all ranks, and the end of each in time.
 
-It publishes the rank's heartbeat, and ends the process with a reason if the rank hangs or another one has failed.
+A thread publishes this rank's heartbeat while its training thread may be stuck, and ends the process with a reason if
+the rank hangs or another one has failed.
 """
 
 from __future__ import annotations
@@ -10,34 +11,167 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NoReturn
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.failure_detection import (
-    LOOK_S,
-    failure_in,
-    failure_of_others,
-    find_lost_ranks,
-    is_broken_connection,
-    leave_failure,
-    report_failure,
-)  # fmt: skip
-from imagenet_fast.distributed.flight_recorder import write_flight_record
+from imagenet_fast.distributed.board import Board, call_within
+from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
-from imagenet_fast.distributed.process_groups import set_group_timeouts
-from imagenet_fast.distributed.stragglers import Stragglers
-from imagenet_fast.errors import JobAborted
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.schema import Timeout
 
-_PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
+LOOK_S = 0.5  # between two looks for a failure
+_SILENT_IN = 6  # in looks: a rank without a heartbeat for so long is lost; healthy ones have one every second look
+_FOUND_IN = 2 * _SILENT_IN - 2  # in looks: how long others wait for the rank that searches
+_AGREED_IN = 20
 _SLEPT = 4  # in looks: longest gap that counts; in a longer one the job may have been suspended (Ctrl-Z, or its node)
+_PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
 _GRACE_S = 5.0  # for a rank to end by itself and write its outcome after another rank has failed
+_COMPARED_S = 10.0  # least time over which the paces of ranks are compared
+_SLOW = 3.0  # times the median of all ranks
+
+
+class PeerLost(RuntimeError):
+    """A rank that closed its connection, or did not answer in time."""
+
+    def __init__(self, rank: int, cause: Exception) -> None:
+        """Describe how ``rank`` was lost, from the error ``cause`` of the connection to it."""
+        fate = "did not answer in time" if "imed out" in str(cause) else "closed its connection"
+        super().__init__(f"rank {rank} {fate} during an all-reduce; its own log says why")
+        self.rank = rank
+
+
+def watch_board(store: Store | None = None, pause: Callable[[float], object] = time.sleep) -> Board:
+    """Return the board of heartbeats and failures, in the default store or with a client of it."""
+    return Board(store or dist.distributed_c10d._get_default_store(), "watch", pause)
+
+
+class Paces:
+    """Seconds that each rank takes for its own part of a step, compared every 10 seconds of training or so."""
+
+    def __init__(self, ranks: int) -> None:
+        """Compare this many ranks."""
+        self._own_s, self._steps = [0.0] * ranks, 0
+        self._named: set[int] = set()
+
+    def add(self, own_s: Sequence[float], steps: int) -> None:
+        """Add each rank's seconds of ``steps`` steps, without waiting for others; rank 0 warns of a slow one, once."""
+        self._own_s = [before + now for before, now in zip(self._own_s, own_s, strict=True)]
+        self._steps += steps
+        if max(self._own_s) < _COMPARED_S:
+            return
+        step_s = [own / self._steps for own in self._own_s]
+        self._own_s, self._steps = [0.0] * len(step_s), 0
+        slowest, usual_s = step_s.index(max(step_s)), median(step_s)
+        if dist.get_rank() == 0 and step_s[slowest] > _SLOW * usual_s and slowest not in self._named:
+            self._named.add(slowest)
+            host = "".join(f" on {at.host}" for at in published(watch_board(), [slowest]).values())
+            warn(
+                f"rank {slowest}{host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
+                f"of all ranks is {usual_s:.2g} s"
+            )
+
+
+def report_failure(error: Exception) -> str:
+    """Return why all ranks end, in one sentence, and leave it in the default store for other ranks.
+
+    If another rank has left a reason before, that one is returned: the first wins. If ``error`` is a broken connection,
+    the sentence names the lost ranks and their last positions. This takes at most 10 s.
+    """
+    rank, error = dist.get_rank(), _first_cause(error)
+    messages = [
+        str(error) if isinstance(error, JobAborted | UserError) else f"rank {rank}: {type(error).__name__}: {error}"
+    ]
+
+    def agree() -> None:
+        broken, board, own = is_broken_connection(error), watch_board(), messages[0]
+        try:
+            first = find_culprit(board, rank, dist.get_world_size(), lambda _: own)[0] if broken else ""
+            messages.append(first or leave_failure(board, own))
+        except dist.DistError:  # the process that held the store is lost, too
+            if broken:
+                messages.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
+
+    call_within(_AGREED_IN * LOOK_S, agree)
+    return messages[-1]
+
+
+def find_culprit(
+    board: Board, rank: int, size: int, otherwise: Callable[[dict[int, Heartbeat]], str]
+) -> tuple[str, bool]:
+    """Agree with all ranks on why they end; return the sentence, and whether it is this rank's.
+
+    One rank looks who is lost, and the others wait here for what it leaves. If it is lost before, each looks by itself.
+    If nobody is lost, the sentence is what ``otherwise`` makes of all positions.
+    """
+    searches = board.count("search") == 1
+    if found := failure_on(board, 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S):
+        return found, False
+    lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
+    known = published(board, range(size))
+    sentence = describe_lost(lost, known) if lost else otherwise(known)
+    first = leave_failure(board, sentence)
+    return first, first == sentence
+
+
+def find_lost_ranks(board: Board, ranks: Sequence[int]) -> list[int]:
+    """Return those of ``ranks`` that have not ended in order, and publish no heartbeat within 3 s.
+
+    Which connection broke first says little: a rank that gives up breaks more connections. Clocks need not agree: a
+    heartbeat is new if it differs from the one before.
+
+    Args:
+        board: Where the ranks publish.
+        ranks: The ranks to look for, without the one that asks.
+    """
+    before = published(board, ranks)
+    silent = [rank for rank in ranks if rank not in before or not before[rank].ended]
+    for _ in range(_SILENT_IN):
+        if not silent:
+            break
+        board.pause(LOOK_S)
+        now = published(board, silent)
+        silent = [rank for rank in silent if rank not in now or now[rank] == before.get(rank)]
+    return silent
+
+
+def leave_failure(board: Board, reason: str) -> str:
+    """Publish why all ranks must end; return the first reason that any rank published."""
+    text = reason.encode(errors="backslashreplace").decode()  # a path in it may not be UTF-8, and it is printed
+    return str(board.first("failure", text))
+
+
+def failure_on(board: Board, deadline: float = 0.0) -> str:
+    """Return the reason why all ranks must end, or an empty string if there is none by ``deadline``."""
+    return board.read("failure", deadline) or ""
+
+
+def reported_failure() -> str:
+    """Return the reason that ``report_failure`` left in the default store, or an empty string."""
+    with suppress(dist.DistError):
+        return failure_on(watch_board())
+    return ""
+
+
+def is_broken_connection(error: Exception) -> bool:
+    """Return whether ``error`` means that a backend, or a collective of ours, could not reach another rank."""
+    error = _first_cause(error)
+    backend = any(name in str(error) for name in ("gloo", "Gloo", "NCCL", "Connection"))
+    return isinstance(error, PeerLost | dist.DistError) or (isinstance(error, RuntimeError) and backend)
+
+
+def _first_cause(error: Exception) -> Exception:
+    """Return the first error of a chain of errors raised from one another, as torch's pipelines raise them."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 class Watchdog:
@@ -47,17 +181,11 @@ class Watchdog:
         self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
         folder: Path | None = None,
     ) -> None:  # fmt: skip
-        """Publish the rank's position for the first time.
+        """Publish the position of ``rank`` for the first time; the rest is as in ``watching_ranks``.
 
-        Args:
-            store: Store of all ranks. It must be a client of the watchdog's own.
-            rank: Rank to watch.
-            size: Number of ranks.
-            timeout: How long the rank may make no progress.
-            end: Called with the reason if the rank must end and cannot end by itself.
-            folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+        ``store`` must be a client of the watchdog's own.
         """
-        self._store = store
+        self._board = watch_board(store, self._publish_after)
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -70,14 +198,12 @@ class Watchdog:
         self._failed_s = 0.0
         self._limited_s = 0.0
         self._beats = 0
-        self._stragglers = Stragglers(store, size) if rank == 0 else None
         self.publish()
 
     def tick(self, passed_s: float) -> None:
         """Do what is due, ``passed_s`` seconds after the last tick.
 
-        Set the time limits of process groups, look for a failure, publish the heartbeat, and on rank 0 look for
-        stragglers.
+        Set the time limits of process groups, look for a failure, and publish the heartbeat.
 
         Raises:
             SystemExit: If the rank must end.
@@ -91,55 +217,42 @@ class Watchdog:
             set_group_timeouts(limit_s)
             self._limited_s = limit_s
         try:
-            if failure := failure_in(self._store):
+            if failure := failure_on(self._board):
                 self._failed_s += passed_s
                 if self._failed_s > _GRACE_S:
                     self._leave_for(failure)
             started = self._seen[0] and not before[0]
             if started or self._unpublished_s >= _PUBLISHED_S:
                 self.publish()  # the first step at once: a rank that is lost in it was not lost before it
-            if self._stragglers is not None:
-                self._stragglers.look(passed_s)
         except dist.DistError:  # the store ended with the rank or the launcher that held it
             pass
         if self._stuck_s > limit_s:
             self._abort()
 
     def publish(self, ended: bool = False) -> None:
-        """Publish this rank's heartbeat for other ranks, the last one if it has ``ended`` in order."""
+        """Publish this rank's heartbeat; if it has ``ended`` in order, it is not found lost later."""
         self._unpublished_s = 0.0
         self._beats += 1
-        publish(self._store, self._rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self._folder)
-
-    def deregister(self) -> None:
-        """Record that the rank ends in order, so that it is not found lost."""
-        with suppress(dist.DistError):
-            self.publish(ended=True)
+        publish(self._board, self._rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self._folder)
 
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
-        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1), *here.pace)
+        return Heartbeat(self._host, step, phase, round(self._stuck_s, 1))
 
     def _abort(self) -> NoReturn:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         own = self._heartbeat()
         try:
-            first = failure_of_others(self._store, self._sleep)
-            if not first:
-                others = [rank for rank in range(self._size) if rank != self._rank]
-                lost = find_lost_ranks(self._store, others, self._sleep)
-                known = published(self._store, range(self._size))
-                sentence = describe_lost(lost, known) if lost else describe_hang(known, setting)
-                first = leave_failure(self._store, sentence)
-                if first == sentence:
-                    print(f"error: {sentence}", file=sys.stderr, flush=True)
+            first, ours = find_culprit(self._board, self._rank, self._size, lambda known: describe_hang(known, setting))
+            if ours:
+                print(f"error: {first}", file=sys.stderr, flush=True)
         except dist.DistError:
             alone = describe_hang({self._rank: own}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
         self._leave_for(first)
 
-    def _sleep(self, seconds: float) -> None:
+    def _publish_after(self, seconds: float) -> None:
         time.sleep(seconds)
         self.publish()  # other ranks look whose heart beats, too
 
@@ -150,9 +263,7 @@ class Watchdog:
             finally:
                 write_flight_record(self._rank)
 
-        ending = threading.Thread(target=end, daemon=True)  # a disk that hangs must not keep the process alive
-        ending.start()
-        ending.join(_GRACE_S)
+        call_within(_GRACE_S, end)
         raise SystemExit(1)
 
 
@@ -205,4 +316,5 @@ def watching_ranks(
         leaving.set()
         thread.join(2 * LOOK_S)  # no longer: the store may be gone, and its client slow to raise
         if in_order and not thread.is_alive():
-            watchdog.deregister()
+            with suppress(dist.DistError):
+                watchdog.publish(ended=True)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.doctor.report import CheckResult, by_host
+from imagenet_fast.doctor.report import CheckResult, by_host, check
 
 _SHORT, _LONG, _LONG_ON_GPUS = 2**13, 2**25, 2**27  # bytes; a fast network needs long messages to be full
 _REPEATS, _ROUNDS = 20, 5
 _DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
 _POOR = 0.5  # of a card's rated speed
+
+Value = TypeVar("Value")
 
 
 def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:
@@ -30,33 +31,24 @@ def gather_results(own: list[CheckResult], world: DistContext, host: str) -> lis
         world: The ranks.
         host: The host name of this node.
     """
-    told: list[tuple[str, list[dict[str, str]]] | None] = [None] * world.size
-    dist.all_gather_object(told, (host, [asdict(finding) for finding in own]) if world.is_local_main else None)
-    found = {}
-    for number, card in enumerate(filter(None, told)):
-        name, findings = card
-        found[name if name not in found else f"{name} ({number})"] = [CheckResult(**finding) for finding in findings]  # type: ignore[arg-type]
-    return [*by_host(found), *_network(world), *_clocks(world)]
+    told = _of_all((host, own) if world.is_local_main else None)
+    found: dict[str, list[CheckResult]] = {}
+    for number, (name, results) in enumerate(filter(None, told)):
+        found[name if name not in found else f"{name} ({number})"] = results
+    return [*by_host(found), _network(world), *_clocks(world)]
 
 
-def _network(world: DistContext) -> Iterator[CheckResult]:
+def _network(world: DistContext) -> CheckResult:
     if world.size == 1:
-        yield CheckResult("all-reduce", "ok", "one rank alone needs none")
-        return
+        return CheckResult("all-reduce", "ok", "one rank alone needs none")
     cards, size = (world.local_size, _LONG_ON_GPUS) if world.device.type == "cuda" else (0, _LONG)
     latency_s, long_s = _seconds(_SHORT, world), _seconds(size, world)
-    bus = 2 * (world.size - 1) / world.size * size / long_s
-    said = f"{8 * bus / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
-    promised = _of_all(_promise(os.environ, cards) if world.is_multi_node else 0.0)
-    if not promised:
-        yield CheckResult("all-reduce", "ok", said)
-        return
-    said += f", where the slowest node's cards promise {promised / 1e9:g} Gbit/s"
-    if 8 * bus < _POOR * promised:
-        fix = "see `imagenet-fast bench collectives`; look for another interface (GLOO_SOCKET_IFNAME), or a busy link"
-        yield CheckResult("all-reduce", "warn", said, fix)
-    else:
-        yield CheckResult("all-reduce", "ok", said)
+    rate = 8 * 2 * (world.size - 1) / world.size * size / long_s
+    said = f"{rate / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
+    rated = min(filter(None, _of_all(_rated_speed(os.environ, cards) if world.is_multi_node else 0.0)), default=0.0)
+    said += f", where the slowest node's cards promise {rated / 1e9:g} Gbit/s" if rated else ""
+    fix = "see `imagenet-fast bench collectives`; look for another interface (GLOO_SOCKET_IFNAME), or a busy link"
+    return check("all-reduce", rate >= _POOR * rated, said, fix)
 
 
 def _seconds(size: int, world: DistContext) -> float:
@@ -64,13 +56,17 @@ def _seconds(size: int, world: DistContext) -> float:
     values = torch.zeros(size // 4, device=world.device)
     repeats = _REPEATS if size == _SHORT else 1
 
+    def wait() -> None:
+        if values.is_cuda:
+            torch.cuda.synchronize(values.device)
+
     def one_round() -> float:
         dist.barrier()
-        _wait(values)
+        wait()
         begun = time.perf_counter()
         for _ in range(repeats):
             dist.all_reduce(values)
-        _wait(values)
+        wait()
         return (time.perf_counter() - begun) / repeats
 
     one_round()
@@ -79,19 +75,14 @@ def _seconds(size: int, world: DistContext) -> float:
     return float(seconds)
 
 
-def _wait(values: Tensor) -> None:
-    if values.is_cuda:
-        torch.cuda.synchronize(values.device)
-
-
-def _of_all(own: float) -> float:
-    """Return the smallest nonzero value of all ranks; 0 if there is none."""
-    told: list[float] = [0.0] * dist.get_world_size()
+def _of_all(own: Value) -> list[Value]:
+    """Return the values of all ranks."""
+    told = [own] * dist.get_world_size()
     dist.all_gather_object(told, own)
-    return min((value for value in told if value), default=0.0)
+    return told
 
 
-def _promise(environment: Mapping[str, str], cards: int, root: Path = Path("/sys/class")) -> float:
+def _rated_speed(environment: Mapping[str, str], cards: int, root: Path = Path("/sys/class")) -> float:
     """Return the rated speed of this node's network in bit/s; 0 if it is not reported.
 
     Args:
@@ -120,14 +111,9 @@ def _text(path: Path) -> str:
 
 
 def _clocks(world: DistContext) -> Iterator[CheckResult]:
-    if not world.is_multi_node:
-        return
-    told: list[float] = [0.0] * world.size
-    dist.barrier()
-    dist.all_gather_object(told, time.time())
-    apart = max(told) - min(told)
-    said = f"{apart:.1f} s apart at most" if apart >= 0.1 else "agree"
-    if apart > _DRIFT_S:
-        yield CheckResult("clocks", "warn", said, "start a time service (chrony, ntpd) on every node")
-    else:
-        yield CheckResult("clocks", "ok", said)
+    if world.is_multi_node:
+        dist.barrier()
+        times = _of_all(time.time())
+        apart = max(times) - min(times)
+        said = f"{apart:.1f} s apart at most" if apart >= 0.1 else "agree"
+        yield check("clocks", apart <= _DRIFT_S, said, "start a time service (chrony, ntpd) on every node")

@@ -1,23 +1,20 @@
-"""Find the fastest loader on a node by a few seconds' trial."""
+"""Try the loaders on a node for a few seconds each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 
-from imagenet_fast.data import dali_loader
-from imagenet_fast.data.format_detection import open_training
-from imagenet_fast.data.image_source import ImageSource
-from imagenet_fast.data.throughput import OwnLoader, fastest, made_photos, measure, training_batches
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
+from imagenet_fast.data import dali
+from imagenet_fast.data.source import open_training
+from imagenet_fast.data.throughput import OwnLoader, made_photos, measure, training_batches
+from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.errors import UserError
 
 _SIZE, _BATCH = 224, 64
-_TURNS = 2
 
 
 def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[CheckResult]:
@@ -37,36 +34,24 @@ def try_loaders(data: Path | None, ranks: int, seconds: float = 1.0) -> list[Che
     threads = cores_per_rank(ranks)
     device, _ = prepare_device(0)
     loaders: list[OwnLoader] = ["folder", "dali"]
-    there = [loader for loader in loaders if loader == "folder" or dali_loader.is_installed()]
-    with _images(data) as images:
-        if images is None:
+    there = [loader for loader in loaders if loader == "folder" or dali.is_installed()]
+    with nullcontext((data,)) if data is not None else made_photos(2 * _BATCH) as (folder, *_):
+        try:
+            images = open_training(folder)
+        except (UserError, OSError):  # reported already
             return []
         batch = min(_BATCH, len(images))
         turns: dict[str, list[float]] = {loader: [] for loader in loaders}
         try:
-            for turn in range(_TURNS):
-                for loader in there if turn % 2 == 0 else reversed(there):
-                    batches = training_batches(loader, images, _SIZE, batch, threads, device)
-                    by_clock, by_core = measure(batches, batch, seconds / _TURNS, device)
-                    turns[loader].append(by_clock if device.type == "cuda" else by_core)
-                    del batches  # its threads end now
+            for loader in (*there, *reversed(there)):  # whoever comes first finds a cold disk
+                batches = training_batches(loader, images, _SIZE, batch, threads, device)
+                by_clock, by_core = measure(batches, batch, seconds / 2, device)
+                turns[loader].append(by_clock if device.type == "cuda" else by_core)
+                del batches  # its threads end now
         except (UserError, RuntimeError) as error:  # a bad image, or a driver that DALI cannot use
             return [CheckResult("loaders", "warn", f"`train` would end with: {error}")]
-    rates = {loader: fmean(rates) if rates else None for loader, rates in turns.items()}
-    told = " and ".join(f"{loader} {rate:.0f}" for loader, rate in rates.items() if rate)
+    told = " and ".join(f"{loader} {fmean(rates):.0f}" for loader, rates in turns.items() if rates)
+    missing = "".join(f"; {loader} is not installed" for loader in loaders if loader not in there)
     per = f"second, in {threads} of its threads" if device.type == "cuda" else "second of a core"
-    said = f"{told} images a {per}, to {_SIZE} pixels; {fastest(rates)}"
+    said = f"{told} images a {per}, to {_SIZE} pixels{missing}"
     return [CheckResult("loaders", "ok", said)]
-
-
-@contextmanager
-def _images(data: Path | None) -> Iterator[ImageSource | None]:
-    """Yield the training split in ``data``; None if it cannot be read, which has been reported already."""
-    if data is not None:
-        found = None
-        with suppress(UserError, OSError):
-            found = open_training(data)
-        yield found
-        return
-    with made_photos(2 * _BATCH) as (folder, _):
-        yield open_training(folder)

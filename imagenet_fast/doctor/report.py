@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from rich.markup import escape
 from rich.table import Column, Table
 
+from imagenet_fast.errors import UserError
+
 State = Literal["ok", "warn", "fail"]
+_FILE = "results.json"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -25,6 +30,28 @@ class CheckResult:
     """Advice for the user; empty if nothing is wrong."""
     host: str = ""
     """Host name; empty if the result holds for all hosts."""
+
+
+def check(about: str, good: bool, said: str, fix: str, otherwise: State = "warn") -> CheckResult:
+    """Return the result "ok" if what was found is ``good``, else ``otherwise`` and how to fix it."""
+    return CheckResult(about, "ok", said) if good else CheckResult(about, otherwise, said, fix)
+
+
+def refused(about: str, error: UserError, state: State = "fail") -> CheckResult:
+    """Return what ``error`` says, and as advice its fix."""
+    said, _, fix = str(error).partition("; ")
+    return CheckResult(about, state, said, fix)
+
+
+def write_results(results: Iterable[CheckResult], folder: Path) -> None:
+    """Leave the results of all nodes in the launcher's directory."""
+    (folder / _FILE).write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+
+
+def read_results(folder: Path) -> list[CheckResult] | None:
+    """Return the results that rank 0 has left in the launcher's directory; None if it has not come so far."""
+    file = folder / _FILE
+    return [CheckResult(**one) for one in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else None
 
 
 def findings_table(findings: Iterable[CheckResult]) -> Table:
@@ -49,9 +76,5 @@ def by_host(found: dict[str, list[CheckResult]]) -> list[CheckResult]:
         if all(other == first for other in others):
             merged += first
         else:
-            merged += [
-                CheckResult(f.about, f.state, f.said, f.fix, host)
-                for host, findings in of_hosts.items()
-                for f in findings
-            ]
+            merged += [replace(one, host=host) for host, findings in of_hosts.items() for one in findings]
     return merged

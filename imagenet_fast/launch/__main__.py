@@ -1,4 +1,4 @@
-"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS``.
+"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS LAUNCHER``.
 
 The launcher has torchrun start it. It reads how a run ended from files next to the job file. So the exit code, which
 torchrun would flatten, only reports success or failure. The launcher also prints the user errors that ranks leave
@@ -14,35 +14,23 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
-from imagenet_fast.distributed.forkserver import end_with_parent
-from imagenet_fast.distributed.rank_info import RankInfo, rank_info_from_env
+from imagenet_fast.distributed.forks import end_with_parent
+from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
-from imagenet_fast.launch.stdio import keep_printing, leave, refuse_if_lost
+from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 
-_FINAL = "final"
-"""File next to the job: the ranks reported a user error after they had met.
-
-Starting them again would end the same way.
-"""
+_FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
 
 
 def main() -> None:
-    """Do the job in FILE, which is named after its task, and wait at most SECONDS for the other ranks."""
-    end_with_parent()
+    """Do the job in FILE; wait at most SECONDS for the other ranks, and end with the process LAUNCHER."""
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
+    end_with_parent(int(sys.argv[3]))
     if (path.parent / _FINAL).exists():
-        raise SystemExit(2)  # torchrun has restarted the ranks, which would end the same way
+        raise SystemExit(2)  # torchrun has restarted the ranks
     write_errors_to(path.parent)
     try:
-        place = rank_info_from_env()
-        assert place is not None, "torchrun tells a rank its place"
-        match path.stem:
-            case "eval":
-                well = _evaluate(path, place, join_timeout_s)
-            case "doctor":
-                well = _examine(path, place, join_timeout_s)
-            case _:
-                well = _train(path, place, join_timeout_s)
+        succeeded = _do(path, join_timeout_s)
     except UserError as error:
         if _have_met():
             (path.parent / _FINAL).touch()
@@ -53,7 +41,32 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(1) from None
-    raise SystemExit(0 if well else 1)
+    raise SystemExit(0 if succeeded else 1)
+
+
+def _do(path: Path, join_timeout_s: float) -> bool:
+    """Do the job in the file, which is named after its task; return whether it succeeded."""
+    from imagenet_fast.launch.job_setup import on_ranks
+    from imagenet_fast.launch.rank import evaluate_as_rank, examine_as_rank, train_as_rank  # takes seconds
+    from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job, read_job
+
+    rank = rank_info_from_env()
+    assert rank is not None, "torchrun tells a rank its place"
+    match path.stem:
+        case Evaluation.task:
+            evaluate_as_rank(read_job(path, Evaluation), rank, join_timeout_s, path.parent)
+            refuse_if_lost()
+            return True
+        case DoctorJob.task:
+            examine_as_rank(read_job(path, DoctorJob), rank, join_timeout_s, path.parent)
+            return True
+    job = read_job(path, Job)
+    if job.elastic:
+        job = on_ranks(job, rank.size)
+    outcome = train_as_rank(job, rank, join_timeout_s, path.parent, job.folder)
+    # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
+    # others.
+    return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
 
 
 def _have_met() -> bool:
@@ -64,42 +77,11 @@ def _have_met() -> bool:
     return dist.is_initialized()
 
 
-def _train(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
-    from imagenet_fast.launch.job_setup import on_ranks
-    from imagenet_fast.launch.worker import run_worker  # takes seconds, in which Ctrl-C may arrive
-    from imagenet_fast.recipe.job import Job, read_job
-
-    job = read_job(path, Job)
-    if job.elastic:
-        job = on_ranks(job, place.size)
-    outcome = run_worker(job, place, join_timeout_s, path.parent, job.folder)
-    # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
-    # others.
-    return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
-
-
-def _evaluate(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
-    from imagenet_fast.launch.evaluate import evaluate_as_rank
-    from imagenet_fast.recipe.job import Evaluation, read_job
-
-    evaluate_as_rank(read_job(path, Evaluation), place, join_timeout_s, left=path.parent)
-    refuse_if_lost()
-    return True
-
-
-def _examine(path: Path, place: RankInfo, join_timeout_s: float) -> bool:
-    from imagenet_fast.launch.doctor import examine_as_rank
-    from imagenet_fast.recipe.job import DoctorJob, read_job
-
-    examine_as_rank(read_job(path, DoctorJob), place, join_timeout_s, handover=path.parent)
-    return True
-
-
 if __name__ == "__main__":
     keep_printing()
     try:
         main()
     except SystemExit as end:
-        leave(end)
+        exit_now(end)
     except KeyboardInterrupt:  # during an error report: other ranks report it too, or the launcher was stopped
-        leave(SystemExit(1))
+        exit_now(SystemExit(1))

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imagenet_fast.errors import UserError
-from imagenet_fast.launch.stdio import print_file
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.validation import lint
 
 _UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
 
@@ -37,37 +38,46 @@ class ClusterJob:
         """True if every installation has the recipe, and finds it by its name."""
         return self.path.parent == recipe_folder()
 
+    def folder(self, out: Path | None) -> Path:
+        """Return the run directory: ``out``, or a new one."""
+        return (out or new_folder(self.path.stem, self.recipe.sync.kind)).absolute()
+
     def train(self, recipe: str, data: str | None, folder: str, *more: str) -> list[str]:
         """Return the words of the command `train`, without the program: start in ``folder``, or resume the run there.
 
-        Args:
-            recipe: Name or path of the recipe on the nodes.
-            data: Directory of the images on the nodes; None for no option.
-            folder: Run directory on the nodes.
-            more: Further options.
+        All are as the nodes see them; without ``data`` there is no such option.
         """
         where = [] if data is None else ["--data", data]
         ranks = ["--nproc", str(self.ranks_each)]
         return ["train", "--recipe", recipe, *where, *self.options, *ranks, *more, "--out", folder, "--resume", "auto"]
 
-    @property
-    def recipe_here(self) -> str:
-        """Value of `--recipe` if nodes share this node's files."""
-        return self.path.stem if self.shipped else str(self.path.absolute())
+    def command(self, program: str | None, data: Path | None, folder: Path, *more: str) -> list[str]:
+        """Return the command of nodes that share this node's files, with ``more`` options of `train`.
+
+        ``program`` is what starts imagenet-fast there, as in a shell; None for this Python.
+
+        Raises:
+            UserError: ``program`` cannot be read, or ``data`` is missing or would be ignored.
+        """
+        check_data(self.recipe, data, "--data")
+        try:
+            words = [sys.executable, "-m", "imagenet_fast"] if program is None else shlex.split(program)
+        except ValueError as error:
+            raise UserError(f"--program {program} cannot be read ({error}); quote it as in a shell") from None
+        if not words:
+            raise UserError("--program is empty; leave it out for this Python, or give for example imagenet-fast")
+        recipe = self.path.stem if self.shipped else str(self.path.absolute())
+        images = None if data is None else str(data.absolute())
+        return [*words, *self.train(recipe, images, str(folder), *more)]
 
 
 def plan_cluster_job(
     named: str, sync: str | None, overrides: Sequence[str], nodes: int, ranks_each: int | None, scale: bool
 ) -> ClusterJob:
-    """Build the job of a cluster.
+    """Build the job of a cluster, and warn of each doubtful value of the recipe.
 
-    Args:
-        named: Name or path of the recipe.
-        sync: Engine; None for that of the recipe.
-        overrides: Changes of the recipe, as in ``--set``.
-        nodes: Number of nodes.
-        ranks_each: Ranks per node; None for as many as the recipe was written for.
-        scale: Whether to scale the batch to the number of ranks.
+    Without ``ranks_each`` the nodes share the ranks for which the recipe was written. With ``scale`` its batch is
+    scaled to the number of ranks.
 
     Raises:
         UserError: If there is no such recipe, or the ranks do not fit it.
@@ -87,6 +97,8 @@ def plan_cluster_job(
     options = [word for override in overrides for word in ("--set", override)]
     options += [] if sync is None else ["--sync", sync]
     options += ["--scale-batch"] if scale else []
+    for doubt in lint(recipe):
+        warn(doubt)
     return ClusterJob(path, recipe, nodes, ranks_each, tuple(options), note)
 
 
@@ -124,36 +136,14 @@ def job_label(name: str) -> str:
     return named[:40].strip("-")
 
 
-def parse_program(text: str | None) -> list[str]:
-    """Return the words that start imagenet-fast on the nodes; None for this Python. Raises UserError."""
-    if text is None:
-        return [sys.executable, "-m", "imagenet_fast"]
+def emit(text: str, file: Path | None) -> None:
+    """Print the text of a job, or write it to ``file``. Raises UserError, and prints nothing, if that fails."""
     try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"--program {text} cannot be read ({error}); quote it as in a shell") from None
-    if not words:
-        raise UserError("--program is empty; leave it out for this Python, or give for example imagenet-fast")
-    return words
-
-
-def to_utf8(text: str) -> bytes:
-    """Return ``text`` encoded, or raise UserError if it is of bytes that are not UTF-8."""
-    try:
-        return text.encode()
+        encoded = text.encode()
     except UnicodeEncodeError:
         raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
-
-
-def hand_over(text: str, file: Path | None) -> None:
-    """Print the text of a job, or write it to ``file``.
-
-    Raises:
-        UserError: If that is not possible; nothing is printed then.
-    """
-    encoded = to_utf8(text)
     if file is None:
-        print_file(encoded)
+        print(text, end="")
         return
     try:
         file.write_bytes(encoded)

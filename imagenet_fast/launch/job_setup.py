@@ -8,49 +8,27 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from imagenet_fast.data.bad_images import left_out
-from imagenet_fast.data.format_detection import check_validation, find_data
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import run_of
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.run_dir import RunDir, new_folder, run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.recipe.job import Evaluation, Job, read_job
+from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
 
 
 def plan_job(
-    name: str,
-    written: Recipe,
-    ranks: int,
-    *,
-    data: Path | None = None,
-    folder: Path | None = None,
-    scale: bool = False,
-    trace: bool = False,
-    init_from: Path | None = None,
-    fresh_head: bool = False,
-    resume: bool = False,
-    nodes: range | None = None,
-    overrides: Sequence[str] = (),
-) -> Job:
+    name: str, written: Recipe, ranks: int, *, data: Path | None = None, folder: Path | None = None,
+    scale: bool = False, trace: bool = False, init_from: Path | None = None, fresh_head: bool = False,
+    resume: bool = False, nodes: range | None = None, overrides: Sequence[str] = (),
+) -> Job:  # fmt: skip
     """Build the job that ``ranks`` ranks train, with everything checked that can be checked without torch.
 
-    Args:
-        name: Name of the recipe.
-        written: The recipe as written.
-        ranks: Number of ranks. With a range of ``nodes``, that of the largest number of nodes.
-        data: Directory of the images; None for the default.
-        folder: Run directory; None for a new one in ``runs``.
-        scale: Whether to scale the batch to the number of ranks.
-        trace: Whether to write a timeline of a few steps.
-        init_from: Weights to start from; None for fresh ones.
-        fresh_head: Whether the last layer starts anew, with ``init_from``.
-        resume: Whether to resume from the last checkpoint in ``folder``, if there is one.
-        nodes: Allowed numbers of nodes, if nodes may leave and join; None for a fixed number.
-        overrides: What the user has set in ``written``, as ``KEY=VALUE``; TensorBoard shows these keys.
+    The options are those of `train`. If nodes may leave and join, ``nodes`` are their allowed numbers, and ``ranks`` is
+    that of the largest. ``overrides`` are already set in ``written``: TensorBoard shows their keys.
 
     Raises:
         UserError: With the first problem found.
@@ -75,8 +53,8 @@ def _overridden(folder: Path, overrides: Sequence[str], resume: bool) -> tuple[s
     """Return the keys of ``overrides``, after those with which the run in ``folder`` began if it is to resume."""
     before: tuple[str, ...] = ()
     if resume:
-        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):  # none, or damaged
-            before = read_job(folder / "job.json", Job).overrides
+        with suppress(UserError):  # none, or damaged
+            before = RunDir(folder).read_job().overrides
     return tuple(dict.fromkeys([*before, *(override.partition("=")[0].strip() for override in overrides)]))
 
 
@@ -109,7 +87,6 @@ def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, 
 def _note(
     written: Recipe, recipe: Recipe, batching: Batching, root: Path | None, init_from: Path | None, fresh_head: bool
 ) -> str:
-    """Return a note on the recipe's batch, the number of bad images, and the initial weights."""
     note = explain(written, recipe, batching) + left_out(root)
     if init_from is not None:
         note += f"; starts from {init_from}" + (" with a fresh last layer" if fresh_head else "")
@@ -129,49 +106,19 @@ def run_to_resume(asked: str, folder: Path | None) -> Path:
     run = Path(asked)
     if folder is not None and folder.absolute() != run.absolute():
         raise UserError(f"--resume {run} goes on in that directory, and --out is {folder}; leave --out out")
-    if not (run / "job.json").is_file():
+    if not RunDir(run).job.is_file():
         raise UserError(f"{run} holds no run to go on with; give the directory of one, or --resume auto --out DIR")
     return run
 
 
-def recipe_to_train(
-    named: str | None, run: Path | None, sync: str | None, overrides: Sequence[str], data: Path | None
-) -> tuple[str, Recipe, Path | None]:
-    """Return the recipe's name, the recipe and the directory of the images.
-
-    What is not given is taken from the ``run`` to resume.
-
-    Raises:
-        UserError: If no recipe is given, by name or by a run, or it is invalid.
-    """
-    if named is not None:
-        path = find_recipe(named)
-        return path.stem, load_recipe(path, sync, overrides), data
-    if run is None or not (run / "job.json").is_file():
-        raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
-    name, _, job = recipe_of(run, None)
-    assert job is not None
-    return name, load_recipe(run / "recipe.toml", sync, overrides), data or job.data
-
-
 def plan_evaluation(
-    weights: Path,
-    named: str | None,
-    overrides: Sequence[str],
-    ranks: int,
-    *,
-    data: Path | None = None,
+    weights: Path, named: str | None, overrides: Sequence[str], ranks: int, *, data: Path | None = None,
     report: Path | None = None,
-) -> Evaluation:
+) -> Evaluation:  # fmt: skip
     """Build the evaluation of ``weights`` by ``ranks`` ranks: by the recipe ``named``, or by that of the weights' run.
 
-    Args:
-        weights: File of weights, run directory or checkpoint.
-        named: Recipe; None for that of the run of ``weights``.
-        overrides: Changes of the recipe, as in ``--set``.
-        ranks: Number of ranks.
-        data: Directory of the images; None for that of the run, or the default.
-        report: JSON file for the result; None for none.
+    ``data`` is the directory of the images; None for that of the run, or the default. ``report`` is a JSON file for the
+    result.
 
     Raises:
         UserError: With the first problem found, as far as it can be checked without torch.
@@ -187,27 +134,26 @@ def plan_evaluation(
     return Evaluation(name, recipe, Batching(ranks, batch, 1), weights.absolute(), root, place)
 
 
-def recipe_of(weights: Path, named: str | None, overrides: Sequence[str] = ()) -> tuple[str, Recipe, Job | None]:
+def recipe_of(
+    weights: Path, named: str | None, overrides: Sequence[str] = (), sync: str | None = None
+) -> tuple[str, Recipe, Job | None]:
     """Return the name of a recipe, the recipe and its job: those of the recipe ``named``, or of the run of ``weights``.
 
-    The job is None if a recipe is named.
+    The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe.
 
     Raises:
         UserError: If no recipe is named, and ``weights`` are of no run or its job cannot be read.
     """
     if named is not None:
         path = find_recipe(named)
-        return path.stem, load_recipe(path, overrides=overrides), None
+        return path.stem, load_recipe(path, sync, overrides), None
     run = run_of(weights)
-    if not run.exists():
-        raise UserError(f"there is no run or file {run}; correct the path")
-    if not (run / "job.json").is_file():
-        if run.is_dir():
-            raise UserError(f"{run} is a directory without a run; give one that `train` made, or a file of weights")
+    folder = run.folder
+    if not folder.exists():
+        raise UserError(f"there is no run or file {folder}; correct the path")
+    if not run.job.is_file():
+        if folder.is_dir():
+            raise UserError(f"{folder} is a directory without a run; give one that `train` made, or a file of weights")
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
-    try:
-        job = read_job(run / "job.json", Job)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise UserError(f"{run / 'job.json'} is damaged or of another version; name a recipe with --recipe") from None
-    recipe = load_recipe(run / "recipe.toml", overrides=overrides) if overrides else job.recipe
-    return job.name, recipe, job
+    job = run.read_job()
+    return job.name, load_recipe(run.recipe, sync, overrides) if overrides or sync else job.recipe, job

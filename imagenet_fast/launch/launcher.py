@@ -1,4 +1,4 @@
-"""Launch a run or an evaluation by torchrun, on ranks of this node and others, and report how it ended."""
+"""Launch ranks by torchrun, on this node and others, and report how they ended."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import logging
 import math
 import os
 import signal
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING
 
-from imagenet_fast.checkpoint.manifest import MANIFEST
-from imagenet_fast.distributed.cpu_affinity import cores_per_rank
-from imagenet_fast.distributed.network_interfaces import Endpoint, route_to
-from imagenet_fast.errors import JobAborted, UserError, first_error_in
-from imagenet_fast.launch.rendezvous import LaunchConfig, RendezvousInfo, meet
+from imagenet_fast.checkpoint.folder import MANIFEST
+from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.network import route_to
+from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
+from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED, TOLD
-from imagenet_fast.metrics.run_folder import check_writable
-from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED, STOPPED_WORDS, RunResult, read_outcome
-from imagenet_fast.recipe.job import AnyJob, DoctorJob, Evaluation, Job, write_job
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
+from imagenet_fast.recipe.job import AnyJob, Job, write_job
+from imagenet_fast.training.run_lock import lock_run_dir
+
+if TYPE_CHECKING:
+    from imagenet_fast.distributed.join import Meeting
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -38,32 +40,31 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     files.
 
     Raises:
-        UserError: If the run directory cannot be written, or the nodes cannot meet.
+        UserError: If the run directory cannot be written, the nodes cannot meet, or ranks refuse.
+        JobAborted, KeyboardInterrupt: If a rank failed, or a signal came, before a run had begun.
     """
-    check_writable(job.folder, job.resume)
-    interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
-    interrupted = False
-    code, fate = 0, ""
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
-        here = Path(handover)
+    run = RunDir(job.folder)
+    run.check_writable(job.resume)
+    interrupted, code, cause = False, 0, ""
+    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
+        launcher_dir = Path(folder)
         try:
-            code, fate = run_ranks(job, here, nodes, job.recipe.checkpoint.grace_s)
+            code, cause = run_ranks(job, launcher_dir, nodes, job.recipe.checkpoint.grace_s)
         except KeyboardInterrupt:
             interrupted = True
         ignore_signals()  # what is left takes milliseconds, and is to be written
-        left = read_outcome(here)
-        has_run, told = (here / OPENED).exists(), (here / TOLD).exists()  # set by rank 0, if it is on this node
+        left = read_outcome(launcher_dir)
+        has_run, told = (launcher_dir / OPENED).exists(), (launcher_dir / TOLD).exists()  # by rank 0, if it is here
     if left is None and not has_run:
         if interrupted:
-            print(NOT_BEGUN)
-            return STOPPED
-        if fate and code != 2:  # 2: already printed
-            print(f"failed: {fate}")
-        return 1 if code < 0 else code
-    outcome = left or RunResult.beginning(job)
+            raise KeyboardInterrupt
+        if code:
+            raise UserError(cause) if code == 2 else JobAborted(cause)
+        return 0
+    outcome = left or RunResult.of(job.name, job.recipe, job.batching)
     if interrupted and outcome.status == "failed":
         outcome.status = "interrupted"
-        saved = any((job.folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+        saved = any(run.checkpoints.glob(f"step-*/{MANIFEST}"))
         then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
         outcome.message = outcome.message or (
             f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"
@@ -71,81 +72,45 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     elif code and not interrupted and (outcome.status != "preempted" or outcome.message.startswith(NOTHING_LOST)):
         outcome.status = "failed"  # a rank that reports no loss was stopped since another one failed
         if code < 0 or outcome.message.startswith(NOTHING_LOST):  # of a killed rank others only know that it is silent
-            outcome.message = fate
-        outcome.message = outcome.message or fate
-        if code != 2:  # 2: the rank's error is already printed
-            print(
-                f"failed: {outcome.message}" + (f"; what there is of the run lies in {job.folder}" if has_run else "")
-            )
+            outcome.message = cause
+        outcome.message = outcome.message or cause
+        if code != 2:
+            there = f"; what there is of the run lies in {job.folder}" if has_run else ""
+            print(f"failed: {outcome.message}{there}")
     if outcome.status in ("preempted", "interrupted") and not told:
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
         with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
             lock_run_dir(job.folder, timeout_s=0.0)
             outcome.write(job.folder)
-    return code if code == 2 else outcome.exit_code
+    if code == 2:
+        raise UserError(cause)
+    return outcome.exit_code
 
 
-def launch_evaluation(evaluation: Evaluation, nodes: LaunchConfig) -> int:
-    """Evaluate on this node's ranks and those of the other ``nodes``; return the command's exit code.
-
-    Rank 0 prints the result.
-
-    Raises:
-        UserError: If the nodes cannot meet.
-    """
-    interrupt_on_signals()
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as handover:
-        try:
-            code, fate = run_ranks(evaluation, Path(handover), nodes)
-        except KeyboardInterrupt:
-            return 1
-    if code and code != 2:  # 2: the rank's error is already printed
-        print(f"failed: {fate}")
-    return code if code in (0, 2) else 1
-
-
-def run_ranks(job: AnyJob, handover: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
+def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
     """Run ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
 
-    If ranks report a user error, the first one's message is printed and returned with the exit code.
-
-    Args:
-        job: What the ranks do.
-        handover: Directory for the job file. Ranks leave their messages and positions there.
-        nodes: Nodes and ranks, and where they meet.
-        grace_s: Seconds that ranks have to end after a signal.
+    The job file is in ``launcher_dir``, where ranks leave their messages and positions. After a signal they have
+    ``grace_s`` seconds to end.
 
     Returns:
-        The exit code of the rank that failed first and how it ended, or 0 and an empty string.
+        The exit code of the rank that failed first and how it ended, or 0 and an empty string. If ranks report a user
+        error, the code is 2, and the first one's message is returned.
 
     Raises:
         UserError: If the nodes cannot meet.
         JobAborted: If nodes that may leave and join do not meet again.
         KeyboardInterrupt: If a signal stopped this process.
     """
+    interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
-    path = handover / f"{task_of(job)}.json"
+    path = launcher_dir / f"{job.task}.json"
     write_job(job, path)
-    code, fate = _run_ranks(path, nodes, grace_s)
+    code, cause = _run_ranks(path, nodes, grace_s)
     if code:
-        fate, code = first_error_in(handover) or (fate, code)
-    if code == 2:
-        print(f"error: {fate}", file=sys.stderr)
-    return code, fate
-
-
-def task_of(job: AnyJob) -> Literal["train", "eval", "doctor"]:
-    """Return the name of the task that ``job`` is, after which its file is named."""
-    match job:
-        case Job():
-            return "train"
-        case Evaluation():
-            return "eval"
-        case DoctorJob():
-            return "doctor"
-        case _:
-            assert_never(job)
+        cause, code = first_error_in(launcher_dir) or (cause, code)
+    return code, cause
 
 
 def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str]:
@@ -156,20 +121,18 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     from torch.distributed.run import get_args_parser, run
 
     from imagenet_fast.distributed.heartbeat import describe_exit
+    from imagenet_fast.distributed.join import meet
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
-    endpoint = nodes.endpoint
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"]
-    count = str(nodes.count)
-    if endpoint is not None:
-        met = meet(endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
-        where = [f"--node-rank={met.number}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={met.name}"]
-        if nodes.least is not None:
-            count = f"{nodes.least}:{nodes.count}"
-            where = _meeting_again(endpoint, met, nodes.join_timeout_s + grace_s)
+    met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
+    where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
+    if nodes.least is None:
+        count, where = str(nodes.count), [*where, f"--node-rank={met.number}"]
+    else:
+        count, where = f"{nodes.least}:{nodes.count}", [*where, *_elastic_options(met, nodes.join_timeout_s + grace_s)]
     # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
     torchrun = get_args_parser().parse_args(
@@ -178,20 +141,20 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s)]
+    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s), str(os.getpid())]
     try:
         run(torchrun)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
-        fate = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return code, describe_exit(rank, fate, job.parent)
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return code, describe_exit(rank, end, job.parent)
     except SignalException:
         raise KeyboardInterrupt from None
-    except DistError:
-        return 1, f"the node at {endpoint} ended while this one was still at work"
+    except DistError as error:
+        return 1, _why_ended(error, nodes)
     except RendezvousError as error:
-        raise JobAborted(_apart(error, nodes)) from None
+        raise JobAborted(_why_ended(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
         if nodes.least is None or error.name != "is_failed":
             raise
@@ -200,7 +163,7 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     return 0, ""
 
 
-def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: float) -> list[str]:
+def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
     """Return the options by which torchrun has the nodes meet again, in the same store, whenever one leaves or joins.
 
     Each time another node may become the first, and a new store is made there for the ranks. Hence torchrun must not
@@ -208,27 +171,31 @@ def _meeting_again(endpoint: Endpoint, met: RendezvousInfo, join_timeout_s: floa
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     holds = met.number == 0
-    route = None if holds else route_to(endpoint.host)
+    route = None if holds else route_to(met.endpoint.host)
     seconds = {"join_timeout": math.ceil(join_timeout_s) + _SETTLING_S, "last_call_timeout": _LAST_CALL_S}
     settings = {"is_host": int(holds), **seconds}
     return [
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id={met.name}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in settings.items())}",
-        f"--local-addr={route.address if route else endpoint.host}",
+        f"--local-addr={route.address if route else met.endpoint.host}",
     ]
 
 
-def _apart(error: Exception, nodes: LaunchConfig) -> str:
-    """Return one sentence on why nodes that may leave and join stopped training."""
-    from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
+    from torch.distributed import DistError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousTimeoutError,
+    )
 
     again = "the same command on every node goes on where the run was saved"
     match error:
-        case RendezvousTimeoutError():
+        case RendezvousTimeoutError() if nodes.least is not None:
             return f"fewer than --nodes {nodes.least} are left at {nodes.endpoint}, and no others came in time; {again}"
-        case RendezvousClosedError():
+        case RendezvousClosedError() | RendezvousConnectionError() if nodes.endpoint is not None:
             return f"the nodes at {nodes.endpoint} have ended; see what they say, and {again}"
+        case DistError() if nodes.endpoint is not None:
+            return f"the node at {nodes.endpoint} ended while this one was still at work"
         case _:
-            return f"the node at {nodes.endpoint} has ended; see what it says, and {again}"
+            return f"the ranks of this node could not be started or kept together ({first_line(error)})"

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from imagenet_fast.distributed.board import call_within
+
 GRACE_S = 3.0
 """Seconds that a rank has to end after a signal before it is forced to."""
 
@@ -47,12 +49,10 @@ class Signals:
     all the same, since it reads the interpreter's wake-up pipe.
     """
 
-    def __init__(self, saving_s: float, late: Callable[[], int]) -> None:
+    def __init__(self, saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> None:
         """Install the handlers and start the thread.
 
-        Args:
-            saving_s: Seconds that the rank has to stop after the first signal, once ``ask_first`` was called.
-            late: Called after the rank's time is up; returns the exit code.
+        A signal that is already ignored stays ignored, such as SIGHUP under nohup.
         """
         self._saving_s = saving_s
         self._late = late
@@ -100,22 +100,8 @@ class Signals:
         def tell() -> None:
             code[:] = [self._late()]
 
-        telling = threading.Thread(target=tell, daemon=True)  # a disk that hangs must not keep the process
-        telling.start()
-        telling.join(GRACE_S)
+        call_within(GRACE_S, tell)  # a disk that hangs must not keep the process
         os._exit(code[0])
-
-
-def end_on_signals(saving_s: float = GRACE_S, late: Callable[[], int] = lambda: 1) -> Signals:
-    """Make this rank handle SIGINT, SIGTERM, SIGHUP and SIGUSR1, as ``Signals`` does.
-
-    A signal that is already ignored stays ignored, such as SIGHUP under nohup.
-
-    Args:
-        saving_s: Seconds that the rank has to stop after the first signal, once ``Signals.ask_first`` was called.
-        late: Called after the rank's time is up; returns the exit code.
-    """
-    return Signals(saving_s, late)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.cluster_job import ClusterJob, parse_time_limit
+from imagenet_fast.launch.cluster_job import ClusterJob, job_label, parse_time_limit
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
-_LONGEST_WARNING_S = 65535  # that sbatch takes
 _WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
 _SCRIPT = """\
 #!/bin/bash
@@ -28,7 +28,7 @@ _SCRIPT = """\
 # the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was. If
 # they could not save in time (exit code 1), it goes on from the last checkpoint, if this start has made one.
 
-manifests() {{ find {checkpoints} -mindepth 2 -maxdepth 2 -name manifest.json -printf '%p %T@\n' 2>/dev/null; }}
+manifests() {{ stat -c '%n %y' {checkpoints}/step-*/manifest.json 2>/dev/null; }}
 before=$(manifests)
 {step} \\
     {command} &
@@ -52,44 +52,25 @@ exit "$code"
 
 
 def sbatch_text(
-    job: ClusterJob,
-    command: Sequence[str],
-    folder: Path,
-    *,
-    label: str,
-    gpus: bool,
-    cores: int | None = None,
-    time_limit: str | None = None,
-    partition: str | None = None,
-    account: str | None = None,
-) -> str:
+    job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: bool, cores: int | None, time_limit: str | None,
+    partition: str | None, account: str | None,
+) -> str:  # fmt: skip
     """Return a script for sbatch that runs ``command`` once per node.
 
     Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all
     ranks save together, but end at slightly different times. Only USR1 is trapped. A cancelled job is ended by SIGTERM,
-    together with its shell, which must not queue it again.
-
-    Args:
-        job: The job, for the number of nodes and ranks.
-        command: Command of each task.
-        folder: Its run directory.
-        label: Name of the job.
-        gpus: Whether to ask for one GPU per rank.
-        cores: Cores per node; None for whole nodes.
-        time_limit: Time limit as Slurm writes it; None for the cluster's default.
-        partition: Slurm's partition; None for the default.
-        account: Slurm's account; None for the default.
+    together with its shell, which must not queue it again. The options are those of `launch slurm`.
 
     Raises:
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
-    warning_s = min(max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70), _LONGEST_WARNING_S)
+    warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
     if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
         minutes = math.ceil(2 * warning_s / 60)
         grace = f" (checkpoint.grace_s is {job.recipe.checkpoint.grace_s:g})" if warning_s > _WARNING_S else ""
         raise UserError(f"--time {time_limit} leaves no time to train{grace}; give more than {minutes} minutes")
     asked = {
-        "job-name": label,
+        "job-name": job_label(job.path.stem),
         "nodes": str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.ranks_each) if gpus else None,
@@ -97,8 +78,8 @@ def sbatch_text(
         "exclusive": None if cores else "",
         "mem": None if cores else "0",  # all of the node's memory
         "time": time_limit,
-        "partition": _plain("--partition", partition),
-        "account": _plain("--account", account),
+        "partition": _check_slurm_name("--partition", partition),
+        "account": _check_slurm_name("--account", account),
         "open-mode": "append",
         "requeue": "",
         "signal": f"B:USR1@{warning_s}",
@@ -112,14 +93,14 @@ def sbatch_text(
         note=job.note,
         step=shlex.join(step),
         command=shlex.join(command),
-        checkpoints=shlex.quote(str(folder / "checkpoints")),
+        checkpoints=shlex.quote(str(RunDir(folder).checkpoints)),
         stopped=STOPPED,
         warning=warning_s,
     )
 
 
-def _plain(option: str, value: str | None) -> str | None:
-    """Return ``value`` if a directive can hold it unquoted. Raises UserError."""
+def _check_slurm_name(option: str, value: str | None) -> str | None:
+    """Return ``value`` if a directive can hold it unquoted."""
     if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
         raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
     return value

@@ -5,7 +5,8 @@ The flow is one way: no sink reports back to the training loop.
 
 from __future__ import annotations
 
-from imagenet_fast.metrics.event import Event, MetricLogger, Sink
+from imagenet_fast.metrics.accuracy import Accuracy
+from imagenet_fast.metrics.events import Event, MetricLogger, Sink
 from imagenet_fast.metrics.run_result import RunResult, Status
 
-__all__ = ["Event", "MetricLogger", "RunResult", "Sink", "Status"]
+__all__ = ["Accuracy", "Event", "MetricLogger", "RunResult", "Sink", "Status"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,34 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, judged_name
-from imagenet_fast.metrics.tables import compact_table, number
+from imagenet_fast.metrics.accuracy import target_metric
+from imagenet_fast.metrics.events import Event
+from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT
+from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+
+_METRICS = {
+    "top1": "top-1",
+    "top1_mirror": "top-1 with mirror images",
+    "top1_shift": "top-1 with mirror images and shifts",
+}
+"""Names of the accuracies that a target may be for."""
 
 
 class ConsoleSink:
     """A sink that shows one run on a console."""
 
-    def __init__(self, folder: Path, console: Console | None = None) -> None:
+    def __init__(self, folder: Path, past: Sequence[dict[str, Any]] = (), console: Console | None = None) -> None:
         """Create the sink.
 
         Args:
             folder: The run directory, named in the summary.
+            past: The events that ``take_back`` has kept, of a run that resumes.
             console: Where to print; None: standard output.
         """
         self._console = console or Console(highlight=False)
         self._folder = folder
+        self._evaluations = [event for event in past if event["event"] == "eval"]
         self._latest: dict[str, Any] = {}
-        self._evaluations: list[tuple[float, float]] = []  # run seconds, top-1
         self._begun: tuple[int, float] | None = None  # step and run seconds of the first training event
         self._live: Live | None = None
 
@@ -40,8 +49,6 @@ class ConsoleSink:
         self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
         match event.name:
             case "run":
-                if event.step > 0:
-                    self._read_evaluations(event.step)
                 self._print(event.values["note"])
                 if self._console.file.isatty() and not self._console.is_dumb_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -54,11 +61,11 @@ class ConsoleSink:
                 if self._begun is None:
                     self._begun = (event.step, event.run_s)
                 if self._live is None:
-                    self._print(self._training_line())
+                    self._print("  ".join([*self._figures(), *self._precision()]))
             case "choice":
                 self._console.print(_choice_table(event.values))
             case "eval":
-                self._keep_evaluation(event.run_s, event.values)
+                self._evaluations.append({"run_s": event.run_s, **event.values})
                 self._print(self._evaluation_line(event.values))
             case "end":
                 self.close()
@@ -72,79 +79,66 @@ class ConsoleSink:
             self._live.stop()
             self._live = None
 
-    def _read_evaluations(self, step: int) -> None:
-        """Read the evaluations of a resumed run up to ``step``."""
-        for past in read_events(self._folder):
-            if past["event"] == "eval" and past["step"] <= step:
-                self._keep_evaluation(past["run_s"], past)
-
-    def _keep_evaluation(self, run_s: float, values: dict[str, Any]) -> None:
-        judged = judged_name(values, bool(self._latest.get("run/target_mirrored")))
-        if (top1 := values.get(judged)) is not None:  # an earlier part of the run may not have measured it
-            self._evaluations.append((run_s, top1))
-
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
-    def _training_line(self) -> str:
+    def _figures(self) -> list[str]:
         v = self._latest
-        return (
-            f"epoch {v['train/epoch']}/{v['run/epochs']}  step {v['step']}/{v['run/steps']}  "
-            f"loss {v['train/loss']:.4f}  lr {v['train/lr']:.4g}  {v['speed/images_per_s']:.0f} img/s  "
-            f"data wait {v['data/wait_pct']:.1f} %  "
-            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}  sent {v['sync/sent_MB']:.2f} MB/step"
-            + "".join(f"  {label} {value}" for label, value in self._precision())
-        )
+        return [
+            f"epoch {v.get('train/epoch', 0)}/{v['run/epochs']}",
+            f"step {v['step']}/{v['run/steps']}",
+            f"loss {number(v.get('train/loss'), '.4f')}",
+            f"lr {number(v.get('train/lr'), '.4g')}",
+            f"{number(v.get('speed/images_per_s'), '.0f')} img/s",
+            f"data wait {number(v.get('data/wait_pct'), '.1f', ' %')}",
+            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}",
+            f"sent {number(v.get('sync/sent_MB'), '.2f', ' MB/step')}",
+        ]
 
-    def _precision(self) -> list[tuple[str, str]]:
+    def _precision(self) -> list[str]:
         """Return the loss scale and the number of skipped steps, as far as they are recorded."""
-        shown = {"precision/loss_scale": "loss scale", "precision/skipped_steps": "skipped steps"}
-        return [(label, f"{self._latest[tag]:g}") for tag, label in shown.items() if tag in self._latest]
+        shown = {"loss scale": "precision/loss_scale", "skipped steps": "precision/skipped_steps"}
+        return [f"{label} {self._latest[tag]:g}" for label, tag in shown.items() if tag in self._latest]
 
     def _evaluation_line(self, values: dict[str, Any]) -> str:
         target = self._latest.get("run/target_top1")
         aim = f", target {target:g} %" if target is not None else ""
         averaged = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
         averaged += f"with shifts too {values['top1_shift']:.2f} %  " if "top1_shift" in values else ""
+        bad = f" ({values['bad_images']} bad, and so wrong)" if "bad_images" in values else ""
         return (
             f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
             f"top-5 {values['top5']:.2f} %  {averaged}(best {self._best():.2f} %{aim})  "
-            f"{values['images']} images in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
+            f"{values['images']} images{bad} in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
         )
 
     def _panel(self) -> Panel:
         v = self._latest
-        target = v.get("run/target_top1")
-        rows = Table.grid(padding=(0, 3))
-        rows.add_row(
-            _pair("epoch", f"{v.get('train/epoch', 0)}/{v['run/epochs']}"),
-            _pair("step", f"{v['step']}/{v['run/steps']}"),
-            _pair("img/s", number(v.get("speed/images_per_s"), ".0f")),
-            _pair("run", _clock(v["run_s"])),
-        )
-        rows.add_row(
-            _pair("loss", number(v.get("train/loss"), ".4f")),
-            _pair("lr", number(v.get("train/lr"), ".4g")),
-            _pair("data wait", number(v.get("data/wait_pct"), ".1f", " %")),
-            _pair("ETA end", _clock(self._seconds_to_end())),
-        )
-        rows.add_row(
-            _pair("best top-1", number(self._best(), ".2f", " %")),
-            _pair("target", number(target, "g", " %")),
-            _pair("exposed sync", number(v.get("sync/exposed_ms"), ".1f", " ms")),
-            _pair("ETA target", _clock(self._seconds_to_target())),
-        )
-        sent = ("sent", number(v.get("sync/sent_MB"), ".2f", " MB/step"))
-        rows.add_row(*(_pair(label, value) for label, value in [sent, *self._precision()]))
-        bar = ProgressBar(total=v["run/steps"], completed=v["step"])
-        body = Table.grid(expand=True)
-        body.add_row(bar)
+        shown = [
+            *self._figures(),
+            f"run {_clock(v['run_s'])}",
+            f"ETA end {_clock(self._seconds_to_end())}",
+            f"best top-1 {number(self._best(), '.2f', ' %')}",
+            f"target {number(v.get('run/target_top1'), 'g', ' %')}",
+            f"ETA target {_clock(self._seconds_to_target())}",
+            *self._precision(),
+        ]
+        rows, body = Table.grid(padding=(0, 3)), Table.grid(expand=True)
+        for first in range(0, len(shown), 4):
+            rows.add_row(*shown[first : first + 4])
+        body.add_row(ProgressBar(total=v["run/steps"], completed=v["step"]))
         body.add_row(rows)
         title = f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks"
         return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
 
+    def _accuracies(self) -> list[tuple[float, float]]:
+        """Return run seconds and accuracy of each evaluation that measured what a target is for."""
+        mirrored = bool(self._latest.get("run/target_mirrored"))
+        found = [(e["run_s"], e.get(target_metric(e, mirrored))) for e in self._evaluations]
+        return [(run_s, top1) for run_s, top1 in found if isinstance(top1, int | float)]
+
     def _best(self) -> float | None:
-        return max((top1 for _, top1 in self._evaluations), default=None)
+        return max((top1 for _, top1 in self._accuracies()), default=None)
 
     def _seconds_to_end(self) -> float | None:
         """Extrapolate this part of the run's pace to the last step; None before its second event."""
@@ -156,9 +150,10 @@ class ConsoleSink:
     def _seconds_to_target(self) -> float | None:
         """Extrapolate the last two evaluations to the target; None if that is not before the end."""
         target, end = self._latest.get("run/target_top1"), self._seconds_to_end()
-        if target is None or end is None or len(self._evaluations) < 2:
+        accuracies = self._accuracies()
+        if target is None or end is None or len(accuracies) < 2:
             return None
-        (t0, top0), (t1, top1) = self._evaluations[-2:]
+        (t0, top0), (t1, top1) = accuracies[-2:]
         if top1 <= top0:
             return None
         left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._latest["run_s"]
@@ -168,45 +163,35 @@ class ConsoleSink:
         self._print(_verdict(outcome))
         if outcome["status"] == "failed" and not outcome["steps"]:
             return  # nothing was measured
-        reached = outcome["time_to_accuracy_s"]
-        unknown = "not known" if outcome["status"] == "reached" else "not reached"  # an older version did not note it
         folder = shlex.quote(str(self._folder))  # quoted, so that it can be pasted into a shell
         rows = {
-            "time to accuracy": number(reached, ".1f", " s") if reached is not None else unknown,
+            "time to accuracy": number(outcome["time_to_accuracy_s"], ".1f", " s"),
             "training only": f"{outcome['train_s']:.1f} s",
             "speed": f"{outcome['images_per_s']:.0f} img/s",
             "waited for data": f"{number(outcome['data_wait_pct'], '.1f')} % of training",
             "top-1 / top-5": f"{number(outcome['top1'], '.2f')} / {number(outcome['top5'], '.2f')} %",
+            "mirror averaged": f"{number(outcome['top1_mirror'], '.2f')} / {number(outcome['top5_mirror'], '.2f')} %",
+            "shifts averaged": f"{number(outcome['top1_shift'], '.2f')} / {number(outcome['top5_shift'], '.2f')} %",
             "sent": f"{outcome['sent_bytes_per_step'] / 1e6:.2f} MB per step and rank",
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
-        if outcome.get("top1_mirror") is not None:
-            rows["mirror averaged"] = f"{outcome['top1_mirror']:.2f} / {number(outcome['top5_mirror'], '.2f')} %"
-        if outcome.get("top1_shift") is not None:
-            rows["shifts averaged"] = f"{outcome['top1_shift']:.2f} / {number(outcome['top5_shift'], '.2f')} %"
         if skipped := self._latest.get("precision/skipped_steps"):
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
             rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
         for label, value in rows.items():
-            self._print(f"  {label:<17} {value}")
+            if not value.startswith(NOTHING):
+                self._print(f"  {label:<17} {value}")
         if (outcome["data_wait_pct"] or 0.0) > BEARABLE_WAIT_PCT:
             self._print("Training waited for its images: see docs/how-to/slow-runs.md for what helps.")
 
 
-_JUDGED = {
-    "top1": "top-1",
-    "top1_mirror": "top-1 with mirror images",
-    "top1_shift": "top-1 with mirror images and shifts",
-}
-"""Names of the accuracies that a target may be for."""
-
-
 def _verdict(outcome: dict[str, Any]) -> str:
     """Return one sentence on how the run ended."""
-    target, judged = outcome["target_top1"], judged_name(outcome, outcome.get("target_mirrored", False))
-    top1, what = outcome[judged], _JUDGED[judged]
+    target, message = outcome["target_top1"], outcome["message"]
+    metric = target_metric(outcome, outcome["target_mirrored"])
+    top1, what = outcome[metric], _METRICS[metric]
     match outcome["status"]:
         case "reached":
             return f"Target reached: {what} {top1:.2f} % of {target:g} % after {outcome['epochs']} epochs."
@@ -214,14 +199,10 @@ def _verdict(outcome: dict[str, Any]) -> str:
             return f"Trained to the end without reaching {target:g} % {what} (last {number(top1, '.2f')} %)."
         case "finished":
             return "Trained to the end; the recipe has no target."
-        case "preempted" | "interrupted" if message := outcome["message"]:
-            return f"{message[0].upper()}{message[1:]}."
-        case "preempted":
-            return f"Stopped by a signal after step {outcome['steps']}, and saved; go on with --resume."
-        case "interrupted":
-            return f"Interrupted in step {outcome['steps']}."
+        case "preempted" | "interrupted":
+            return f"{message[:1].upper()}{message[1:]}."
         case _:
-            return f"Failed in step {outcome['steps']}" + (f": {message}" if (message := outcome["message"]) else ".")
+            return f"Failed in step {outcome['steps']}" + (f": {message}" if message else ".")
 
 
 def _choice_table(values: dict[str, Any]) -> Table:
@@ -233,14 +214,10 @@ def _choice_table(values: dict[str, Any]) -> Table:
     return compact_table(("engine",), ("predicted ms/step", ""), rows)
 
 
-def _pair(label: str, value: str) -> str:
-    return f"[dim]{label}[/dim] {value}"
-
-
 def _clock(seconds: float | None) -> str:
     """Return seconds as H:MM:SS or M:SS, and None as a dash."""
     if seconds is None:
-        return "–"
+        return NOTHING
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.failure_detection import leave_failure, reported_failure
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.atomic_io import check_place
+from imagenet_fast.distributed.board import call_within
+from imagenet_fast.distributed.ranks import RankInfo
+from imagenet_fast.distributed.watchdog import leave_failure, reported_failure, watch_board
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
@@ -39,25 +40,24 @@ class Ending:
             place: This process's rank.
             handover: The launcher's directory; None without our launcher.
         """
-        self.outcome = RunResult.beginning(job)
+        self.outcome = RunResult.of(job.name, job.recipe, job.batching)
         self.saved_step: Callable[[], int] = lambda: 0
         """Function that returns the step from which the run would resume now."""
         self._job = job
         self._place = place
         self._handover = handover
-        self._opened = False
-        self._printed = False
+        self._opened: os.stat_result | None = None
         self.ended = False
 
     def begin_record(self) -> None:
         """Record that the run directory belongs to this run, and that rank 0 writes there from now on."""
-        self._opened = True
-        if self._place.is_main and self._handover is not None:
-            (self._handover / OPENED).touch()
+        if self._place.is_main:
+            self._opened = self._job.folder.stat()
+            if self._handover is not None:
+                (self._handover / OPENED).touch()
 
     def printed(self) -> None:
         """Record that the outcome was printed."""
-        self._printed = True
         if self._place.is_main and self._handover is not None:
             with suppress(OSError):
                 (self._handover / TOLD).touch()
@@ -81,10 +81,7 @@ class Ending:
             return
         self._stop(why)
         if dist.is_initialized():
-            store = dist.distributed_c10d._get_default_store()
-            telling = threading.Thread(target=_tell, args=(store, self.outcome.message), daemon=True)
-            telling.start()
-            telling.join(_TELLING_S)
+            call_within(_TELLING_S, lambda: _tell(self.outcome.message))
 
     def late(self) -> int:
         """Write the outcome when the time after a signal is up; return the exit code.
@@ -105,16 +102,22 @@ class Ending:
             self.outcome.status = "preempted" if reason.startswith(NOTHING_LOST) else "interrupted"
 
     def leave(self) -> None:
-        """Write the outcome, and print it if no other process does."""
+        """Write the outcome, and print it if neither the end of the record nor a launcher does."""
+        is_told = self.ended or self._handover is not None
+        self.write()
+        if self._place.is_main and not is_told and self.outcome.status in ("preempted", "interrupted"):
+            print(self.outcome.message, flush=True)
+
+    def write(self) -> None:
+        """Write the outcome."""
         self.ended = True
-        outcome, place = self.outcome, self._place
-        if place.is_main and self._opened and self._job.folder.is_dir():
+        outcome = self.outcome
+        if self._opened is not None:
             with suppress(OSError):  # a full disk is reported already, and ``handover`` is another place
+                check_place(self._job.folder, self._opened)
                 outcome.write(self._job.folder)
-        if self._handover is None:
-            if place.is_main and not self._printed and outcome.status in ("preempted", "interrupted"):
-                print(outcome.message, flush=True)
-        elif place.is_local_main or outcome.message:  # the node's first rank may be the lost one
+        reports = self._place.is_local_main or outcome.message  # the node's first rank may be the lost one
+        if self._handover is not None and reports:
             with suppress(OSError):  # the launcher has ended
                 outcome.write(self._handover)
 
@@ -131,6 +134,6 @@ class Ending:
         )
 
 
-def _tell(store: Store, message: str) -> None:
+def _tell(message: str) -> None:
     with suppress(dist.DistError):
-        leave_failure(store, message)
+        leave_failure(watch_board(), message)

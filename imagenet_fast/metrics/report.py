@@ -1,4 +1,4 @@
-"""Compare past runs as a table and as curves.
+"""Compare past runs as a table.
 
 Only the records of the runs are read; torch is not needed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 from rich.table import Table
 
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.metrics.run_result import RunResult, judged_name, read_outcome
+from imagenet_fast.metrics.events import read_events
+from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
 SETTLING_STEPS = 10
@@ -25,9 +27,6 @@ SETTLING_STEPS = 10
 
 In them engines watch steps, measure the network and plan.
 """
-
-FINAL_WEIGHTS = Path("checkpoints") / "final.safetensors"
-"""Path of the final weights inside the directory of a finished run."""
 
 
 @dataclass(frozen=True)
@@ -37,22 +36,23 @@ class PastRun:
     folder: Path
     outcome: RunResult | None
     """Result of the run; None if that is not recorded or cannot be read."""
-    events: list[dict[str, Any]]
+    events: Sequence[dict[str, Any]]
     name: str = ""
     """A label to use instead of recipe, engine and layout."""
     damaged: bool = False
     """True if there is an outcome that cannot be read."""
 
     @property
+    def begun(self) -> dict[str, Any]:
+        """The event with which the run began; empty if that is not recorded."""
+        return next((event for event in self.events if event["event"] == "run"), {})
+
+    @property
     def label(self) -> str:
         """The name; without one recipe, engine and layout, or the directory's name if they are unknown."""
-        if self.name:
-            return self.name
-        begun = next((e for e in self.events if e["event"] == "run"), None)
-        if begun is None:
-            return self.folder.name
-        layout = begun.get("layout", f"x{begun.get('world_size')}")  # older records have no layout
-        return f"{begun.get('recipe')} {begun.get('sync')} {layout}"
+        begun = self.begun
+        known = f"{begun.get('recipe')} {begun.get('sync')} {begun.get('layout')}" if begun else self.folder.name
+        return self.name or known
 
     @property
     def status(self) -> str:
@@ -66,12 +66,12 @@ class PastRun:
     def curve(self, event: str, value: str) -> tuple[list[float], list[float]]:
         """Return run times in minutes and values; NaN, a gap in a plot, where a value was not finite."""
         points = [e for e in self.events if e["event"] == event]
-        return [p["run_s"] / 60 for p in points], [math.nan if _is_missing(p, value) else p[value] for p in points]
+        values = [_number(point, value) for point in points]
+        return [point["run_s"] / 60 for point in points], [math.nan if v is None else v for v in values]
 
     def last(self, value: str, event: str | None = None) -> Any:
         """Return the number in the last event, of name ``event`` if given; None if that has none."""
-        last: dict[str, Any] = next((e for e in reversed(self.events) if event in (None, e["event"])), {})
-        return None if _is_missing(last, value) else last[value]
+        return _number(next((e for e in reversed(self.events) if event in (None, e["event"])), {}), value)
 
     def by_step(self, event: str, value: str, after: int = 0) -> list[float]:
         """Return a value recorded per interval of steps, repeated for each step of its interval.
@@ -81,8 +81,8 @@ class PastRun:
         values: list[float] = []
         begun = 0
         for interval in (e for e in self.events if e["event"] == event):
-            if begun >= after and not _is_missing(interval, value):
-                values += [interval[value]] * (interval["step"] - begun)
+            if begun >= after and (known := _number(interval, value)) is not None:
+                values += [known] * (interval["step"] - begun)
             begun = interval["step"]
         return values
 
@@ -90,13 +90,14 @@ class PastRun:
     def step_s(self) -> float | None:
         """Median seconds per step, without the first ``SETTLING_STEPS`` steps; None if nothing is recorded."""
         rates = self.by_step("speed", "images_per_s", SETTLING_STEPS)
-        batch = next((e.get("global_batch") for e in self.events if e["event"] == "run"), None)
+        batch = self.begun.get("global_batch")
         return median(batch / rate for rate in rates) if rates and batch is not None else None
 
 
-def _is_missing(event: dict[str, Any], value: str) -> bool:
-    """Return whether the value is absent or not a number, as in a damaged file."""
-    return not isinstance(event.get(value), int | float)
+def _number(event: dict[str, Any], name: str) -> float | None:
+    """Return a number of an event; None if it was not finite, or the file is damaged."""
+    value = event.get(name)
+    return value if isinstance(value, int | float) else None
 
 
 def read_run(folder: Path) -> PastRun:
@@ -107,8 +108,8 @@ def read_run(folder: Path) -> PastRun:
     Raises:
         UserError: There is no record.
     """
-    if not (folder / "events.jsonl").is_file():
-        raise UserError(f"{folder} is not a run directory (it has no events.jsonl); give one that `train` made")
+    if not (events := RunDir(folder).events).is_file():
+        raise UserError(f"{folder} is not a run directory (it has no {events.name}); give one that `train` made")
     outcome, damaged = None, False
     try:
         outcome = read_outcome(folder)
@@ -119,73 +120,17 @@ def read_run(folder: Path) -> PastRun:
 
 
 def distinct_names(runs: Sequence[PastRun]) -> list[str]:
-    """Return a distinct name for each of ``runs``.
+    """Return a distinct name for each of ``runs``: a label that several share is followed by the run's path.
 
-    A label that several runs share is followed by the end of the run's path, as short as possible.
+    The path is from the directory that holds all runs.
     """
-    paths = [Path(os.path.abspath(run.folder)) for run in runs]  # noqa: PTH100  (links keep their own names)
-    names = []
-    for run, path in zip(runs, paths, strict=True):
-        others = {p for other, p in zip(runs, paths, strict=True) if other.label == run.label and p != path}
-        if not others:
-            names.append(run.label)
-            continue
-        ends = (Path(*path.parts[-length:]) for length in range(1, len(path.parts) + 1))
-        end = next((e for e in ends if all(p.parts[-len(e.parts) :] != e.parts for p in others)), path)
-        names.append(f"{run.label} ({end})")
-    return names
-
-
-def split_checkpoint(given: Path) -> tuple[Path, str | None]:
-    """Split ``RUN@WHICH`` into a run directory and the name of a checkpoint.
-
-    Any other path is returned unchanged, with None; so is a path that exists under its whole name.
-
-    Raises:
-        UserError: The path cannot be examined.
-    """
-    before, at, which = str(given).rpartition("@")
-    try:
-        if not at or "/" in which or given.exists() or not Path(before).is_dir():
-            return given, None
-    except OSError as error:
-        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
-    return Path(before), which
-
-
-def run_of(given: Path) -> Path:
-    """Return the run directory of weights given as a run, ``RUN@WHICH`` or a ``step-*`` directory."""
-    folder, _ = split_checkpoint(given)
-    return folder.parents[1] if is_checkpoint(folder) and folder.parent.name == "checkpoints" else folder
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether ``folder`` is a checkpoint and not a run, judging by its name and its manifest."""
-    return folder.name.startswith("step-") and (folder / "manifest.json").is_file()
-
-
-def weights_file(given: Path) -> Path:
-    """Return the weights file that ``given`` names: a file itself, or the final weights of a run directory.
-
-    Raises:
-        UserError: There is no such file, or the run has not finished.
-    """
-    try:
-        if given.is_file():
-            return given
-        if (given / FINAL_WEIGHTS).is_file():
-            return given / FINAL_WEIGHTS
-        ended = not (given / "job.json").exists()
-    except OSError as error:
-        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
-    if not ended:
-        raise UserError(
-            f"{given} holds a run without {FINAL_WEIGHTS}, since it has not come to its end; give one of its "
-            f"checkpoints, as {given}@newest, another run, or a file of weights"
-        )
-    if given.is_dir():
-        raise UserError(f"{given} is a directory without a run; give one that `train` made, or a file of weights")
-    raise UserError(f"there is no file {given}; give a file of weights, or a run directory that `train` made")
+    labels = Counter(run.label for run in runs)
+    folders = [Path(os.path.abspath(run.folder)) for run in runs]  # noqa: PTH100  (links keep their own names)
+    above = os.path.commonpath([folder.parent for folder in folders] or [Path("/")])
+    return [
+        f"{run.label} ({folder.relative_to(above)})" if labels[run.label] > 1 else run.label
+        for run, folder in zip(runs, folders, strict=True)
+    ]
 
 
 def report_table(runs: list[PastRun]) -> Table:
@@ -233,50 +178,3 @@ def _numbers(run: PastRun) -> dict[str, str]:
         "MB/step": number(fmean(sent_MB) if sent_MB else None, ".2f"),
         "link MB": number(fmean(link_MB) if link_MB else None, ".2f"),
     }
-
-
-def draw_curves(runs: list[PastRun], png: Path) -> None:
-    """Draw validation accuracy and training loss over run time, one line per run.
-
-    If a run's target is for an accuracy by mean logits, a dashed line shows that, too.
-    """
-    figure = new_figure(png, 10, 4)
-    accuracy, loss = figure.subplots(1, 2)
-    for name, run in zip(distinct_names(runs), runs, strict=True):
-        label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")
-        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
-        if run.outcome is not None and run.outcome.target_mirrored:
-            judged = judged_name(vars(run.outcome), mirrored=True)
-            accuracy.plot(
-                *run.curve("eval", judged), "o--", markersize=4, color=line.get_color(), label=f"{label}, mean"
-            )
-        loss.plot(*run.curve("train", "loss"), color=line.get_color(), linewidth=1)
-    for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:
-        accuracy.axhline(target, color="black", linestyle=":", linewidth=1)
-        accuracy.annotate(f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8)
-    accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")
-    loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
-    for axes in (accuracy, loss):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(left=0)
-    accuracy.legend(loc="lower right", frameon=False, fontsize=8)
-    figure.savefig(png)
-
-
-def new_figure(png: Path, width: float, height: float) -> Any:
-    """Create an empty matplotlib figure of ``width`` x ``height`` inches, to be saved as ``png``.
-
-    Raises:
-        UserError: The name does not end in .png.
-    """
-    if png.suffix != ".png":
-        raise UserError(f"--png {png} does not end in .png; give a name that does")
-    from matplotlib.figure import Figure  # half a second, for those who draw
-
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def plot_label(text: str) -> str:
-    """Return ``text`` for a title or a legend: no ``$`` begins a formula, no underscore keeps it out of the legend."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")

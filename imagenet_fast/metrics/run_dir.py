@@ -1,98 +1,157 @@
-"""Create a run directory and its sinks."""
+"""A run's directory: the names of all that is in it, and what may be done with it; without torch."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+import secrets
+import tempfile
+import time
+from pathlib import Path
 
-import torch
-
-from imagenet_fast import __version__
-from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.distributed.cpu_affinity import usable_cores
-from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.process_groups import backend_name
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.event import MetricLogger
-from imagenet_fast.metrics.json_io import JsonLines, to_json
-from imagenet_fast.metrics.mllog import MLLog
-from imagenet_fast.recipe.job import Job, write_job
-from imagenet_fast.recipe.load import to_toml
+from imagenet_fast.recipe.job import Job, read_job
+
+_CHECKPOINT = "step-"  # how the name of a checkpoint begins
+_TENSORBOARD = "events.out.tfevents."
 
 
-def open_run_dir(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None = None) -> MetricLogger:
-    """Create the run directory, record job, recipe and environment, and open every sink; on rank 0 only.
+def new_folder(recipe: str, what: str) -> Path:
+    """Return a new directory for a run without ``--out``, named after the time, the ``recipe`` and ``what``.
 
-    Other ranks get a logger without sinks.
+    No other start has its name, though it begins in the same second on another node: six digits are random.
+    """
+    return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{recipe}-{what}-{secrets.token_hex(3)}"
 
-    Args:
-        job: What is trained, and the run directory.
-        world: The ranks.
-        run_s: Returns the seconds since the run began.
-        resumed: The step from which the run resumes; later records are removed. None: the run begins.
+
+class RunDir:
+    """The directory of a run. Every file in it has its name here, and nowhere else."""
+
+    def __init__(self, folder: Path) -> None:
+        """Name the files in ``folder``, which need not exist."""
+        self.folder = folder
+        self.job = folder / "job.json"
+        """What was asked for. Where it is, ``train`` has begun."""
+        self.recipe = folder / "recipe.toml"
+        """The recipe with all its values."""
+        self.environment = folder / "environment.json"
+        """Versions, hardware and environment variables."""
+        self.events = folder / "events.jsonl"
+        """Every event, one a line."""
+        self.outcome = folder / "outcome.json"
+        """How the run ended; the ranks of a launcher leave one in its directory, too."""
+        self.mllog = folder / "mllog.txt"
+        """The events in MLPerf's format."""
+        self.trace = folder / "trace.json"
+        """With ``--trace``: a timeline of a few steps."""
+        self.checkpoints = folder / "checkpoints"
+        """The directories of the checkpoints, and the final weights."""
+        self.final_weights = self.checkpoints / "final.safetensors"
+        """The weights of a run that has ended."""
+
+    def tensorboard(self, begun: int) -> Path:
+        """Return the event file for TensorBoard of the part of the run that began at ``begun`` seconds."""
+        return self.folder / f"{_TENSORBOARD}{begun:010}.{platform.node()}"
+
+    def tensorboard_times(self) -> list[int]:
+        """Return when the parts of the run began that have an event file for TensorBoard."""
+        return [int(file.name.split(".")[3]) for file in self.folder.glob(f"{_TENSORBOARD}[0-9]*")]
+
+    def read_job(self) -> Job:
+        """Return the job. Raises UserError if there is none, or it cannot be read."""
+        try:
+            return read_job(self.job, Job)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise UserError(f"{self.job} is damaged or of another version; name a recipe with --recipe") from None
+
+    def holds_run(self) -> bool:
+        """Return whether there are results of a run. Raises OSError."""
+        saved = [path.name for path in self.checkpoints.glob("*")]
+        return (
+            self.events.exists()
+            or self.outcome.exists()
+            or any(name == self.final_weights.name or name.startswith(_CHECKPOINT) for name in saved)
+        )
+
+    def check_writable(self, resume: bool = False, otherwise: str = "go on with it by --resume auto, ") -> None:
+        """Raise UserError if the directory cannot be written, or holds a run and ``resume`` is False.
+
+        Args:
+            resume: Whether the run in it is to go on.
+            otherwise: Begins what the message says to do about a run that is there.
+        """
+        folder = nearest = self.folder
+        whole = str(folder.absolute())
+        try:
+            whole.encode()
+        except UnicodeEncodeError:  # TensorBoard cannot write there
+            raise UserError(
+                f"--out {whole.encode(errors='backslashreplace').decode()} is not UTF-8; give another --out"
+            ) from None
+        try:
+            if not resume and self.holds_run():
+                raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
+            places = (self.checkpoints, folder, *folder.absolute().parents)
+            nearest = next(place for place in places if os.path.lexists(place))
+            if not nearest.is_dir():
+                raise UserError(f"the run cannot be written to {folder}: {nearest} is no directory; give another --out")
+            tempfile.TemporaryFile(dir=nearest).close()  # root passes permission checks, but cannot write everywhere
+        except OSError as error:
+            raise UserError(
+                f"the run cannot be written to {folder} ({error.strerror}: {nearest}); make that writable, or give "
+                "another --out"
+            ) from None
+
+
+def split_checkpoint(given: Path) -> tuple[Path, str | None]:
+    """Split ``RUN@WHICH`` into a run directory and the name of a checkpoint.
+
+    Any other path is returned unchanged, with None; so is a path that exists under its whole name.
 
     Raises:
-        UserError: A file cannot be written, for example because a directory has its name.
+        UserError: The path cannot be examined.
     """
-    if not world.is_main:
-        return MetricLogger(run_s)
+    before, at, which = str(given).rpartition("@")
     try:
-        return _open_on_first(job, world, run_s, resumed)
+        if not at or "/" in which or given.exists() or not Path(before).is_dir():
+            return given, None
     except OSError as error:
-        raise UserError(
-            f"{error.filename or job.folder} cannot be written ({error.strerror}); see to that, or restore it"
-        ) from None
+        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
+    return Path(before), which
 
 
-def _open_on_first(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None) -> MetricLogger:
-    """Create the directory and the sinks on rank 0; raise OSError if a file cannot be written."""
-    from imagenet_fast.metrics.console import ConsoleSink  # imported here, since both take half a second
-    from imagenet_fast.metrics.tensorboard import TensorBoard
-
-    job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / "outcome.json").unlink(missing_ok=True)
-    write_job(job, job.folder / "job.json")
-    atomic_write_text(job.folder / "recipe.toml", to_toml(job.recipe))
-    atomic_write_text(job.folder / "environment.json", to_json(environment(job, world), indent=2) + "\n")
-    return MetricLogger(
-        run_s,
-        [
-            JsonLines(job.folder, resumed),
-            MLLog(job.folder, job.recipe, job.batching, resumed),
-            TensorBoard(job, resumed),  # reads what JsonLines has kept
-            ConsoleSink(job.folder),
-        ],
-    )
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether ``folder`` is a checkpoint and not a run, judging by its name and its manifest."""
+    return folder.name.startswith(_CHECKPOINT) and (folder / "manifest.json").is_file()
 
 
-def environment(job: Job, world: DistContext) -> dict[str, object]:
-    """Return what a result depends on besides the recipe.
+def run_of(given: Path) -> RunDir:
+    """Return the run of weights given as a run, ``RUN@WHICH`` or the directory of a checkpoint."""
+    folder, _ = split_checkpoint(given)
+    inside = is_checkpoint(folder) and folder.parent.name == RunDir(folder).checkpoints.name
+    return RunDir(folder.parents[1] if inside else folder)
 
-    That is versions, hardware, and the environment variables that affect torch and NCCL.
+
+def weights_file(given: Path) -> Path:
+    """Return the weights file that ``given`` names: a file itself, or the final weights of a run directory.
+
+    Raises:
+        UserError: There is no such file, or the run has not finished.
     """
-    packages = ("torch", "torchvision", "nvidia-dali-cuda130", "numpy")
-    steering = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MASTER_")
-    return {
-        "imagenet_fast": __version__,
-        "command": job.command,
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
-        "host": platform.node(),
-        "system": platform.platform(),
-        "cores": usable_cores(),
-        "ranks": world.size,
-        "backend": backend_name(world.device),
-        "bf16": world.bf16,
-        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
-        "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},
-    }
-
-
-def _version(package: str) -> str | None:
-    """Return the installed version of a package, or None."""
+    run = RunDir(given)
     try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+        if given.is_file():
+            return given
+        if run.final_weights.is_file():
+            return run.final_weights
+        begun = run.job.exists()
+    except OSError as error:
+        raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
+    if begun:
+        raise UserError(
+            f"{given} holds a run without {run.final_weights.relative_to(given)}, since it has not come to its end; "
+            f"give one of its checkpoints, as {given}@newest, another run, or a file of weights"
+        )
+    if given.is_dir():
+        raise UserError(f"{given} is a directory without a run; give one that `train` made, or a file of weights")
+    raise UserError(f"there is no file {given}; give a file of weights, or a run directory that `train` made")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
+
+from pydantic import ConfigDict
+from pydantic.dataclasses import dataclass
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.accuracy import Accuracy, target_metric
 from imagenet_fast.metrics.json_io import to_json
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.schema import Recipe
 
 STOPPED = 4
@@ -30,12 +33,17 @@ BEARABLE_WAIT_PCT = 5.0
 
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
+_OWN = {
+    "status", "recipe", "sync", "world_size", "global_batch", "target_top1", "target_mirrored", "message", "wrong_from",
+}  # fmt: skip
+"""What a run that resumes has of its own."""
 
-@dataclass
-class RunResult:
-    """The result of a run.
 
-    Accuracies are in percent, times in seconds. None: not known, or not set.
+@dataclass(config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+class RunResult(Accuracy):
+    """The result of a run, with the accuracy of its last evaluation.
+
+    Times are in seconds. None: not known, or not set.
     """
 
     status: Status
@@ -45,8 +53,6 @@ class RunResult:
     world_size: int
     global_batch: int
     target_top1: float | None = None
-    top1: float | None = None
-    top5: float | None = None
     time_to_accuracy_s: float | None = None
     """Run time at the end of the first evaluation that reached the target."""
     train_s: float = 0.0
@@ -77,14 +83,6 @@ class RunResult:
     """Seconds of training that ``data_wait_pct`` is a share of."""
     target_mirrored: bool = False
     """True if the target is for an accuracy by mean logits: ``top1_shift`` if measured, else ``top1_mirror``."""
-    top1_mirror: float | None = None
-    """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
-    top5_mirror: float | None = None
-    """Top-5 by the same."""
-    top1_shift: float | None = None
-    """Top-1 by the mean logits of shifted images, too; None: not measured."""
-    top5_shift: float | None = None
-    """Top-5 by the same."""
     judged_s: float | None = None
     """Run time at the end of the last evaluation."""
 
@@ -101,53 +99,28 @@ class RunResult:
             target_mirrored=recipe.target_mirrored,
         )  # fmt: skip
 
-    @classmethod
-    def beginning(cls, job: Job) -> RunResult:
-        """Return the result of ``job`` before it begins."""
-        return cls.of(job.name, job.recipe, job.batching)
-
-    def go_on(self, saved: Mapping[str, Any]) -> None:
+    def resume_from(self, saved: Mapping[str, Any]) -> None:
         """Take over the progress that a checkpoint has ``saved``.
 
         Settings of this run stay as they are: recipe, engine, ranks, batch and target. The status, and the time to
         accuracy, follow from the target of this run.
         """
-        ours = (
-            "status", "recipe", "sync", "world_size", "global_batch", "target_top1", "target_mirrored", "message",
-            "wrong_from",
-        )  # fmt: skip
-        for key in vars(self).keys() & saved.keys() - ours:  # an older version saved fewer keys
+        for key in vars(self).keys() & saved.keys() - _OWN:  # an older version saved fewer keys
             setattr(self, key, saved[key])
-        if self._meets_target:
-            self.status = "reached"
-            if self.time_to_accuracy_s is None:  # the target was higher when this was measured
-                self.time_to_accuracy_s = self.judged_s
+        if self._meets_target(vars(self)):
+            self._reach(self.judged_s)  # the target was higher when this was measured
         else:
             self.time_to_accuracy_s = None
 
-    def time_from(self, events: Iterable[Mapping[str, Any]]) -> None:
+    def find_time_to_target(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Set the time to accuracy to the first evaluation among ``events`` that reached the target, if one did."""
-        for event in events:
-            top1 = event.get(judged_name(event, self.target_mirrored)) if event["event"] == "eval" else None
-            if isinstance(top1, int | float) and self.target_top1 is not None and top1 >= self.target_top1:
-                self.time_to_accuracy_s = event["run_s"]
-                return
+        evaluations = (event for event in events if event["event"] == "eval")
+        reached = (event["run_s"] for event in evaluations if self._meets_target(event))
+        self.time_to_accuracy_s = next(reached, self.time_to_accuracy_s)
 
-    def reopen(self) -> None:
+    def clear_target(self) -> None:
         """Take back that the target was reached: by an evaluation of earlier weights than those that training has."""
         self.status, self.time_to_accuracy_s = "failed", None
-
-    @property
-    def judged_top1(self) -> float | None:
-        """The accuracy that is compared with the target."""
-        judged: float | None = getattr(self, judged_name(vars(self), self.target_mirrored))
-        return judged
-
-    @property
-    def _meets_target(self) -> bool:
-        """True if there is a target, and the last evaluation reached it."""
-        top1 = self.judged_top1
-        return self.target_top1 is not None and top1 is not None and top1 >= self.target_top1
 
     def advance(self, epoch: int, step: int, train_s: float, sent_bytes: int) -> None:
         """Record that step ``step``, in epoch ``epoch``, is done; ``sent_bytes`` is the total of a rank."""
@@ -157,24 +130,30 @@ class RunResult:
         self.images_per_s = step * self.global_batch / train_s
         self.sent_bytes_per_step = sent_bytes / step
 
-    def wait_for_data(self, waited_s: float, of_s: float) -> None:
+    def add_wait(self, waited_s: float, of_s: float) -> None:
         """Add ``waited_s`` seconds of waiting for data in ``of_s`` more seconds of training."""
         waited_s += (self.data_wait_pct or 0.0) / 100 * self.data_wait_of_s
         self.data_wait_of_s += of_s
         if self.data_wait_of_s:
             self.data_wait_pct = 100 * waited_s / self.data_wait_of_s
 
-    def judge(
-        self, top1: float, top5: float, run_s: float, top1_mirror: float | None = None,
-        top5_mirror: float | None = None, top1_shift: float | None = None, top5_shift: float | None = None,
-    ) -> None:  # fmt: skip
+    def record_eval(self, accuracy: Accuracy, run_s: float) -> None:
         """Record an evaluation that ended ``run_s`` seconds into the run."""
-        self.top1, self.top5, self.top1_mirror, self.top5_mirror = top1, top5, top1_mirror, top5_mirror
-        self.top1_shift, self.top5_shift, self.judged_s = top1_shift, top5_shift, run_s
-        if self._meets_target:
-            self.status = "reached"
-            if self.time_to_accuracy_s is None:
-                self.time_to_accuracy_s = run_s
+        for name, value in vars(accuracy).items():
+            setattr(self, name, value)
+        self.judged_s = run_s
+        if self._meets_target(vars(self)):
+            self._reach(run_s)
+
+    def _meets_target(self, values: Mapping[str, Any]) -> bool:
+        """Return whether there is a target, and the accuracies in ``values`` reach it."""
+        top1 = values.get(target_metric(values, self.target_mirrored))
+        return self.target_top1 is not None and isinstance(top1, int | float) and top1 >= self.target_top1
+
+    def _reach(self, run_s: float | None) -> None:
+        self.status = "reached"
+        if self.time_to_accuracy_s is None:
+            self.time_to_accuracy_s = run_s
 
     @property
     def exit_code(self) -> int:
@@ -198,49 +177,21 @@ class RunResult:
 
         Nodes may share ``folder``.
         """
-        atomic_write_text(folder / "outcome.json", to_json(asdict(self), indent=2) + "\n", shared=True)
-
-
-def judged_name(values: Mapping[str, Any], mirrored: bool) -> str:
-    """Return the name of the accuracy that is compared with the target.
-
-    Args:
-        values: Accuracies of an evaluation, by name.
-        mirrored: The recipe's ``target_mirrored``.
-    """
-    if not mirrored:
-        return "top1"
-    return "top1_mirror" if values.get("top1_shift") is None else "top1_shift"
+        atomic_write_text(RunDir(folder).outcome, to_json(asdict(self), indent=2) + "\n", shared=True)
 
 
 def read_outcome(folder: Path) -> RunResult | None:
     """Read the outcome of the run in ``folder``; None if there is none yet.
 
-    A number that was not finite is None.
-
     Raises:
         UserError: The file is damaged.
     """
-    path = folder / "outcome.json"
+    path = RunDir(folder).outcome
     try:
-        outcome = RunResult(**json.loads(path.read_bytes()))
+        return RunResult(**json.loads(path.read_bytes()))  # a name in it may be no UTF-8, which pydantic does not read
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError):
-        outcome = None
-    if outcome is None or not _is_sound(outcome):
-        raise UserError(f"{path} is damaged or of another version; remove it, and the events tell what they can")
-    return outcome
-
-
-def _is_sound(outcome: RunResult) -> bool:
-    """Return whether the fields of ``outcome``, read from an untrusted file, have the right types."""
-
-    def fits(value: Any, kind: Any) -> bool:
-        if kind in (str, int, bool):
-            return type(value) is kind
-        return value is None or (type(value) in (int, float) and math.isfinite(value))
-
-    kinds = get_type_hints(RunResult)
-    status = kinds.pop("status")
-    return outcome.status in get_args(status) and all(fits(getattr(outcome, name), kinds[name]) for name in kinds)
+        raise UserError(
+            f"{path} is damaged or of another version; remove it, and the events tell what they can"
+        ) from None

@@ -9,23 +9,19 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event as Record
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.plugins.hparams import metadata
-from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import custom_scalars
+from torch.utils.tensorboard.summary import custom_scalars, hparams
 
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import AppendedFile, read_events
+from imagenet_fast.metrics.events import Event
 from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
 
 _SCALARS = {"train", "speed", "sync", "data", "precision", "eval"}
@@ -50,53 +46,47 @@ _DECIDING = (
 )  # fmt: skip
 """Keys of a recipe that are always among the hyper-parameters."""
 
-_NAME = "events.out.tfevents"
-
 
 class TensorBoard:
     """A sink that writes an event file to the run directory."""
 
-    def __init__(self, job: Job, resumed: int | None = None) -> None:
+    def __init__(self, job: Job, resumed: int | None = None, past: Sequence[dict[str, Any]] = ()) -> None:
         """Open a new event file.
 
         Args:
             job: The run: its directory, and the recipe that is shown as hyper-parameters.
-            resumed: The step from which the run resumes; ``events.jsonl`` ends there. None: the run begins.
+            resumed: The step from which the run resumes. None: it begins.
+            past: The events that ``take_back`` has kept.
         """
-        past = [] if resumed is None else read_events(job.folder)
-        self._timed = PastRun(job.folder, None, [event for event in past if event["event"] in ("run", "speed")])
-        self._best = max((event["top1"] or 0.0 for event in past if event["event"] == "eval"), default=-math.inf)
+        run = RunDir(job.folder)
+        self._folder = job.folder
+        self._speeds = [event for event in past if event["event"] in ("run", "speed")]
+        _, accuracies = PastRun(job.folder, None, past).curve("eval", "top1")
+        self._best = max((top1 for top1 in accuracies if not math.isnan(top1)), default=-math.inf)
         # TensorBoard reads files in the order of their names, in which it expects the time, whatever the clock says.
-        times = [int(file.name.split(".")[3]) for file in job.folder.glob(f"{_NAME}.[0-9]*")]
+        times = run.tensorboard_times()
         now = max([int(time.time()), *(before + 1 for before in times)])
         self._begun = now if resumed is None else min(times, default=now)
-        self._file = RecordWriter(AppendedFile(job.folder / f"{_NAME}.{now:010}.{platform.node()}"))
+        self._file = RecordWriter(run.tensorboard(now).open("ab", buffering=0))
         self._add(file_version="brain.Event:2")
         self._add(session_log=SessionLog(status=SessionLog.START), step=0 if resumed is None else resumed + 1)
-        # Without a summary of the experiment the table's columns are made from all runs, those that differ first.
-        info = SessionStartInfo(start_time_secs=self._begun)
-        for key, value in hyperparameters(job).items():
-            match value:
-                case str():
-                    # a file's name may have bytes that the locale could not decode
-                    info.hparams[key].string_value = os.fsencode(value).decode(errors="replace")
-                case _:
-                    info.hparams[key].number_value = value
-        self._add_session(metadata.SESSION_START_INFO_TAG, HParamsPluginData(session_start_info=info))
+        # Without the summary of the experiment the table's columns are made from all runs, those that differ first.
+        # A file's name may have bytes that the locale could not decode.
+        keys = {
+            k: os.fsencode(v).decode(errors="replace") if isinstance(v, str) else v
+            for k, v in hyperparameters(job).items()
+        }
+        _, row, self._success = hparams(keys, {})
+        self._add(summary=row)
         charts = {title: ["Multiline", [f"^{tag}$"]] for title, tag in _CHARTS.items()}
         self._add(summary=custom_scalars({"Overview": charts}))
 
     def write(self, event: Event) -> None:
-        """Write the event's scalars.
-
-        Raises:
-            OSError: They cannot be written now; they are written before the next ones.
-        """
+        """Write the event's scalars. Raises OSError, and they are lost, if they cannot be written."""
         if event.name in ("run", "speed"):
-            self._timed.events.append({"event": event.name, "step": event.step, **event.values})
+            self._speeds.append({"event": event.name, "step": event.step, **event.values})
         if event.name == "end" and event.values["status"] in ("reached", "finished"):
-            info = SessionEndInfo(status=STATUS_SUCCESS, end_time_secs=self._begun + event.run_s)
-            self._add_session(metadata.SESSION_END_INFO_TAG, HParamsPluginData(session_end_info=info))
+            self._add(summary=self._success)
         values = [
             Summary.Value(tag=tag, simple_value=math.nan if value is None else value)
             for tag, value in self._scalars(event)
@@ -118,21 +108,15 @@ class TensorBoard:
             yield from ((tag, value) for tag, value in event.tagged().items() if tag not in _NO_CURVES)
         match event.name:
             case "eval":
-                if (top1 := event.values["top1"]) is not None:
-                    self._best = max(self._best, top1)
-                    yield "compare/top1_best", self._best
-                if (step_s := self._timed.step_s) is not None:
+                self._best = max(self._best, event.values["top1"])
+                yield "compare/top1_best", self._best
+                if (step_s := PastRun(self._folder, None, self._speeds).step_s) is not None:
                     yield "compare/step_s", step_s
             case "end" if event.values["time_to_accuracy_s"] is not None:
                 yield "compare/time_to_accuracy_s", event.values["time_to_accuracy_s"]
 
     def _add(self, run_s: float = 0.0, **content: Any) -> None:
         self._file.write(Record(wall_time=self._begun + run_s, **content).SerializeToString())
-
-    def _add_session(self, tag: str, data: HParamsPluginData) -> None:
-        """Write a part of the run's row in the table of hyper-parameters."""
-        about = metadata.create_summary_metadata(data)
-        self._add(summary=Summary(value=[Summary.Value(tag=tag, metadata=about, tensor=metadata.NULL_TENSOR)]))
 
 
 def hyperparameters(job: Job) -> dict[str, str | float]:
@@ -150,4 +134,5 @@ def hyperparameters(job: Job) -> dict[str, str | float]:
         if key in _DECIDING or any(key == given or key.startswith(f"{given}.") for given in job.overrides):
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and key != "seed"
             shown.setdefault(key, value if is_number or isinstance(value, str) else json.dumps(value))
-    return shown
+    # a file's name may have bytes that the locale could not decode
+    return {k: os.fsencode(v).decode(errors="replace") if isinstance(v, str) else v for k, v in shown.items()}

@@ -104,26 +104,17 @@ class Trace:
 
 
 class TracedSteps:
-    """A trace of ``count`` steps from step ``first`` on, written to the file ``path``.
+    """A trace of ``count`` steps of ``model`` after the ``first`` ones, written to the file ``path``.
 
     By default it begins when engines have made their plans.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, path: Path, first: int = 10, count: int = 5) -> None:
-        """Prepare to trace ``model``.
-
-        Args:
-            model: The model, with a synchroniser attached.
-            device: Device that computes.
-            path: The file to write.
-            first: Number of steps before the trace begins.
-            count: Number of steps to trace.
-        """
-        self._model = model
-        self._device = device
+        """Prepare to trace ``model``, which has a synchroniser attached, on the ``device`` that computes."""
+        self._begin = partial(Trace, model, device)
         self._path = path
         self._first = first
-        self._count = count
+        self._last = first + count
         self._ended = 0
         self._trace: Trace | None = None
 
@@ -133,7 +124,7 @@ class TracedSteps:
         if self._trace is not None:
             self._trace.add_step(stats)
         if self._ended == self._first:
-            self._trace = Trace(self._model, self._device)
-        elif self._trace is not None and self._ended == self._first + self._count:
+            self._trace = self._begin()
+        elif self._trace is not None and self._ended == self._last:
             self._trace.write(self._path)
             self._trace = None

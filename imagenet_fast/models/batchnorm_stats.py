@@ -120,7 +120,7 @@ class PipelinedStatistics:
             self._moving = [_of_batch(*pair) for pair in zip(self._norms, self._momenta, strict=True)]
         for norm, momentum in zip(self._norms, self._moving, strict=True):
             if momentum is not None:
-                norm.momentum = micro_momentum(momentum, self._micro_batches, self._done)
+                norm.momentum = _micro_momentum(momentum, self._micro_batches, self._done)
         try:
             yield
         finally:
@@ -141,15 +141,10 @@ def _of_batch(norm: nn.modules.batchnorm._NormBase, momentum: float | None) -> f
     return momentum
 
 
-def micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
-    """Return the momentum of one micro-batch, so that all count alike and together move the statistics once.
+def _micro_momentum(momentum: float, micro_batches: int, number: int) -> float:
+    """Return the momentum of a batch's micro-batch ``number``, so that all count alike and together move the norm once.
 
     The rule is r <- (1 - a) r + a mean(s), applied for one s after the other; each update shrinks the earlier ones.
-
-    Args:
-        momentum: Momentum of a whole batch.
-        micro_batches: Micro-batches in a batch.
-        number: Index of the micro-batch, from 0.
     """
     each = momentum / micro_batches
     return each / (1 - (micro_batches - 1 - number) * each)

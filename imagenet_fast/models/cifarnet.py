@@ -82,34 +82,25 @@ class CifarNet(nn.Sequential):
 
     @torch.no_grad()
     def set_whitening(self, images: Iterable[Tensor]) -> None:
-        """Set the weights of ``whiten`` from ``images``, as ``whitening_filters`` returns them, in both signs.
-
-        Args:
-            images: Batches of normalised images, [N, 3, H, W] each.
-        """
-        filters = whitening_filters(images, _PATCH, _EPSILON)
+        """Set the weights of ``whiten`` from batches of normalised ``images``: ``whitening_filters`` in both signs."""
+        filters = whitening_filters(images)
         self.whiten.weight.copy_(torch.cat([filters, -filters]))
 
 
-def whitening_filters(images: Iterable[Tensor], side: int, epsilon: float) -> Tensor:
-    """Return filters [n, channels, side, side] whose n responses to patches of ``images`` are uncorrelated.
+def whitening_filters(images: Iterable[Tensor]) -> Tensor:
+    """Return filters [12, 3, 2, 2] whose responses to patches of ``images``, batches [N, 3, H, W], are uncorrelated.
 
-    There are as many filters as values in a patch. The mean square of each response is v / (v + epsilon), where v is an
-    eigenvalue of the patches' second moments; the largest v is first.
-
-    Args:
-        images: Batches of images, [N, channels, H, W] each, at least one.
-        side: Side of a patch in pixels.
-        epsilon: Added to each v, so that directions in which patches hardly differ are not blown up.
+    The mean square of each response is v / (v + 5e-4), where v is an eigenvalue of the patches' second moments; the
+    largest v is first.
     """
-    moments, count, channels = torch.zeros(()), 0, 0
+    moments, count = torch.zeros(()), 0
     for batch in images:
-        patches = F.unfold(batch.float(), side).transpose(1, 2).flatten(0, 1)
+        patches = F.unfold(batch.float(), _PATCH).transpose(1, 2).flatten(0, 1)
         moments = moments + (patches.T @ patches).double()
-        count, channels = count + len(patches), batch.shape[1]
+        count += len(patches)
     variances, directions = torch.linalg.eigh(moments / count)
-    filters: Tensor = (directions / (variances + epsilon).sqrt()).T.flip(0)
-    return filters.reshape(-1, channels, side, side).float()
+    filters: Tensor = (directions / (variances + _EPSILON).sqrt()).T.flip(0)
+    return filters.reshape(-1, 3, _PATCH, _PATCH).float()
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Conv2d:

@@ -30,10 +30,6 @@ _OPTIONS = {"googlenet": _WITHOUT_AUXILIARIES, "inception_v3": _WITHOUT_AUXILIAR
 def build_external(model: ExternalModel, classes: int) -> nn.Module:
     """Build the network that ``model`` names, with fresh weights.
 
-    Args:
-        model: The recipe's model table.
-        classes: Number of classes.
-
     Raises:
         UserError: There is no such network, its package is missing, or it does not take the recipe's options.
     """
@@ -58,21 +54,14 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
 
 
 def check_network(
-    network: nn.Module,
-    model: ExternalModel,
-    classes: int,
-    sizes: Iterable[int],
-    eval_size: int,
-    *,
-    all_used: bool = False,
-    images: int = 2,
-    channels_last: bool = False,
-) -> None:
+    network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int, *,
+    all_used: bool = False, images: int = 2, channels_last: bool = False,
+) -> None:  # fmt: skip
     """Look at the parameters of ``network``, and run a copy of it on few images as in training and as in evaluation.
 
     Args:
         network: The network; it and torch's generators are left as they are.
-        model: The recipe's model table.
+        model: The recipe's model table, which names it.
         classes: Number of classes.
         sizes: Sides of training images in pixels.
         eval_size: Side of validation images in pixels.
@@ -81,57 +70,63 @@ def check_network(
         channels_last: Whether weights and images are in channels_last memory.
 
     Raises:
-        UserError: It has parameters that cannot be trained, cannot take such images, or does not give one logit a
-            class.
+        UserError: It cannot be trained, cannot take such images, or does not give one logit a class.
     """
-    if reason := _untrainable(network):
+    runs = [*((True, images, size) for size in sizes), (False, 2, eval_size), (False, 1, eval_size)]
+    if reason := _untrainable(network) or _failing(network, classes, runs, all_used, channels_last):
         raise UserError(f"model.name '{model.name}' {reason}")
+
+
+def _failing(
+    network: nn.Module, classes: int, runs: Iterable[tuple[bool, int, int]], all_used: bool, channels_last: bool
+) -> str:
+    """Return the end of an error message if a copy fails at one of ``runs``, else an empty string.
+
+    A run is whether it is one of training, and the number and side of its images.
+    """
     try:
         trial = copy.deepcopy(network)
     except Exception as error:  # of code that is not ours
-        raise UserError(
-            f"model.name '{model.name}' cannot be copied ({first_line(error)}); let it keep no computed tensors, as "
-            "torch.nn.utils.weight_norm does (torch.nn.utils.parametrizations has one that does not)"
-        ) from None
+        return (
+            f"cannot be copied ({first_line(error)}); let it keep no computed tensors, as torch.nn.utils.weight_norm "
+            "does (torch.nn.utils.parametrizations has one that does not)"
+        )
     if channels_last:
         to_channels_last(trial)
     device = next(network.parameters()).device
     buffers = dict(network.named_buffers()).keys()
-    trained = [(True, images, size) for size in sizes]
-    for training, count, size in [*trained, (False, 2, eval_size), (False, 1, eval_size)]:
+    for training, count, size in runs:
         trial.train(training)
         batch = torch.zeros(count, 3, size, size, device=device)
         try:
             with torch.set_grad_enabled(training), torch.random.fork_rng([device] if device.type == "cuda" else []):
                 logits = trial(batch.contiguous(memory_format=torch.channels_last) if channels_last else batch)
         except Exception as error:  # of code that is not ours
-            what = f"images of {size} pixels" if count > 1 else f"a single image of {size} pixels"
-            told = f"cannot take {what} ({first_line(error)}); {_way_out(error, training, count)}"
-            raise UserError(f"model.name '{model.name}' {told}") from None
+            what = "images" if count > 1 else "a single image"
+            return f"cannot take {what} of {size} pixels ({first_line(error)}); {_way_out(error, training, count)}"
         if new := dict(trial.named_buffers()).keys() - buffers:
-            raise UserError(
-                f"model.name '{model.name}' makes the buffer {min(new)} when it is called, and a resumed run needs it "
-                "before; register it when the network is built"
+            return (
+                f"makes the buffer {min(new)} when it is called, and a resumed run needs it before; register it when "
+                "the network is built"
             )
         if not isinstance(logits, Tensor):
-            raise UserError(
-                f"model.name '{model.name}' returns a {type(logits).__name__} for images; it must return a tensor of "
-                "logits, so choose options for that, or wrap it in a function of your own (model.kind 'python')"
+            return (
+                f"returns a {type(logits).__name__} for images; it must return a tensor of logits, so choose options "
+                "for that, or wrap it in a function of your own (model.kind 'python')"
             )
         if logits.shape != (count, classes):
-            raise UserError(
-                f"model.name '{model.name}' gives an output of shape {list(logits.shape)} for {count} "
-                f"image{'s' * (count > 1)}, and the data has {classes} classes; it must give one logit a class"
+            return (
+                f"gives an output of shape {list(logits.shape)} for {count} image{'s' * (count > 1)}, and the data has "
+                f"{classes} classes; it must give one logit a class"
             )
         if training and not logits.requires_grad:
-            raise UserError(
-                f"model.name '{model.name}' gives logits without a gradient; take no detach or torch.no_grad in forward"
-            )
+            return "gives logits without a gradient; take no detach or torch.no_grad in forward"
         if training and all_used and (unused := _unused(trial, logits)):
-            raise UserError(
-                f"model.name '{model.name}' does not use {unused}, and torch's DDP waits for the gradients of all "
-                "parameters; take another engine than sync.kind 'ddp', or a network without it"
+            return (
+                f"does not use {unused}, and torch's DDP waits for the gradients of all parameters; take another "
+                "engine than sync.kind 'ddp', or a network without it"
             )
+    return ""
 
 
 def to_channels_last(network: nn.Module) -> None:
@@ -169,12 +164,11 @@ def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **n
         raise
     except (Exception, SystemExit) as error:  # of code that is not ours
         inside = isinstance(model, PythonModel) and error.__traceback__ is not None and error.__traceback__.tb_next
+        told = f"cannot be built: {_where(error)}"
         if isinstance(error, TypeError) and not inside:
             given = f"model.options {model.options}" if model.options else "the number of classes"
-            raise UserError(
-                f"model.name '{model.name}' does not take {given} ({first_line(error)}); correct it"
-            ) from None
-        raise UserError(f"model.name '{model.name}' cannot be built: {_where(error)}; correct it") from None
+            told = f"does not take {given} ({first_line(error)})"
+        raise UserError(f"model.name '{model.name}' {told}; correct it") from None
 
 
 def _untrainable(network: nn.Module) -> str:
@@ -244,15 +238,13 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(f"model.name '{name}' names no function; write it as package.module:function")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
+    cannot = f"model.name '{name}': {module_name} cannot be imported"
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(
-            f"model.name '{name}': {module_name} cannot be imported ({error}); install it, or run the command where it "
-            "lies"
-        ) from None
+        raise UserError(f"{cannot} ({error}); install it, or run the command where it lies") from None
     except (Exception, SystemExit) as error:  # of code that is not ours
-        raise UserError(f"model.name '{name}': {module_name} cannot be imported: {_where(error)}; correct it") from None
+        raise UserError(f"{cannot}: {_where(error)}; correct it") from None
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"model.name '{name}': {module_name} has no function {attribute}; correct it")

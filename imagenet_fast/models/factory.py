@@ -12,6 +12,7 @@ from torch import nn
 from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
+from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.models.external import build_external
 from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
@@ -70,7 +71,11 @@ def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
     Args:
         model: The network.
         sizes: Number of image sizes in training.
+
+    Raises:
+        UserError: This node lacks what ``torch.compile`` needs.
     """
+    check_compiler()
     if isinstance(model, ResNet):
         model.compile_stem(dynamic=False)
     pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential | ConvGroup)]

@@ -1,8 +1,10 @@
-"""Find where a network can be cut: its layers in the order of forward, grouped where no cut is possible."""
+"""Find where a network can be cut, its layers in the order of forward, and how to cut it evenly."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 
 from torch import nn
 
@@ -90,3 +92,36 @@ def _may_begin(layer: nn.Module) -> bool:
 
 def _has_parameters(layer: nn.Module) -> bool:
     return any(True for _ in layer.parameters())
+
+
+def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
+    """Divide ``costs`` into ``parts`` groups of neighbours, none empty, so that the dearest group costs least.
+
+    Dynamic programming over where the last group begins (Skiena, The Algorithm Design Manual, "The Partition Problem").
+
+    Args:
+        costs: Costs in order, none negative.
+        parts: Number of groups.
+
+    Raises:
+        ValueError: There are more parts than costs, or fewer than one part.
+    """
+    count = len(costs)
+    if not 1 <= parts <= count:
+        raise ValueError(f"cannot divide {count} costs into {parts} groups that are not empty")
+    sums = list(accumulate(costs, initial=0.0))
+
+    @cache
+    def best(groups: int, end: int) -> tuple[float, int]:
+        """Return what the dearest of ``groups`` up to ``end`` costs at least, and where the last begins."""
+        if groups == 1:
+            return sums[end], 0
+        begins = range(groups - 1, end)
+        return min((max(best(groups - 1, begin)[0], sums[end] - sums[begin]), begin) for begin in begins)
+
+    runs: list[slice] = []
+    for groups in range(parts, 0, -1):
+        begin = best(groups, count)[1]
+        runs.insert(0, slice(begin, count))
+        count = begin
+    return runs

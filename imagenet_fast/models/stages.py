@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.linear_partition import linear_partition
-from imagenet_fast.models.split_points import Segment, segments_of
+from imagenet_fast.models.split_points import Segment, linear_partition, segments_of
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,11 @@ class LocalStages(nn.Module):
     """The stages of one rank; its state dict is a part of the whole network's."""
 
     def __init__(self, stages: Sequence[Stage], count: int, images: Tensor, owners: Mapping[str, int]) -> None:
-        """Combine the stages of this rank into one module.
-
-        Args:
-            stages: Stages of this rank, in the order of the pipeline.
-            count: Number of stages of all ranks together.
-            images: One micro-batch, on the meta device.
-            owners: Rank that holds each layer of the network, by the layer's name.
-        """
+        """Combine the ``stages`` of this rank, in the order of the pipeline, into one module."""
         super().__init__()
         self.stages = tuple(stages)
         self.count = count
+        """Number of stages of all ranks together."""
         self.owners = owners
         """Rank that holds each layer of the network, by the layer's name."""
         self.images = images

@@ -39,6 +39,7 @@ A moving average is first: it is what they report.
 """
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
+_CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _LISTED = 3  # number of misfitting weights that a message lists
 _MODELS: tuple[schema.Model, ...] = (
     schema.AlexNet(kind="alexnet"),
@@ -89,14 +90,7 @@ def read_weights(file: Path) -> Weights:
 
 
 def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
-    """Write weights and their description as a safetensors file, atomically.
-
-    Args:
-        tensors: The weights, by name.
-        path: The file to write.
-        about: Description of the weights, as by ``describe``.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write weights by name, and ``about`` them what ``describe`` says, as a safetensors file, atomically."""
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
     with atomic_path(path) as partial:
         partial.touch()
@@ -120,10 +114,7 @@ def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
     """Return what a user of the weights needs: their model, and how images are prepared for it.
 
-    Args:
-        name: Name of the recipe; None leaves it out.
-        recipe: The recipe.
-        class_names: Names of the classes; if empty, they are left out.
+    The ``name`` of the recipe is left out if it is None, and so are the names of the classes if there are none.
     """
     data = recipe.data.model_dump(include={"resize", "mean", "std"}) | {"image_size": recipe.data.evaluated_size}
     classes = {"classes": list(class_names)} if class_names else {}
@@ -134,13 +125,8 @@ def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> di
 def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:
     """Return the tensors of ``weights`` that a model is filled with, by the model's own names and in its dtypes.
 
-    Batch counts, which nothing here reads, may be missing, as in files from before torch had them.
-
-    Args:
-        weights: Weights from a file.
-        model: The model to fill.
-        classes: Number of classes of the model.
-        fresh_head: Whether to leave out the last layer.
+    Batch counts, which nothing here reads, may be missing, as in files from before torch had them. With ``fresh_head``
+    the last layer is left out.
 
     Raises:
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
@@ -252,19 +238,17 @@ def _unwrap(file: Path, content: object) -> Weights:
     if _is_state_dict(content):
         return Weights(str(file), _plain_names(content))
     entries = content if isinstance(content, dict) else {}
-    inside = {str(name): value for name, value in entries.items() if _is_state_dict(value)}
-    usual = [name for name in _ENTRIES if name in inside] or list(inside)
-    others = usual[1:]
-    if usual and usual[0] in _ENTRIES:  # those of other names, of which one may be the moving average
-        plain = {name: _plain_names(state).keys() for name, state in inside.items()}
-        others = [name for name in inside if name not in _ENTRIES and plain[name] == plain[usual[0]]]
-    if not usual or others:
+    inside = {str(name): _plain_names(value) for name, value in entries.items() if _is_state_dict(value)}
+    usual = next((name for name in _ENTRIES if name in inside), None)
+    # Beside a usual entry one of another name may be its moving average.
+    rivals = [n for n in inside if n not in _ENTRIES and (usual is None or inside[n].keys() == inside[usual].keys())]
+    if len(chosen := [usual, *rivals] if usual is not None else rivals) != 1:
         among = f"; its entries are {', '.join(map(str, list(entries)[:8]))}" if entries else ""
         raise UserError(
-            f"{file} holds {'several state dicts' if usual else 'no state dict'}{among}; give a file of one alone, as "
+            f"{file} holds {'several state dicts' if chosen else 'no state dict'}{among}; give a file of one alone, as "
             "torch.save(model.state_dict(), FILE) makes it"
         )
-    return Weights(f"{file} ({usual[0]})", _plain_names(inside[usual[0]]))
+    return Weights(f"{file} ({chosen[0]})", inside[chosen[0]])
 
 
 def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:
@@ -304,15 +288,11 @@ def _expected(model: schema.Model, classes: int) -> tuple[dict[str, str], dict[s
 def _head(model: schema.Model) -> dict[str, int]:
     """Return the axis of each tensor of the last layer that has an entry a class, by the tensor's name.
 
-    It is found by the number of classes, so it need not be linear.
+    It is found by a number of classes that divides no other axis, so it need not be linear, nor one layer alone.
     """
-    two, three = (_expected(model, classes)[1] for classes in (2, 3))
-    return {
-        name: axis
-        for name, tensor in two.items()
-        for axis, (fewer, more) in enumerate(zip(tensor.shape, three[name].shape, strict=True))
-        if fewer != more
-    }
+    _, tensors = _expected(model, _CLASSES)
+    axes = ((name, axis, size) for name, tensor in tensors.items() for axis, size in enumerate(tensor.shape))
+    return {name: axis for name, axis, size in axes if size and size % _CLASSES == 0}
 
 
 def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.distributed.process_groups import ProcessGroups, build_mesh
+from imagenet_fast.distributed.groups import ProcessGroups, build_mesh
 from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.ddp import GradientSync
 from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools

@@ -91,7 +91,8 @@ def _warnings(situation: Situation, row: Planned, micro_batch: int) -> Iterator[
     if given.images_per_s is not None and given.images_per_s < rate:
         yield (
             f"the input gives {given.images_per_s:,.0f} images/s a node, and {rate:,.0f} are needed: steps would take "
-            f"{rate / given.images_per_s:.1f} times as long; shrink images by `data prepare --resize`, or cache them"
+            f"{rate / given.images_per_s:.1f} times as long; shrink images by `data prepare --resize`, or decode "
+            "them by `--format pixels`"
         )
     if given.gb_per_s is not None and given.gb_per_s < rate * JPEG_BYTES / 1e9:
         yield (

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,6 +38,7 @@ The learning rate follows ``epochs``.
 class Job:
     """A training run: the recipe, and the directories and options of the run."""
 
+    task: ClassVar = "train"
     name: str
     """The recipe's name."""
     recipe: Recipe
@@ -96,6 +97,7 @@ class Evaluation:
     Only the model, the images and the precision of the recipe are used.
     """
 
+    task: ClassVar = "eval"
     name: str
     """The recipe's name."""
     recipe: Recipe
@@ -120,6 +122,7 @@ class Evaluation:
 class DoctorJob:
     """A check of the nodes that are to train."""
 
+    task: ClassVar = "doctor"
     data: Path | None
     """The image directory; None: no images are looked at."""
     out: Path

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed import Work
 
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp
-from imagenet_fast.distributed.failure_detection import PeerLost
-from imagenet_fast.distributed.process_groups import end_group, leave_at_exit, new_group
+from imagenet_fast.distributed.groups import end_group, leave_at_exit, new_group
+from imagenet_fast.distributed.watchdog import PeerLost
 
 # Renamed in torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

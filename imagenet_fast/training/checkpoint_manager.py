@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
-from imagenet_fast.distributed.common_folder import common_folder
+from imagenet_fast.data.fingerprint import Contents
+from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import AsyncAnyReduce
+from imagenet_fast.distributed.reductions import AsyncAnyReduce, common_folder
 from imagenet_fast.errors import JobAborted, UserError, warn
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, digest, recipe_tables
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
-from imagenet_fast.training.run_lock import CHECKPOINTS
+from imagenet_fast.training.resume import ResumePoint
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
@@ -36,16 +38,16 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Mapping[str, Any],
+        self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Contents,
         asked: Callable[[], bool], store: Store | None = None, begun: int = 0,
     ) -> None:  # fmt: skip
         """Create a manager for one run; a collective call, since it makes a process group.
 
         Args:
             job: The run and its recipe.
-            world: This rank and its process group.
+            world: This rank.
             writer: Writer of the checkpoints; None: nothing is saved.
-            data: Noted in each checkpoint: ``images``, the training images in one epoch, and ``data``, a ``Contents``.
+            data: The images, noted in each checkpoint.
             asked: Returns whether this rank has been asked to stop.
             store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
                 client. None: they are not told between steps.
@@ -60,9 +62,8 @@ class CheckpointManager:
         self._saved_at = time.monotonic()
         self._told = False  # whether this rank has voted that a checkpoint is late
         self._begun = begun
-        self._store = None if store is None else PrefixStore("keeper", store)
+        self._board = None if store is None else Board(store, "keeper")
         self._looked_at = 0.0
-        self._told_to_stop = False
         self._is_saving = False
         self._unsaved: NotSaved | None = None
 
@@ -72,15 +73,14 @@ class CheckpointManager:
         The store is polled at most once a second, so a request to another rank is seen up to 1 s late.
         """
         if self._asked():
-            if self._store is not None and not self._told_to_stop:
-                self._told_to_stop = True
-                self._store.set(_STOP, "")
+            if self._board is not None:
+                self._board.post(_STOP, True)
             return True
         now = time.monotonic()
-        if self._store is None or self._world.size == 1 or now - self._looked_at < _LOOK_S:
+        if self._board is None or self._world.size == 1 or now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
-        return self._store.check([_STOP])
+        return self._board.read(_STOP) is not None
 
     def after_step(self, state: TrainState) -> None:
         """Save a checkpoint if one is due, and stop if some rank was asked to.
@@ -89,8 +89,8 @@ class CheckpointManager:
             StopRequested: As ``stop``, which may raise other errors, too.
         """
         every_steps = self._job.recipe.checkpoint.every_steps
-        if self._writer is not None and self._world.is_main and not self._writer.under_way:
-            self._await(self._writer)  # warns at once if it has failed
+        if self._world.is_main and not self._writing:
+            self._await()  # warns at once if it has failed
         is_late = self._is_late()
         stop, late = self._vote(self._asked(), is_late)
         self._told |= is_late and self._vote.cast
@@ -110,7 +110,7 @@ class CheckpointManager:
             return True
         self._saved_at, self._told = time.monotonic(), False
         if may_save := self.may_save(state):
-            self._save(self._writer, state, evaluated)
+            self._save(state, evaluated)
         return may_save
 
     def stop(self, state: TrainState) -> NoReturn:
@@ -128,38 +128,36 @@ class CheckpointManager:
         raise StopRequested
 
     def finish(self, state: TrainState, evaluated: bool) -> str:
-        """Wait for the checkpoint that is being written, and try once more if it fails.
-
-        Call it after the last step.
-
-        Args:
-            state: The training state after the last step.
-            evaluated: Whether its weights were evaluated.
+        """Wait for the checkpoint of the last step, and save ``state`` once more if it fails.
 
         Returns:
-            Why the state could not be saved, the same on every rank; empty if it was saved, or if there is no writer.
+            Why it could not be saved, the same on every rank; empty if it was saved, or if there is no writer.
         """
-        if self._writer is None:
-            return ""
-        here.enter("checkpoint")
-        self._await(self._writer)
+        self._await()
         if self._unsaved is not None:
-            self._save(self._writer, state, evaluated)
-            self._await(self._writer)
+            self._save(state, evaluated)
+            self._await()
+            if self._world.size > 1:
+                with here.waiting():
+                    dist.barrier()  # the store, where others may still read why, may end with rank 0
         return "" if self._unsaved is None else str(self._unsaved)
 
-    def _await(self, writer: CheckpointWriter) -> None:
+    @property
+    def _writing(self) -> bool:
+        return self._writer is not None and self._writer.under_way
+
+    def _await(self) -> None:
         """Wait for the checkpoint that is being written, if any, and note whether it failed; rank 0 warns once."""
-        if not self._is_saving:
+        if self._writer is None or not self._is_saving:
             return
         self._is_saving = False
         until = time.monotonic() + _SLOW_DISK_S
-        while writer.under_way and time.monotonic() < until:
+        while self._writing and time.monotonic() < until:
             here.enter("checkpoint")  # renewed: a slow disk is no hang
-            writer.join(1.0)
+            self._writer.join(1.0)
         self._unsaved = None
         try:
-            writer.wait()
+            self._writer.wait()
         except NotSaved as error:
             self._unsaved = error
             if self._world.is_main:
@@ -176,9 +174,7 @@ class CheckpointManager:
 
     def last_saved(self) -> int:
         """Wait for the checkpoint that is being written, and return ``saved_step``."""
-        if self._writer is not None:
-            here.enter("checkpoint")
-            self._await(self._writer)
+        self._await()
         return self.saved_step
 
     @property
@@ -198,11 +194,12 @@ class CheckpointManager:
     def _is_late(self) -> bool:
         """Return whether a checkpoint is due by rank 0's clock; false while one is being written."""
         minutes = self._job.recipe.checkpoint.every_minutes
-        if not self._world.is_main or self._writer is None or self._writer.under_way or self._told:
+        if not self._world.is_main or self._writer is None or self._writing or self._told:
             return False
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def _save(self, writer: CheckpointWriter, state: TrainState, evaluated: bool) -> None:
+    def _save(self, state: TrainState, evaluated: bool) -> None:
+        assert self._writer is not None
         recipe, outcome = self._job.recipe, state.outcome
         stamp = Stamp(
             step=state.step,
@@ -212,42 +209,44 @@ class CheckpointManager:
             recipe=digest(recipe),
             top1=outcome.top1 if evaluated else None,
         )
-        self._await(writer)
+        self._await()
         self._is_saving = True
         own = state.own()
-        about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), **self._data}
-        writer.save(stamp, about | state.shared(), own)
+        about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), "data": self._data}
+        self._writer.save(stamp, about | state.shared(), own)
 
 
 @contextmanager
 def open_checkpoints(
-    job: Job, world: DistContext, data: Mapping[str, Any], ask_first: Callable[[], Callable[[], bool]], begun: int
+    job: Job,
+    world: DistContext,
+    data: Contents,
+    ask_first: Callable[[], Callable[[], bool]],
+    resumed: ResumePoint | None,
 ) -> Iterator[CheckpointManager]:
-    """Build the run's checkpoint manager for the block.
+    """Build the run's checkpoint manager for the block. It saves nothing if not every node sees the run directory.
 
     Args:
         job: The run and its recipe.
-        world: This rank and its process group.
-        data: Noted in each checkpoint.
+        world: This rank.
+        data: The images, noted in each checkpoint.
         ask_first: Called before the block, from when on a signal asks this rank to stop. Returns a function that tells
             whether one has.
-        begun: Step of the checkpoint from which the run resumes; 0: none.
-
-    Yields:
-        The checkpoint manager. It saves nothing if not every node sees the run directory.
+        resumed: Checkpoint from which the run resumes, which all ranks see; None: none.
 
     Raises:
-        UserError: If the job is elastic, and not every node sees the run directory.
+        UserError: The job is elastic, and not every node sees the run directory.
     """
-    root = common_folder(job.folder / CHECKPOINTS, world, make=True)
-    if root is None and job.elastic:
-        raise UserError(
-            f"not every node sees {job.folder}, where all go on when one leaves; give an --out that all of them share"
-        )
-    if root is None and world.is_main:
-        warn(
-            f"no checkpoints are written, since not every node sees {job.folder}; give an --out that all of them share"
-        )
+    if resumed is None:
+        root, begun = common_folder(RunDir(job.folder).checkpoints, world, make=True), 0
+    else:
+        root, begun = resumed.checkpoint.folder.parent, resumed.step
+    if root is None:
+        unseen, fix = f"not every node sees {job.folder}", "give an --out that all of them share"
+        if job.elastic:
+            raise UserError(f"{unseen}, where all go on when one leaves; {fix}")
+        if world.is_main:
+            warn(f"no checkpoints are written, since {unseen}; {fix}")
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
         manager = CheckpointManager(job, world, writer, data, ask_first(), store.clone(), begun)

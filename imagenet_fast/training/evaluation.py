@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,36 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from imagenet_fast.data.loaders import ValLoader
+from imagenet_fast.data.build import ValLoader, build_val_loader
+from imagenet_fast.data.fingerprint import compare_data, contents
+from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import all_reduce_sum
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Top-1 and top-5 accuracy over ``images`` validation images, in percent.
-
-    The label is the first, or among the first five, of the model's guesses.
-    """
-
-    top1: float
-    top5: float
-    images: int
-    top1_mirror: float | None = None
-    """Top-1 by the mean logits of each image and its mirror image; None: not measured."""
-    top5_mirror: float | None = None
-    """Top-5 by the same."""
-    top1_shift: float | None = None
-    """Top-1 by the mean logits of shifted images, too; None: not measured."""
-    top5_shift: float | None = None
-    """Top-5 by the same."""
-
-    @property
-    def averaged(self) -> dict[str, float]:
-        """The accuracies by mean logits, by name; empty if not measured."""
-        names = ("top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+from imagenet_fast.distributed.reductions import all_reduce_sum, first_of_node
+from imagenet_fast.metrics.accuracy import Accuracy
+from imagenet_fast.models import compile_blocks
+from imagenet_fast.recipe.job import Evaluation
+from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
+from imagenet_fast.training.precision import autocast, effective_precision, forward_dtype, set_float32_math
 
 
 class StopRequested(Exception):
@@ -46,14 +28,9 @@ class StopRequested(Exception):
 
 
 def evaluate(
-    model: nn.Module,
-    dataset: ValLoader,
-    cast: torch.autocast,
-    world: DistContext,
-    asked: Callable[[], bool] = lambda: False,
-    mirror: bool = False,
-    shift: int = 0,
-) -> Accuracy:
+    model: nn.Module, dataset: ValLoader, cast: torch.autocast, world: DistContext,
+    asked: Callable[[], bool] = lambda: False, mirror: bool = False, shift: int = 0,
+) -> Accuracy:  # fmt: skip
     """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
     Ranks may hold different numbers of batches, so they communicate only at the end. The model is left in the mode it
@@ -77,6 +54,7 @@ def evaluate(
     model.eval()
     figures = 1 + mirror + (shift > 0)  # plain, with mirror images, with shifted images
     correct = torch.zeros(figures, 2, dtype=torch.int64, device=world.device)  # top-1, top-5
+    bad = torch.zeros((), dtype=torch.int64, device=world.device)
     seen, stopped = 0, False
     batches = dataset.next_evaluation()
     here.enter("evaluation")
@@ -92,19 +70,21 @@ def evaluate(
                 correct[1] += _hits(both, labels)
                 if shift:
                     correct[2] += _hits(shifted_logits(model, images, both, shift), labels)
+            bad += (labels == NO_CLASS).sum()
             seen += len(labels)
     model.train(modes[model])  # a network of one's own may do more in it
     for module, training in modes.items():
         module.training = training  # frozen norms, for example, stay frozen
-    *hits, images_seen, cut_off = all_reduce_sum(
-        *correct.flatten().tolist(), float(seen), float(stopped), device=world.device
+    *hits, bad_images, images_seen, cut_off = all_reduce_sum(
+        *correct.flatten().tolist(), float(bad), float(seen), float(stopped), device=world.device
     )
     if cut_off:
         raise StopRequested
     expected = dataset.val_order.images
     assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
-    top1, top5, *averaged = (100 * hit / expected for hit in hits)
-    return Accuracy(top1, top5, expected, *averaged)
+    names = ("top1", "top5", "top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
+    accuracies = {name: 100 * hit / expected for name, hit in zip(names, hits, strict=False)}
+    return Accuracy(**accuracies, images=expected, bad_images=int(bad_images) or None)
 
 
 def mirrored_logits(model: nn.Module, images: Tensor, logits: Tensor | None = None) -> Tensor:
@@ -143,3 +123,53 @@ def _hits(logits: Tensor, labels: Tensor) -> Tensor:
     """Return how many labels are the first, and among the first five, of the guesses: int64 [2]."""
     guesses = logits.topk(min(5, logits.size(1)), dim=1).indices == labels[:, None]
     return torch.stack([guesses[:, 0].sum(), guesses.sum()])
+
+
+@dataclass(kw_only=True)
+class EvalResult(Accuracy):
+    """Result of an evaluation of ``weights``."""
+
+    weights: str
+    recipe: str
+    model: str
+    precision: str
+    world_size: int
+    eval_s: float
+    """Seconds from the first image to the last, with compilation included."""
+    images_per_s: float
+
+
+def evaluate_weights(evaluation: Evaluation, world: DistContext) -> EvalResult:
+    """Classify the whole validation set as training with the recipe does: with its model, precision and batches.
+
+    Every rank must call it.
+
+    Raises:
+        UserError: The weights or the images do not fit, or ranks hold other images.
+    """
+    recipe = evaluation.recipe
+    precision, note = effective_precision(recipe.precision, world.bf16)
+    if world.is_main:
+        print(note, end="")
+    with first_of_node(world):
+        images = build_val_loader(
+            recipe.data, evaluation.data, evaluation.batching, world.rank, world.cores, world.device, recipe.seed,
+            forward_dtype(precision), recipe.channels_last,
+        )  # fmt: skip
+    compare_data(contents(images.class_names, {"images": 0, "digest": ""}, images.val_contents), world)
+    weights = load_initial_weights(
+        evaluation.weights, recipe.model, images.classes, world, class_names=images.class_names, evaluates=True
+    )
+    set_float32_math(precision)
+    model = build_initial_model(recipe, images.classes, world, weights)
+    if recipe.compile and not recipe.ema_decay:  # the moving average is not compiled in training either
+        compile_blocks(model)
+    begun = time.perf_counter()
+    cast = autocast(precision, world.device)
+    accuracy = evaluate(model, images, cast, world, mirror=recipe.eval_mirror, shift=recipe.eval_shift)
+    seconds = time.perf_counter() - begun
+    return EvalResult(
+        **vars(accuracy), weights=weights.source if weights is not None else str(evaluation.weights),
+        recipe=evaluation.name, model=recipe.model.label, precision=precision.kind, world_size=world.size,
+        eval_s=seconds, images_per_s=accuracy.images / seconds,
+    )  # fmt: skip

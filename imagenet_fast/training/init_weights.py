@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.checkpoint import Checkpoint, chosen_checkpoint, open_checkpoint
+from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.checkpoint.folder import Manifest, read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, refused_together
+from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.report import is_checkpoint, split_checkpoint, weights_file
+from imagenet_fast.metrics.run_dir import RunDir, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network, to_channels_last
@@ -33,7 +34,7 @@ def build_initial_model(
     Args:
         recipe: The recipe.
         classes: Number of classes.
-        world: This rank and its process group.
+        world: This rank.
         weights: Result of ``load_initial_weights``; None on rank 0: fresh weights.
         examples: Returns batches of training images, from which fresh weights that depend on images are computed. Only
             called on rank 0, and only for such a model. None: those weights are random.
@@ -66,9 +67,9 @@ def load_initial_weights(
     given: Path, model: Model, classes: int, world: DistContext, fresh_head: bool = False,
     class_names: Sequence[str] = (), evaluates: bool = False,
 ) -> Weights | None:  # fmt: skip
-    """Read the weights that ``given`` names, on rank 0 only, and fit them to ``model``.
+    """Return the weights that ``given`` names, fitted to ``model``, on rank 0; None on others.
 
-    Other ranks get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. Classes in another
+    Others get theirs from rank 0 (``build_initial_model``), so their nodes need no such file. Classes in another
     order than the images' are put into theirs. Warn if the network blurs otherwise than the one that was trained, or
     the images are of other classes.
 
@@ -76,19 +77,16 @@ def load_initial_weights(
         given: Any form that ``given_weights`` accepts.
         model: The recipe's model.
         classes: Number of classes.
-        world: This rank and its process group.
+        world: This rank.
         fresh_head: Whether to leave out the weights of the last layer.
         class_names: Names of the images' classes by label; empty if they are not known.
         evaluates: Whether to refuse images of other classes instead.
-
-    Returns:
-        The fitted weights on rank 0, None on other ranks.
 
     Raises:
         UserError: The same on every rank, if rank 0 cannot read the weights or they do not fit.
     """
     found = None
-    with refused_together(world.device):
+    with raise_on_all_ranks(world.device):
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             warn_of_blurpool(found, model)
@@ -142,20 +140,51 @@ def given_weights(given: Path) -> Weights:
     """
     folder, which = split_checkpoint(given)
     if which is not None and which != "final":
-        return _saved_weights(chosen_checkpoint(folder, which))
+        run = RunDir(folder)
+        return _saved_weights(chosen_checkpoint(run.checkpoints, which, run.final_weights.is_file()))
     if which is None and is_checkpoint(folder):
         return _saved_weights(open_checkpoint(folder))
     return read_weights(weights_file(folder))
 
 
-def _saved_weights(checkpoint: Checkpoint) -> Weights:
-    """Return the weights that an evaluation at the checkpoint's step would have used.
+def chosen_checkpoint(root: Path, which: str, final: bool = False) -> Checkpoint:
+    """Return the checkpoint that ``RUN@WHICH`` names.
 
-    These are the moving average if there is one, with batch-norm statistics averaged over all ranks.
+    Args:
+        root: The directory of the run's checkpoints.
+        which: ``best``, ``newest``, ``latest``, ``step-N``, ``N``, or the name of the checkpoint's directory. Of
+            several checkpoints of one step, the newest is taken.
+        final: Whether the run has final weights, which the message then lists.
+
+    Raises:
+        UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
     """
+    found, _ = read_survey(root)
+    if which in ("best", "newest", "latest"):
+        chosen = newest(root, best=which == "best")
+    else:
+        same = [f for f, manifest in found.items() if which in (f.name, f"step-{manifest.step}", str(manifest.step))]
+        chosen = open_checkpoint(same[0]) if same else None  # the survey lists the newest first
+    if chosen is None:
+        raise UserError(f"{root.parent} has no checkpoint '{which}'{_instead(found, which, final)}")
+    return chosen
+
+
+def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
+    """Return the end of an error message: what to give in place of ``which``."""
+    if not found:
+        return "; it holds none" + (", but final weights: leave the @ out" if final else "; give another run")
+    evaluated = any(manifest.top1 is not None for manifest in found.values())
+    why = ": none of its checkpoints was evaluated" if which == "best" else ""
+    steps = [f"step-{step}" for step in sorted({manifest.step for manifest in found.values()})]
+    return f"{why}; there are {', '.join([*['best'] * evaluated, 'newest', *['final'] * final, *steps])}"
+
+
+def _saved_weights(checkpoint: Checkpoint) -> Weights:
+    """Return the moving average if there is one, or the weights with batch-norm statistics averaged over all ranks."""
     folder = checkpoint.folder
     try:
-        shared = checkpoint.shared()
+        shared = checkpoint.shared
         averaged = shared["average"] is not None
         tensors = dict(shared["average" if averaged else "model"])
         kind = "average" if averaged else "buffers"

@@ -12,8 +12,9 @@ from torch import Tensor
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.network_interfaces import link_bytes
+from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
+from imagenet_fast.distributed.watchdog import Paces
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
@@ -77,8 +78,8 @@ class Meter:
         self._outcome = outcome
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
-        self._closed: _Interval | None = None
-        """Interval that is not yet recorded."""
+        self._paces = Paces(world.size)
+        self._closed: _Interval | None = None  # not yet recorded
         self.restart()
 
     def restart(self) -> None:
@@ -153,31 +154,26 @@ class Meter:
             self._record(interval, record)
 
     def _record(self, interval: _Interval, record: MetricLogger) -> None:
-        """Record the interval: losses and bytes as means over ranks, data waits as maxima over ranks.
-
-        If one rank waits for data, all do. The run's total leaves out its first step, and starts with the second step's
-        first batch.
-        """
+        """Record the interval: means of losses and bytes over ranks, maxima of data waits: if one waits, all do."""
         here.enter("record")
         wait_for(interval.ended)
         waits = [seconds_between(begun, there) for begun, there in interval.fetches]
-        counted, passed = waits[interval.at_start :], 0.0
-        if counted:
-            passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended)
+        counted = waits[interval.at_start :]
+        passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended) if counted else 0.0
         loss, streak, *scaling = interval.own.tolist()
         sent = sum(stats.sent_bytes for stats in interval.steps)
         ended = 0 < self._most <= streak
-        rows = gather_rows([loss, sent, interval.linked, ended, sum(waits), sum(counted), passed], self._world)
-        loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
-        waited, of_it, passed = rows.amax(0)[4:].tolist()
-        self._outcome.wait_for_data(of_it, passed)
-        step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
         seconds = seconds_between(interval.begun, interval.ended)
+        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
+        own = [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - sum(exposed)]
+        rows = gather_rows(own, self._world)
+        loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
+        waited, of_it, passed = rows.amax(0)[4:7].tolist()
+        self._outcome.add_wait(of_it, passed)
+        step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
         record("data", step, wait_pct=100 * waited / seconds)
         record("speed", step, images_per_s=count * self._global_batch / seconds)
-        exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
-        if exposed:
-            here.took(count, seconds - sum(exposed))
+        self._paces.add(rows[:, 7].tolist(), count)
         record(
             "sync",
             step,
@@ -199,10 +195,7 @@ class Meter:
             raise NonFiniteLoss
 
     def _link_bytes(self) -> float:
-        """Return the bytes sent on the link; NaN also on GPUs.
-
-        Their network cards may read GPU memory past the kernel, which then counts nothing.
-        """
+        # Network cards may read GPU memory past the kernel, which then counts nothing.
         return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan
 
 

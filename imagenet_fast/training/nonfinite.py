@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -11,13 +11,10 @@ from torch import Tensor, nn
 
 
 class NonFiniteTracer:
-    """Hooks that check the inputs and outputs of every module in forwards of ``model``.
+    """What ``trace_nonfinite`` has found so far."""
 
-    The host waits for the device at each check.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Register the hooks on all modules of ``model``."""
+    def __init__(self) -> None:
+        """Begin before the first forward."""
         self.called: dict[nn.Module, None] = {}
         """Modules in the order of their first call."""
         self.first: nn.Module | None = None
@@ -28,21 +25,13 @@ class NonFiniteTracer:
         self.arrived_so = False
         """True if the model's input was already not finite."""
         self._inside: list[nn.Module] = []
-        self._hooks = []
-        for module in model.modules():
-            self._hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._leave, with_kwargs=True))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
     @property
     def _over(self) -> bool:
         return self.first is not None or self.arrived_so
 
-    def _enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Check the input of ``module`` before its forward."""
         self.called.setdefault(module)
         if not self._over and not is_finite((inputs, named)):
             if self._inside:
@@ -51,7 +40,8 @@ class NonFiniteTracer:
                 self.arrived_so = True
         self._inside.append(module)
 
-    def _leave(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: object) -> None:
+    def leave(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: object) -> None:
+        """Check the output of ``module`` after its forward."""
         self._inside.pop()
         if not self._over and not is_finite(output):
             self.first = module
@@ -59,16 +49,16 @@ class NonFiniteTracer:
 
 @contextmanager
 def trace_nonfinite(model: nn.Module) -> Iterator[NonFiniteTracer]:
-    """Trace the forwards of ``model`` inside this context.
+    """Check the inputs and outputs of every module in forwards of ``model`` in the block.
 
-    Compiled code runs eagerly meanwhile, so that its hooks are called.
+    The host waits for the device at each check. Compiled code runs eagerly meanwhile, so that its hooks are called.
     """
-    watch = NonFiniteTracer(model)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield watch
-    finally:
-        watch.close()
+    watch = NonFiniteTracer()
+    with torch.compiler.set_stance("force_eager"), ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(watch.leave, with_kwargs=True))
+        yield watch
 
 
 def is_finite(values: object) -> bool:

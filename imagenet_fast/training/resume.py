@@ -12,18 +12,17 @@ from typing import Any
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.data.fingerprint import differences as differences_of_data
-from imagenet_fast.data.loaders import Loaders
-from imagenet_fast.distributed.common_folder import common_folder
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.json_io import read_events
-from imagenet_fast.models.weights import Weights, classes_of
+from imagenet_fast.metrics.events import read_events
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
-from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.training.run_lock import CHECKPOINTS, lock_run_dir
+from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.training.run_lock import lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
 
@@ -32,12 +31,10 @@ class ResumePoint:
     """Checkpoint from which a run resumes; the same on every rank."""
 
     checkpoint: Checkpoint
-    shared: dict[str, Any]
-    """State that all ranks share, in host memory."""
     elsewhere: bool
     """True if the number of ranks, their layout or their parts of the model have changed."""
-    found_at: float
-    """Time when the checkpoint was found, in seconds of the wall clock."""
+    gap_s: float
+    """Seconds since the checkpoint was saved; 0 if the clock was set back."""
 
     @property
     def step(self) -> int:
@@ -53,9 +50,9 @@ class ResumePoint:
         else:
             own = checkpoint.part(world.rank, world.device)
         try:
-            state.load(self.shared, own)
+            state.load(checkpoint.shared, own)
         except (KeyError, RuntimeError):
-            if change := _change_of_network(self.shared, state):
+            if change := _change_of_network(checkpoint.shared, state):
                 raise UserError(
                     f"the network {change} since {checkpoint.folder} was written; restore it, or begin another run "
                     "with --init-from"
@@ -64,41 +61,28 @@ class ResumePoint:
         if world.is_main and state.outcome.status == "reached":  # perhaps earlier, if the target was higher until now
             with suppress(UserError):
                 events = read_events(checkpoint.folder.parents[1])
-                state.outcome.time_from(event for event in events if event["step"] <= self.step)
+                state.outcome.find_time_to_target(event for event in events if event["step"] <= self.step)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         measured = [top1 is not None for top1 in (state.outcome.top1_mirror, state.outcome.top1_shift)]
         otherwise = recipe.target_mirrored and measured != [recipe.eval_mirror, recipe.eval_shift > 0]
         state.needs_eval = checkpoint.manifest.top1 is None or otherwise
         if state.needs_eval:
-            state.outcome.reopen()
+            state.outcome.clear_target()
 
     def without_weights(self) -> ResumePoint:
         """Return what is of use once the state is loaded, since weights and momenta take memory."""
-        return replace(self, shared={"saved_at": self.shared["saved_at"]})
+        return replace(self, checkpoint=replace(self.checkpoint, shared={}))
 
-    def check_contents(self, dataset: Loaders, model: Model) -> None:
-        """Raise UserError if classes, images or labels have changed since, as far as the checkpoint records them.
-
-        An early checkpoint records only the number of classes of its ``model``.
-        """
-        if "data" in self.shared:
-            changed = differences_of_data(self.shared["data"], dataset.contents)
-        else:
-            before = classes_of(Weights(str(self.checkpoint.folder), self.shared["model"]), model)
-            changed = [f"{dataset.classes} classes for {before}"] if before not in (0, dataset.classes) else []
-        if changed:
+    def check_data(self, contents: Contents) -> None:
+        """Raise UserError if classes, images or labels have changed to ``contents`` since."""
+        folder, before = self.checkpoint.folder, self.checkpoint.shared.get("data")
+        if before is None:
+            raise UserError(f"{folder} is of a version that noted no images; begin another run with --init-from")
+        if changed := differences_of_data(before, contents):
             raise UserError(
-                f"the data has {' and '.join(changed)} since {self.checkpoint.folder} was written; restore it, or "
+                f"the data has {' and '.join(changed)} since {folder} was written; restore it, or "
                 "begin another run with --init-from"
-            )
-
-    def check_images(self, images: int) -> None:
-        """Raise UserError if the number of training images has changed since."""
-        if (before := self.shared["images"]) != images:
-            raise UserError(
-                f"the training set has {images} images and had {before} when {self.checkpoint.folder} was written; "
-                "restore it, or begin another run with --init-from"
             )
 
     def check_length(self, epochs: int, steps_per_epoch: int) -> None:
@@ -110,12 +94,6 @@ class ResumePoint:
                 f"epochs={math.ceil(trained)} or more, or begin another run with --init-from"
             )
 
-    @property
-    def gap_s(self) -> float:
-        """Seconds since the checkpoint; 0 if the clock was set back."""
-        saved_at: float = self.shared["saved_at"]
-        return max(0.0, self.found_at - saved_at)
-
 
 def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     """Return where ``job`` resumes, found by rank 0, or None if there is no checkpoint yet.
@@ -123,29 +101,33 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    found = ""
-    with refused_together(world.device):
+    last, saved = None, RunDir(job.folder).checkpoints
+    with raise_on_all_ranks(world.device):
         if world.is_main:
             lock_run_dir(job.folder)
-            last = newest(job.folder / CHECKPOINTS)
-            found = "" if last is None else last.folder.name
-    told = [found]
-    dist.broadcast_object_list(told, src=0, device=world.device)
-    if not (found := told[0]):
+            last = newest(saved, set_aside=True)
+    named = ["" if last is None else last.folder.name]
+    dist.broadcast_object_list(named, src=0, device=world.device)
+    if not named[0]:
         return None
-    root = common_folder(job.folder / CHECKPOINTS, world)
+    root = common_folder(saved, world)
     if root is None:
         raise UserError(
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
         )
-    checkpoint = open_checkpoint(root / found)
-    shared = checkpoint.shared()
-    _check_recipe(job, shared["recipe"])
+    folder = root / named[0]
+    checkpoint = open_checkpoint(folder) if last is None else replace(last, folder=folder)
+    begun, gap_s = checkpoint.shared["recipe"], time.time() - checkpoint.shared["saved_at"]
+    if changed := differences(begun, job.recipe):
+        raise UserError(
+            f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "
+            "change that back, or give another --out"
+        )
     manifest, parallel = checkpoint.manifest, job.recipe.parallel
-    schedule = shared["recipe"].get("parallel", {}).get("schedule", parallel.schedule)
+    schedule = begun.get("parallel", {}).get("schedule", parallel.schedule)
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
     elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
-    return ResumePoint(checkpoint, shared, elsewhere, time.time())
+    return ResumePoint(checkpoint, elsewhere, max(0.0, gap_s))
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
@@ -161,13 +143,3 @@ def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:
         if param.requires_grad and name not in shared["velocity"]:
             return f"trains {name}, which was frozen,"
     return ""
-
-
-def _check_recipe(job: Job, begun: Mapping[str, Any]) -> None:
-    """Raise UserError if the recipe differs from the one that the run was started with in a way that matters."""
-    changed = differences(begun, job.recipe)
-    if changed:
-        raise UserError(
-            f"{job.folder} was begun with another recipe and cannot go on with this one: {', '.join(changed)}; "
-            "change that back, or give another --out"
-        )

@@ -13,18 +13,16 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
-from imagenet_fast.checkpoint.reader import read_survey
+from imagenet_fast.atomic_io import check_place
+from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import refused_together
+from imagenet_fast.distributed.reductions import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_folder import check_writable, holds_run
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 
-CHECKPOINTS = "checkpoints"
-"""Directory of the checkpoints in a run directory."""
-
 _LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
-_held: set[Path] = set()
+_held: dict[Path, int] = {}  # the descriptors, which are never closed
 
 
 @contextmanager
@@ -39,7 +37,7 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
             that cannot be moved aside.
     """
     try:
-        with refused_together(world.device):
+        with raise_on_all_ranks(world.device):
             if world.is_main:
                 _claim(job)
         yield
@@ -50,13 +48,14 @@ def claimed(job: Job, world: DistContext) -> Iterator[None]:
 
 
 def _claim(job: Job) -> None:
+    run = RunDir(job.folder)
     try:
-        check_writable(job.folder, job.resume)
-        make_and_lock_run_dir(job.folder)
-        check_writable(job.folder, job.resume)  # another run may have started meanwhile
-        if holds_run(job.folder) and not any(read_survey(job.folder / CHECKPOINTS)):
+        run.check_writable(job.resume)
+        _make_and_lock(job.folder)
+        run.check_writable(job.resume)  # another run may have started meanwhile
+        if run.holds_run() and not any(read_survey(run.checkpoints)):
             _move_aside(job.folder)
-            make_and_lock_run_dir(job.folder)
+            _make_and_lock(job.folder)
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
 
@@ -72,12 +71,11 @@ def _move_aside(folder: Path) -> None:
             f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {aside} "
             f"({error.strerror}); move what is in it away, or give another --out"
         ) from None
-    _held.discard(whole)
+    _held.pop(whole)
     warn(f"{folder} holds a run that had come to no checkpoint; it is moved to {aside}, and begins again")
 
 
-def make_and_lock_run_dir(folder: Path) -> None:
-    """Make ``folder`` if it does not exist, and lock it as ``lock_run_dir`` does."""
+def _make_and_lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lock_run_dir(folder)
 
@@ -85,14 +83,13 @@ def make_and_lock_run_dir(folder: Path) -> None:
 def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
     """Lock the run in ``folder``, if it exists, for this process until the process ends.
 
-    Args:
-        folder: Run directory.
-        timeout_s: Seconds to wait for the lock, as for a rank that is about to notice that its launcher was killed.
-
     Raises:
-        UserError: If another process trains there.
+        UserError: Another process trains there, and goes on for ``timeout_s``.
     """
-    if not folder.is_dir() or folder.absolute() in _held:
+    if not folder.is_dir():
+        return
+    with suppress(KeyError, FileNotFoundError):  # not locked, or another one now
+        check_locked(folder)
         return
     deadline = time.monotonic() + timeout_s
     while True:
@@ -108,17 +105,14 @@ def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
             continue
         except OSError:  # a file system without locks, or, like NFS, without locks of directories
             pass
-        if _is_at(folder, descriptor):
-            _held.add(folder.absolute())
+        with suppress(FileNotFoundError):
+            check_place(folder, os.fstat(descriptor))
+            _held[folder.absolute()] = descriptor
             return
         os.close(descriptor)  # the process that held it before removed it, empty
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def _is_at(folder: Path, descriptor: int) -> bool:
-    try:
-        there = folder.stat()
-    except FileNotFoundError:
-        return False
-    held = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
+def check_locked(folder: Path) -> None:
+    """Raise FileNotFoundError if ``folder`` is not the directory that this process has locked under that name."""
+    check_place(folder, os.fstat(_held[folder.absolute()]))

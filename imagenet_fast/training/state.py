@@ -27,7 +27,7 @@ from imagenet_fast.training.precision import LossScaler
 class TrainState:
     """Everything that later steps depend on.
 
-    Random numbers are not part of it: they follow from the step (``data/rng.py``, ``seed_step``), as do the epoch and
+    Random numbers are not part of it: they follow from the step (``data/order.py``, ``seed_step``), as do the epoch and
     the images.
     """
 
@@ -121,13 +121,7 @@ class TrainState:
 
     @torch.no_grad()
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Args:
-            shared: A value of ``shared``.
-            own: This rank's value of ``own``. With another number of ranks or another layout: what ``joined`` makes of
-                the values of all ranks.
-        """
+        """Continue from values of ``shared`` and ``own``; on other ranks than before, from what is ``joined``."""
         self._fill(self.model, shared["model"])
         if self.average is not None:
             self._fill(self.average.module, shared["average"])
@@ -140,7 +134,7 @@ class TrainState:
                 velocity[param].copy_(parts[name])
         self.scale.load_state_dict(shared["scale"])
         self.clock.load_state_dict(shared["clock"])
-        self.outcome.go_on(shared["outcome"])
+        self.outcome.resume_from(shared["outcome"])
         self.step = shared["step"]
         _copy(own["buffers"], dict(self.model.named_buffers()))
         self.sent_bytes = own["sent_bytes"]
@@ -168,11 +162,7 @@ def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
     """Merge the ``TrainState.own`` of every rank into one, for each rank of another number of ranks or layout.
 
     Batch-norm statistics are averaged. At most two values are held at a time: those of many ranks together may be
-    larger than a device's memory.
-
-    Args:
-        parts: The value of every rank.
-        sharded: Whether ranks held shards of layers.
+    larger than a device's memory. ``sharded`` tells whether ranks held shards of layers.
     """
     own: dict[str, Any] = {"averaged": [], "sent_bytes": 0}
     statistics = {"buffers": RunningMeans(), "average": RunningMeans()}

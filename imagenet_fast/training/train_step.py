@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import shipped_profile
-from imagenet_fast.data.rng import bits
+from imagenet_fast.data.order import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult
@@ -203,10 +203,7 @@ def _backpropagation(
     recipe: Recipe, batching: Batching, forward: nn.Module, sync: GradientSync, cast: torch.autocast, scale: LossScaler,
     division: ParallelModel | None,
 ) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
-    """Return the function that runs forward and backward on what a rank reads at once.
-
-    It returns what these images add to the mean loss of a step.
-    """
+    """Return the function that runs forward and backward on images, and returns what they add to the mean loss."""
     mean = build_loss(recipe.loss, recipe.label_smoothing)
 
     def criterion(logits: Tensor, labels: Tensor) -> Tensor:

@@ -18,21 +18,20 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 
-from imagenet_fast.data.bad_images import left_out
+from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
-from imagenet_fast.data.format_detection import find_data
-from imagenet_fast.data.loaders import Loaders, build_loaders, example_images
-from imagenet_fast.distributed.failure_detection import report_failure
-from imagenet_fast.distributed.forkserver import freeze_gc, unfreezing_gc
+from imagenet_fast.data.quarantine import left_out
+from imagenet_fast.data.source import find_data
+from imagenet_fast.distributed.forks import freeze_gc, unfreezing_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
+from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics import Accuracy, MetricLogger
 from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
-from imagenet_fast.metrics.run_dir import open_run_dir
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.record import open_record
+from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
 from imagenet_fast.recipe.batching import check_norms, explain, split_batch
@@ -40,7 +39,7 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate
+from imagenet_fast.training.evaluation import StopRequested, evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.nonfinite import NonFiniteLoss
@@ -48,7 +47,7 @@ from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import claimed
+from imagenet_fast.training.run_lock import check_locked, claimed
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -159,8 +158,7 @@ class Trainer:
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
-            found.check_contents(self.data, recipe.model)
-            found.check_images(self.data.train_order.images)
+            found.check_data(self.data.contents)
             found.check_length(recipe.epochs, self.steps_per_epoch)
         elif job.init_from is not None:
             self.weights = load_initial_weights(
@@ -178,7 +176,7 @@ class Trainer:
             trained = found is not None or self.weights is not None
             examples = None if trained else partial(example_images, recipe.data, job.data, recipe.seed)
             model = build_initial_model(recipe, self.data.classes, world, self.weights, examples)
-        trace = job.folder / "trace.json" if job.trace and world.is_main else None
+        trace = RunDir(job.folder).trace if job.trace and world.is_main else None
         self.step = build_step(
             recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
@@ -212,7 +210,7 @@ class Trainer:
             val_images=self.data.val_order.images, note=self._note,
         )  # fmt: skip
         if self.world.is_main and state.step < steps and outcome.status != "reached":
-            (job.folder / FINAL_WEIGHTS).unlink(missing_ok=True)  # of an earlier end
+            RunDir(job.folder).final_weights.unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
         self.step.meter.restart()
         try:
@@ -270,10 +268,10 @@ class Trainer:
                 state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
             )
         meter.restart()
-        self.outcome.judge(accuracy.top1, accuracy.top5, self.clock.run_s(), **accuracy.averaged)
+        self.outcome.record_eval(accuracy, self.clock.run_s())
         self.metrics(
-            "eval", state.step, epoch=epoch, top1=accuracy.top1, top5=accuracy.top5, images=accuracy.images,
-            eval_s=evaluation.seconds, train_s=self.clock.train_s(), **accuracy.averaged,
+            "eval", state.step, epoch=epoch, eval_s=evaluation.seconds, train_s=self.clock.train_s(),
+            **accuracy.measured(),
         )  # fmt: skip
         return accuracy
 
@@ -306,9 +304,6 @@ class Trainer:
         """Train to the end or a stop; return why the end could not be saved, or an empty string.
 
         The last step is checked for non-finite numbers here, as no step follows it.
-
-        Raises:
-            JobAborted: If numbers are no longer finite.
         """
         outcome, checkpoints = self.outcome, self.checkpoints
         assert checkpoints is not None
@@ -328,8 +323,8 @@ class Trainer:
         """Save checkpoints in the block, in which a first signal only asks to stop."""
         begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
         self.ending.saved_step = lambda: begun
-        data = {"images": self.data.train_order.images, "data": self.data.contents}
-        with open_checkpoints(self.job, self.world, data, ask_first, begun) as checkpoints:
+        data = self.data.contents
+        with open_checkpoints(self.job, self.world, data, ask_first, self.resumed_from) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             yield
 
@@ -339,7 +334,7 @@ class Trainer:
         job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
         ending.begin_record()
         resumed = None if self.resumed_from is None else self.resumed_from.step
-        self.metrics = open_run_dir(job, world, self.clock.run_s, resumed)
+        self.metrics = open_record(job, world, self.clock.run_s, resumed)
         try:
             yield
         except KeyboardInterrupt:
@@ -352,7 +347,7 @@ class Trainer:
             raise KeyboardInterrupt from None  # a signal ended another rank
         finally:
             outcome.run_s = self.clock.run_s()
-            ending.leave()
+            ending.write()
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 self.metrics("end", outcome.steps, **vars(outcome))
@@ -362,10 +357,12 @@ class Trainer:
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
         self.state.settle()
-        whole, path, failure = self.state.whole(), self.job.folder / FINAL_WEIGHTS, ""
+        whole, path, failure = self.state.whole(), RunDir(self.job.folder).final_weights, ""
         if self.world.is_main:
             about = describe(self.job.name, self.job.recipe, self.data.class_names)
             try:
+                check_locked(self.job.folder)
+                path.parent.mkdir(exist_ok=True)
                 write_weights(whole.state_dict(), path, about)
             except (OSError, SafetensorError) as error:
                 failure = (

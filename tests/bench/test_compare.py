@@ -32,8 +32,10 @@ time.sleep(60)
 
 
 @pytest.mark.usefixtures("own_signals", "subprocesses")
-@pytest.mark.parametrize("saved", [True, False])
-def test_after_ctrl_c_it_says_how_to_go_on_with_the_run_if_that_was_saved(saved: bool, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize(("asked", "saved"), [("--sync lazy,ring", True), ("--layout dp2,pp2", False)])
+def test_after_ctrl_c_it_says_how_to_go_on_with_the_run_if_that_was_saved(
+    asked: str, saved: bool, tmp_path: Path, monkeypatch
+):
     started = []
 
     def start(arguments: list[str], *_: object) -> subprocess.Popen[bytes]:
@@ -46,13 +48,14 @@ def test_after_ctrl_c_it_says_how_to_go_on_with_the_run_if_that_was_saved(saved:
 
     monkeypatch.setattr(compare, "_start", start)
     monkeypatch.setattr(compare, "time", SimpleNamespace(sleep=interrupt, monotonic=lambda: 0.0))
-    out = tmp_path / "my runs"
-    words = ("--recipe", "smoke", "--sync", "lazy,ring", "--nproc", "2", "--out", str(out))
+    out, first = tmp_path / "my runs", "lazy" if saved else "dp2"
+    words = ("--recipe", "smoke", *asked.split(), "--nproc", "2", "--out", str(out))
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *words], catch_exceptions=False)
     assert done.exit_code == 1
-    assert started == [out / "lazy"], "the other run is not begun"
-    assert f"lazy ended with exit code {4 if saved else 1}; its partial results are in {out / 'lazy'}" in done.output
-    assert (f"imagenet-fast train --resume '{out / 'lazy'}' --nproc 2 goes on with it" in done.output) == saved
+    assert started == [out / first], "the other run is not begun"
+    assert f"{first} ended with exit code {4 if saved else 1}; its partial results are in {out / first}" in done.output
+    assert (f"imagenet-fast train --resume '{out / first}' --nproc 2 goes on with it" in done.output) == saved
+    assert ("every layout with the engine hybrid\n" in done.output) == ("layout" in asked)
 
 
 ALEXNET, RESNET = find_recipe("alexnet-8gpu"), find_recipe("resnet50-8gpu")

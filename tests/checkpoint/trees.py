@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp, newest
-from imagenet_fast.distributed.rank_info import RankInfo
+from imagenet_fast.distributed.ranks import RankInfo
 
 ALONE = RankInfo(0, 1, 0, 1)
 
@@ -31,6 +31,7 @@ def state(step: int, rank: int = 0, values: int = 300) -> dict[str, Any]:
 
 def saved(root: Path, *steps: int, keep: int = 9, **stamped: Any) -> None:
     """Checkpoints of these steps by one rank, which has some of its own."""
+    root.mkdir(exist_ok=True)
     with CheckpointWriter(root, ALONE, keep=keep) as writer:
         for step in steps:
             writer.save(stamp(step, **stamped), state(step), state(step, rank=1))
@@ -49,7 +50,7 @@ def found_step(root: Path) -> int:
 
 
 def is_that_of(checkpoint: Checkpoint, step: int) -> bool:
-    whole = same(checkpoint.shared(), state(step)) and same(checkpoint.part(0), state(step, rank=1))
+    whole = same(checkpoint.shared, state(step)) and same(checkpoint.part(0), state(step, rank=1))
     return whole and checkpoint.manifest.step == step
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from imagenet_fast.bench import compare
 from imagenet_fast.cli.main import app
 from imagenet_fast.cost_model.layer_profile import save_profile
-from imagenet_fast.distributed.rank_info import rank_info_from_env
+from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.recipe.job import DoctorJob
 from tests.bench.small import SMALL
 from tests.conftest import make_images
@@ -49,7 +49,7 @@ IN_PROCESS = (
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both", "drawn to"),
     ("plan --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
     ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
-    ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", "kind: JobSet"),
+    ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", '"kind": "JobSet"'),
     ("launch ssh --recipe smoke --hosts a,b", "ssh"),
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
@@ -115,17 +115,18 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
 
     Its own launcher does nothing but to call what is to run on the ranks, and no loaders are tried.
     """
-    from imagenet_fast.launch import doctor
+    from imagenet_fast.doctor import loader_check
+    from imagenet_fast.launch import launcher, rank
 
-    def run_ranks(job: DoctorJob, handover: Path, nodes: object) -> tuple[int, str]:
+    def run_ranks(job: DoctorJob, launcher_dir: Path, nodes: object) -> tuple[int, str]:
         place = rank_info_from_env()
         assert place is not None
-        doctor.examine_as_rank(job, place, 60.0, handover)
+        rank.examine_as_rank(job, place, 60.0, launcher_dir)
         return 0, ""
 
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with patch.object(doctor, "run_ranks", run_ranks), patch.object(doctor, "try_loaders", lambda *_: []):
+    with patch.object(launcher, "run_ranks", run_ranks), patch.object(loader_check, "try_loaders", lambda *_: []):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, line.split(), catch_exceptions=False)
     return done.exit_code, done.output
 

@@ -15,10 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app, main
-from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import RunResult
-from imagenet_fast.metrics.run_folder import new_folder
+from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
 from tests.e2e.command import in_process
 
@@ -94,7 +94,6 @@ REFUSED = {
         ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),
         ("--weights / --out w.safetensors", "/ is a directory without a run; give one that `train` made"),
         ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, which"),
-        ("--weights x --out w.onnx --format onnx", "there are safetensors and pt2"),
         ("--weights x --out /no/w.safetensors", "--out /no/w.safetensors: there is no directory /no"),
     ],
     "compare --recipe smoke": [
@@ -149,7 +148,7 @@ def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(rank: str, warnings: i
     for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
         monkeypatch.setenv(key, value)
     trained = RunResult("finished", "smoke", "lazy", 2, 32)
-    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", lambda *_, **named: trained)
+    monkeypatch.setattr("imagenet_fast.launch.rank.train_as_rank", lambda *_, **named: trained)
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", "train", "--recipe", "smoke", "--set", "target_top1=0.85"])
     with pytest.raises(SystemExit) as end:
         main()
@@ -162,7 +161,7 @@ def test_a_torchrun_that_may_restart_is_told_where_the_run_goes_on(monkeypatch, 
     for key, value in zip(TORCHRUN, ("0", "2", "0", "2"), strict=True):
         monkeypatch.setenv(key, value)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    monkeypatch.setattr("imagenet_fast.launch.worker.run_worker", Mock(side_effect=UserError("began")))
+    monkeypatch.setattr("imagenet_fast.launch.rank.train_as_rank", Mock(side_effect=UserError("began")))
     train = ("train", "--recipe", "smoke")
     assert "torchrun's --max-restarts would begin a new run each time; add --out DIR" in refusal(*train)
     assert "began" in refusal(*train, "--out", "runs/a")

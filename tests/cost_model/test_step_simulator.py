@@ -265,14 +265,3 @@ def test_what_bounds_a_step():
         ("read", [0.0, 0.0, 0.5], 1.0, 1.5),  # ready last and needed first: nothing hides it
     ):
         assert step_lower_bound(QUARTER, seconds, awaits, share) == pytest.approx(least)
-
-
-def test_it_lies_between_simpler_bounds_for_any_network():
-    for seed in range(50):
-        profile = random_profile(seed)
-        raw = Random(seed).uniform(0.1, 3) * profile.compute_s
-        seconds = profile.all_reduce_seconds(raw)
-        each, backward, read = (
-            step_lower_bound(profile.timing, seconds, awaits) for awaits in ("each", "backward", "read")
-        )
-        assert max(profile.compute_s, raw) <= read <= backward <= each == pytest.approx(profile.compute_s + raw)

@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.formats.shard_writer import Sample, write_classes
-from imagenet_fast.data.formats.tfrecord import HEAD, TAIL, masked_crc32c
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.prepare.write import Sample, write_classes
+from imagenet_fast.data.source import ImageSource, open_training, open_validation
+from imagenet_fast.data.tfrecord import HEAD, TAIL, masked_crc32c
 
 
 def samples_of(images: ImageSource) -> list[Sample]:

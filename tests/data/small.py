@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from imagenet_fast.data.loaders import Loaders, build_loaders
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
+from imagenet_fast.data.build import Loaders, build_loaders
+from imagenet_fast.data.folders import ImageFolder, scan_training, scan_validation
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
@@ -50,6 +51,11 @@ def opened(
     """The loaders of one rank; ``data`` is a loader's name, which ``changes`` are for."""
     settings = image_data(data, **changes) if isinstance(data, str) else data
     return build_loaders(settings, root, batching, rank, 2, CPU, seed, first_step)
+
+
+def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
+    """Both splits in class folders."""
+    return scan_training(root), scan_validation(root)
 
 
 def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor:

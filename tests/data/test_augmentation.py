@@ -10,8 +10,7 @@ import pytest
 import torch
 from torchvision.transforms import RandomResizedCrop
 
-from imagenet_fast.data.augmentation import Augmentation, Window
-from imagenet_fast.data.sampler import BatchIndices
+from imagenet_fast.data.order import Augmentation, BatchIndices, Window
 
 DRAWS = 2000
 WHOLE = (0.08, 1.0)

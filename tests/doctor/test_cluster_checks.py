@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch.distributed as dist
 from rich.console import Console
 
 import tests
-from imagenet_fast.doctor.cluster_checks import _promise, gather_results
-from imagenet_fast.doctor.report import CheckResult, by_host, findings_table
+from imagenet_fast.distributed.ranks import rank_info_from_env
+from imagenet_fast.doctor import host_checks, loader_check
+from imagenet_fast.doctor.cluster_checks import _rated_speed, gather_results
+from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results
+from imagenet_fast.launch.rank import examine_as_rank
+from imagenet_fast.recipe.job import DoctorJob
+from imagenet_fast.recipe.schema import Timeout
+from tests.ports import free_port
 from tests.ranks import run, with_ranks
 
 
@@ -24,30 +33,51 @@ def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_an
     assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
 
 
+def test_a_node_that_looks_through_slow_data_has_come_all_the_same(tmp_path: Path):
+    """Ranks wait for one another for a time, and for what one of them does as long as in training."""
+    with free_port() as port:
+        run(2, _examined, port, tmp_path, fresh=True)
+    assert [found.said for found in read_results(tmp_path) or []][:1] == ["at last"]
+
+
+def _examined(port: int, handover: Path) -> None:
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rank = rank_info_from_env()
+    assert rank is not None
+
+    def slowly(*_: object) -> list[CheckResult]:
+        time.sleep(1.5)
+        return [CheckResult("data", "ok", "at last")]
+
+    with patch.object(host_checks, "examine", slowly), patch.object(loader_check, "try_loaders", lambda *_: []):
+        examine_as_rank(DoctorJob(None, handover, Timeout()), rank, 1.0, handover)
+
+
 def test_one_rank_alone_has_nobody_to_measure():
     told = run(1, gather_results, [], tests.world(), "a")
     assert told == [[CheckResult("all-reduce", "ok", "one rank alone needs none")]]
 
 
-def test_what_cards_promise_is_read_from_the_system(tmp_path: Path):
+def test_what_cards_rated_speed_is_read_from_the_system(tmp_path: Path):
     def card(name: str, **texts: str) -> None:
         (tmp_path / name).mkdir(parents=True)
         for file, text in texts.items():
             (tmp_path / name / file).write_text(f"{text}\n")
 
-    assert _promise({}, 8, tmp_path) == 0.0
+    assert _rated_speed({}, 8, tmp_path) == 0.0
     card("net/eth0", speed="25000")
     card("net/wlan0", speed="-1")
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0,wlan0"}, 8, tmp_path) == 25e9
-    assert _promise({"GLOO_SOCKET_IFNAME": "wlan0"}, 8, tmp_path) == 0.0
-    assert _promise({"GLOO_SOCKET_IFNAME": "gone0"}, 8, tmp_path) == 0.0
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0,wlan0"}, 8, tmp_path) == 25e9
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "wlan0"}, 8, tmp_path) == 0.0
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "gone0"}, 8, tmp_path) == 0.0
     card("infiniband/mlx5_0/ports/1", rate="200 Gb/sec (4X HDR)", state="4: ACTIVE")
     card("infiniband/mlx5_1/ports/1", rate="200 Gb/sec (4X HDR)", state="1: DOWN")
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 8, tmp_path) == 200e9
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 8, tmp_path) == 200e9
     card("infiniband/mlx5_2/ports/1", rate="100 Gb/sec (2X HDR)", state="4: ACTIVE")
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 1, tmp_path) == 200e9, "the other card is for storage"
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 2, tmp_path) == 300e9
-    assert _promise({"GLOO_SOCKET_IFNAME": "eth0"}, 0, tmp_path) == 25e9, "gloo uses no such card"
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 1, tmp_path) == 200e9, "the other card is for storage"
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 2, tmp_path) == 300e9
+    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 0, tmp_path) == 25e9, "gloo uses no such card"
 
 
 TORCH = CheckResult("torch", "ok", "2.15.0")

@@ -19,8 +19,9 @@ from imagenet_fast.bench import compare
 from imagenet_fast.bench.compare import Ended
 from imagenet_fast.bench.parallel_layouts import parse_layouts
 from imagenet_fast.metrics import Event
-from imagenet_fast.metrics.json_io import JsonLines
+from imagenet_fast.metrics.events import JsonLines
 from imagenet_fast.metrics.report import report_table
+from imagenet_fast.metrics.run_dir import RunDir
 from tests.e2e.command import COMMAND, environment, events_of, in_process, outcome_of, setting, wait_for
 
 
@@ -139,33 +140,29 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
         ended_by_force.write(Event("train", step, 1.0, {"loss": 1.0, "epoch": 1}))
     ended_by_force.write(Event("eval", 2, 1.0, {"top1": 12.5, "top5": 50.0, "epoch": 1}))
     ended_by_force.close()
-    monkeypatch.setattr(compare, "check_writable", lambda folder, otherwise: None)  # the run is there already
+    monkeypatch.setattr(RunDir, "check_writable", lambda *_, **__: None)  # the run is there already
     (run,) = compared(monkeypatch, tmp_path, {"lazy": 1})
     text = io.StringIO()
     Console(file=text, width=120).print(report_table([run.past]))
     assert re.search(r"lazy +failed +12\.50 +1\.0000 +2$", text.getvalue().rstrip()), text.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "engines", "seeds", "layouts", "labels"),
-    [
-        (
-            "alexnet-8gpu", ["lazy", "hybrid"], [1, 2], "dp4,pp2dp2",
-            [f"{e}-{layout}-seed{s}" for e in ("lazy", "hybrid") for layout in ("dp4", "pp2dp2") for s in (1, 2)],
-        ),
+def test_names_tell_what_differs():
+    """Engines, layouts and seeds, of which there are several."""
+    both = ["lazy", "hybrid"]
+    all_of_them = [f"{e}-{layout}-seed{s}" for e in both for layout in ("dp4", "pp2dp2") for s in (1, 2)]
+    for recipe, engines, seeds, layouts, labels in (
+        ("alexnet-8gpu", both, [1, 2], "dp4,pp2dp2", all_of_them),
         ("alexnet-8gpu", ["hybrid"], [], "tp2dp2,dp4", ["tp2dp2", "dp4"]),
         ("smoke", ["hybrid"], [7], "dp4", ["dp4-seed7"]),
-    ],
-    ids=["every engine with every layout and seed", "layouts of a single engine", "seeds of a single engine"],
-)  # fmt: skip
-def test_names_tell_what_differs(recipe: str, engines: list[str], seeds: list[int], layouts: str, labels: list[str]):
-    settings = ["hybrid.wire=fp32", "epochs=30"]
-    *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
-    assert [run.label for run in (*others, last)] == labels
-    assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
-    arguments = last.arguments(recipe, None, Path("runs"))
-    assert ("parallel.pipeline=2" in arguments) == ("pp2dp2" in labels[-1])
-    assert not seeds or arguments[arguments.index("--seed") + 1] == str(seeds[-1])
+    ):
+        settings = ["hybrid.wire=fp32", "epochs=30"]
+        *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
+        assert [run.label for run in (*others, last)] == labels
+        assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
+        arguments = last.arguments(recipe, None, Path("runs"))
+        assert ("parallel.pipeline=2" in arguments) == ("pp2dp2" in labels[-1])
+        assert not seeds or arguments[arguments.index("--seed") + 1] == str(seeds[-1])
 
 
 SAVES_SLOWLY = """

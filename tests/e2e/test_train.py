@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torchvision.models import alexnet, resnet18
 
 from imagenet_fast.checkpoint import newest
-from imagenet_fast.data.loaders import build_loaders
-from imagenet_fast.distributed.rank_info import TORCHRUN
+from imagenet_fast.data.build import build_loaders
+from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Job, read_job
 from tests.conftest import tiers

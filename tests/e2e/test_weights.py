@@ -22,9 +22,8 @@ from torchvision.models import alexnet, resnet18
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.evaluate import EvalResult, judge
 from imagenet_fast.launch.job_setup import plan_evaluation
-from imagenet_fast.metrics.report import FINAL_WEIGHTS, split_checkpoint
+from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint
 from imagenet_fast.models import build_model
 from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
@@ -32,6 +31,7 @@ from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.training import init_weights
+from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights, load_initial_weights
 from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, saved, stamp
@@ -53,14 +53,16 @@ def equal(tensors: dict[str, Tensor], others: dict[str, Tensor], but: tuple[str,
 
 @ci
 def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path):
-    final = load_file(smoke_run / FINAL_WEIGHTS)
+    final = load_file(RunDir(smoke_run).final_weights)
     for which in ("newest", "latest", "final", "step-16", "step-00000016", "16"):
-        assert which == "final" or chosen_checkpoint(smoke_run, which).folder == steps(smoke_run)[-1]
+        assert (
+            which == "final" or chosen_checkpoint(RunDir(smoke_run).checkpoints, which).folder == steps(smoke_run)[-1]
+        )
         found = given_weights(Path(f"{smoke_run}@{which}")).tensors
         assert found.keys() == final.keys()
         assert equal(found, final)
     first, last = (event["top1"] for event in events_of(smoke_run, "eval"))
-    assert chosen_checkpoint(smoke_run, "best").manifest.top1 == max(first, last)
+    assert chosen_checkpoint(RunDir(smoke_run).checkpoints, "best").manifest.top1 == max(first, last)
 
 
 @ci
@@ -74,7 +76,7 @@ def test_a_checkpoint_describes_its_weights_as_the_final_ones_are_and_has_the_me
     assert not torch.equal(first, second)
     found = given.tensors
     torch.testing.assert_close(found["bn1.running_mean"], (first + second) / 2)
-    assert torch.equal(found["conv1.weight"], checkpoint.shared()["model"]["conv1.weight"])
+    assert torch.equal(found["conv1.weight"], checkpoint.shared["model"]["conv1.weight"])
 
 
 def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
@@ -117,7 +119,7 @@ def test_what_there_is_not_is_refused_with_what_there_is(smoke_run: Path, tmp_pa
 
     run = tmp_path / "run"
     shutil.copytree(smoke_run, run)
-    (run / FINAL_WEIGHTS).unlink()
+    RunDir(run).final_weights.unlink()
     said = refused(run)
     assert f"{run} holds a run without checkpoints/final.safetensors" in said
     assert f"give one of its checkpoints, as {run}@newest" in said
@@ -141,7 +143,7 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
     verdict, said = json.loads(report.read_text()), events_of(smoke_run, "eval")[-1]
     assert (verdict["top1"], verdict["top5"], verdict["images"]) == (said["top1"], said["top5"], 15)
     assert (verdict["recipe"], verdict["model"], verdict["precision"]) == ("smoke", "resnet18", "fp32")
-    assert (verdict["world_size"], verdict["weights"]) == (3, str(smoke_run / FINAL_WEIGHTS))
+    assert (verdict["world_size"], verdict["weights"]) == (3, str(RunDir(smoke_run).final_weights))
     header, row = done.stdout.splitlines()[-2:]
     assert header.split() == ["recipe", "model", "top-1", "%", "top-5", "%", "images", "img/s"]
     assert row.split()[:-1] == ["smoke", "resnet18", f"{said['top1']:.2f}", f"{said['top5']:.2f}", "15"]
@@ -153,7 +155,11 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
 def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(smoke_run: Path):
     assert load_recipe(smoke_run / "recipe.toml") == plan_evaluation(smoke_run, None, (), 1).recipe
     as_trained = ("precision.kind=fp32", "data.val_images=15", "seed=5")
-    ways = [(smoke_run, None, ()), (smoke_run / FINAL_WEIGHTS, "smoke", as_trained), (f"{smoke_run}@step-8", None, ())]
+    ways = [
+        (smoke_run, None, ()),
+        (RunDir(smoke_run).final_weights, "smoke", as_trained),
+        (f"{smoke_run}@step-8", None, ()),
+    ]
     (((by_run, by_file, by_step), _),) = run(1, _judged, [(Path(file), *more, None) for file, *more in ways])
     said, earlier = outcome_of(smoke_run), events_of(smoke_run, "eval")[0]
     assert (by_run.top1, by_run.top5, by_run.images) == (said["top1"], said["top5"], 15)
@@ -166,7 +172,7 @@ def _judged(ways: Sequence[tuple[Path, str | None, Sequence[str], Path | None]])
     """The verdicts, and what was said to them."""
     world = tests.world()
     with redirect_stderr(StringIO()) as said:
-        verdicts = [judge(plan_evaluation(*way[:3], world.size, data=way[3]), world) for way in ways]
+        verdicts = [evaluate_weights(plan_evaluation(*way[:3], world.size, data=way[3]), world) for way in ways]
     return verdicts, said.getvalue()
 
 
@@ -272,7 +278,7 @@ def test_a_run_starts_from_a_checkpoint_and_records_which(smoke_run: Path, tmp_p
 @with_ranks(2)
 def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_run: Path):
     """With other classes only where a fresh head is asked for."""
-    world, file = tests.world(), smoke_run / FINAL_WEIGHTS
+    world, file = tests.world(), RunDir(smoke_run).final_weights
     given, state = file if world.is_main else Path("/nowhere"), load_file(file)
     recipe = parse_recipe("test", tables(ema_decay=0.9))
 

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,17 +14,15 @@ from torch import Tensor
 from torchvision.models import resnet18
 
 import tests
-from imagenet_fast.launch.evaluate import EvalResult, judge
-from imagenet_fast.launch.export import export_weights
-from imagenet_fast.metrics.report import FINAL_WEIGHTS, read_run, report_table
+from imagenet_fast.cli.export import write_weights_for_others
+from imagenet_fast.metrics import Accuracy
+from imagenet_fast.metrics.report import read_run, report_table
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation
-from imagenet_fast.recipe.parallel_config import Parallel
-from tests.conftest import make_images
+from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from tests.e2e.command import events_of, outcome_of, train_here
-from tests.parallel import small
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
@@ -71,11 +68,12 @@ def settings(changes: dict[str, Any], engine: str) -> dict[str, Any]:
 def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str, image_dir: Path, tmp_path: Path):
     images = image_dir if changes is MILD else None
     run(2, _train_all, changes, engine, images, tmp_path, fresh=True)
-    ddp, whole, resumed = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("ddp", "whole", "resumed"))
+    ddp, whole, resumed = (load_file(RunDir(tmp_path / name).final_weights) for name in ("ddp", "whole", "resumed"))
     assert_alike(whole, ddp)
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
-    exported = export_weights(tmp_path / "whole", None, "safetensors", tmp_path / "weights.safetensors")
+    exported = tmp_path / "weights.safetensors"
+    write_weights_for_others(tmp_path / "whole", None, "safetensors", exported)
     evaluation = Evaluation("any", job_of(**settings(changes, engine)).recipe, Batching(1, 8, 1), exported, images)
     ((verdict,), past) = run(1, _judged, evaluation), read_run(tmp_path / "whole")
     for value in ("top1", "top1_mirror", "top1_shift", "top5_shift"):
@@ -93,7 +91,7 @@ def _train_all(changes: dict[str, Any], engine: str, images: Path | None, folder
 
 
 def _judged(evaluation: Evaluation) -> EvalResult:
-    return judge(evaluation, tests.world())
+    return evaluate_weights(evaluation, tests.world())
 
 
 def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -105,10 +103,10 @@ def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 @pytest.mark.parametrize("shift", [{}, {"top1_shift": 69.0, "top5_shift": 90.0}], ids=["mirrored", "shifted"])
 def test_a_target_is_for_the_accuracy_of_the_most_views(shift: dict[str, float]):
     outcome = RunResult("failed", "r", "lazy", 1, 8, target_top1=70.0, target_mirrored=True)
-    outcome.judge(75.0, 90.0, 10.0, top1_mirror=71.0 if shift else 69.0, top5_mirror=90.0, **shift)
+    outcome.record_eval(Accuracy(top1=75.0, top1_mirror=71.0 if shift else 69.0, **shift), 10.0)
     assert outcome.status == "failed"
     better = dict.fromkeys(shift, 90.0)
-    outcome.judge(69.0, 90.0, 20.0, top1_mirror=69.0 if shift else 70.5, top5_mirror=90.0, **better)
+    outcome.record_eval(Accuracy(top1=69.0, top1_mirror=69.0 if shift else 70.5, **better), 20.0)
     assert (outcome.status, outcome.time_to_accuracy_s) == ("reached", 20.0)
 
 
@@ -122,56 +120,3 @@ def test_a_resumed_run_is_judged_by_what_its_recipe_measures_now(tmp_path: Path)
     assert [event.get("top1_shift") is None for event in evaluations] == [False, True]
     assert (outcome["status"], outcome["top1_shift"]) == ("reached", None)
     assert outcome["top1_mirror"] == evaluations[1]["top1_mirror"]
-
-
-@pytest.mark.ci
-def test_pipelines_blur_and_decay_as_one_rank_does():
-    changes = {"loss": "bce", "optim": OPTIM, "sync": {"kind": "hybrid", "wire": "fp32"}}
-    (one,) = run(1, _piped, Parallel(), changes, fresh=True)
-    two, _ = run(2, _piped, Parallel(pipeline=2, micro_batches=2), changes, fresh=True)
-    assert two.losses == pytest.approx(one.losses, rel=1e-4)
-    assert_alike(one.weights, two.weights)
-
-
-def _piped(parallel: Parallel, changes: dict[str, Any]) -> Any:
-    whole = small.small_model("resnet18")
-    add_blurpool(whole, "conv_maxpool")
-    with patch.object(small, "small_model", lambda kind: whole):
-        return small.train("resnet18", 2, 0.02, parallel, global_batch=4, **changes)
-
-
-STEPS, IMAGES = 6, 40
-
-
-@pytest.mark.weekly
-def test_one_two_and_four_ranks_agree_in_every_loss_and_in_accuracy(tmp_path: Path):
-    """Batch-norm statistics included, in training and in evaluation: micro-batches do not depend on the ranks.
-
-    What is left is the order of additions, which training a network amplifies, and on images with flat areas
-    (ties in max-pooling) quickly: hence smooth images.
-    """
-    images = make_images(tmp_path / "images", train=64, val=IMAGES)
-    (alone,), (both, _), (four, *_) = (
-        run(ranks, _train, engine, images, tmp_path / str(ranks), fresh=True)
-        for ranks, engine in ((1, "lazy"), (2, "lazy"), (4, "hybrid"))
-    )
-    losses, correct = alone
-    assert len(losses) == STEPS
-    assert losses[-1] < 0.9 * losses[0], "it learns"
-    for other in (both, four):
-        assert other[0] == pytest.approx(losses, rel=1e-3)
-        assert other[1] == pytest.approx(correct, abs=2), "images, after each epoch"
-
-
-def _train(engine: str, images: Path, folder: Path) -> tuple[list[float], list[float]]:
-    """The real loop with real images, batch norm and LARS, in fp32 and without augmentation."""
-    job = job_of(
-        folder, images, ranks=4, global_batch=32, epochs=STEPS // 2, label_smoothing=0.1,
-        model={"kind": "resnet18", "zero_init_last_gamma": True},
-        data={"dataset": "digits", "loader": "dali", "image_size": 32, "resize": 32, "augment": False},
-        optim={"kind": "lars", "lr": 0.6, "weight_decay": 5e-5}, schedule={"kind": "polynomial", "warmup_epochs": 1},
-        sync={"kind": engine, "wire": "fp32"},
-    )  # fmt: skip
-    assert train_here(job).status == "finished"
-    losses = [event["loss"] for event in events_of(folder, "train")]
-    return losses, [event["top1"] / 100 * IMAGES for event in events_of(folder, "eval")]

@@ -75,10 +75,10 @@ def test_full_or_read_only_disk_ends_no_training(tmp_path: Path):
         wait_for(lambda: bool(events_of(out, "resume")) and running.step > 4)
         with read_only(out / "checkpoints"):
             log = said(running)
-            assert "cannot be written (Read-only file system); make it writable; training goes on" in log
+            assert "cannot be written (Read-only file system), and 2 more; make it writable; training goes on" in log
             assert f"failed: trained to the end, but {out}/checkpoints/final.safetensors cannot be written (" in log
             log = said(start(out, *FUSED))
-            assert f"{out}/checkpoints cannot be written (Read-only file system); make it writable" in log
+            assert f"(Read-only file system: {out}/checkpoints); make that writable, or give another --out" in log
         assert train(out, *FUSED) == undisturbed
 
 
@@ -105,5 +105,5 @@ def test_images_that_are_removed_while_it_trains_are_named(tmp_path: Path):
     shutil.rmtree(images)
     log = said(running)
     assert f"{images}/train/class" in log
-    assert "cannot be read (No such file or directory); put a sound copy in its place" in log
+    assert "cannot be read (No such file or directory); put that right and resume" in log
     assert outcome_of(tmp_path / "run")["status"] == "failed"

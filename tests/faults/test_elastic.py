@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.distributed.network_interfaces import Endpoint, await_listener
+from imagenet_fast.distributed.network import Endpoint, await_listener
 from tests.e2e.command import events_of, outcome_of, setting, wait_for
 from tests.faults.jobs import Running, start
 from tests.ports import free_port

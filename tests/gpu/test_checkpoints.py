@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
-from imagenet_fast.checkpoint.staging import StagingBuffer
+from imagenet_fast.checkpoint.tree import HostCopy
 from tests.checkpoint.trees import ALONE, hostile, same, stamp
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -31,11 +31,11 @@ def test_whatever_lies_on_a_gpu_comes_back_there_or_on_the_cpu(tmp_path: Path):
     del tree["tied"]  # views, of which `moved` makes tensors of their own
     on_gpu = {"gpu": moved(tree, GPU), "cpu": moved(tree, CPU)}
     with CheckpointWriter(tmp_path, ALONE) as writer:
-        writer.save(stamp(1), on_gpu)
+        writer.save(stamp(1), on_gpu, on_gpu)
         folder = writer.wait()
     assert folder is not None
-    assert same(open_checkpoint(folder).shared(GPU), on_gpu)
-    assert same(open_checkpoint(folder).shared(), moved(on_gpu, CPU))
+    assert same(open_checkpoint(folder).part(0, GPU), on_gpu)
+    assert same(open_checkpoint(folder).shared, moved(on_gpu, CPU))
 
 
 def test_saving_does_not_wait_for_the_stream(tmp_path: Path):
@@ -48,15 +48,15 @@ def test_saving_does_not_wait_for_the_stream(tmp_path: Path):
             assert step > 1 or not torch.cuda.current_stream().query()
             weights.zero_().add_(step)
     for step in range(1, 4):
-        (found,) = open_checkpoint(tmp_path / f"step-0000000{step}").shared().values()
+        (found,) = open_checkpoint(tmp_path / f"step-0000000{step}").shared.values()
         assert found.device == CPU
         assert (found == step).all()
 
 
 def test_the_copy_lies_in_pinned_memory_which_is_kept():
-    copy = StagingBuffer()
+    copy = HostCopy()
     copy.take({"weights": torch.ones(1000, device=GPU)})
-    buffer = copy._buffer
-    assert buffer.is_pinned()
+    memory = copy._memory
+    assert memory.is_pinned()
     copy.take({"weights": torch.ones(10, device=GPU), "step": torch.ones(())})
-    assert copy._buffer is buffer
+    assert copy._memory is memory

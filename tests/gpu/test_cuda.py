@@ -16,15 +16,15 @@ from torch.nn.functional import dropout
 from torchvision.models import resnet18
 
 import tests
-from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.optimizers import LARS
 from imagenet_fast.training.train_step import build_step, seed_step
@@ -119,15 +119,19 @@ def test_weights_from_a_file_are_judged_and_started_from(world: DistContext, tmp
     recipe = parse_recipe("test", tables(ranks=1))
     model = build_initial_model(recipe, 10, world, load_initial_weights(file, recipe.model, 10, world))
     assert all(torch.equal(t.cpu(), theirs.state_dict()[name]) for name, t in model.state_dict().items())
-    verdict = judge(plan_evaluation(file, "smoke", ["precision.kind=fp32"], 1), world)
+    verdict = evaluate_weights(plan_evaluation(file, "smoke", ["precision.kind=fp32"], 1), world)
     assert (verdict.images, verdict.world_size) == (63, 1)
     with pytest.raises(UserError, match="10 classes apart, and the data has 3"):
         load_initial_weights(file, recipe.model, 3, world)
 
 
-def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: DistContext, image_dir: Path):
+@pytest.mark.parametrize("augment", [False, True])
+def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(
+    world: DistContext, image_dir: Path, augment: bool, capfd: pytest.CaptureFixture[str]
+):
+    """Without a word of windows that it leaves to the CPU: torchvision's nvJPEG is loaded, and cannot cut them."""
     pytest.importorskip("nvidia.dali", reason="DALI is too large to travel to a lent GPU")
-    table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": False, "workers": 1}
+    table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": augment, "workers": 1}
     data = parse_recipe("test", tables(data=table)).data
     assert isinstance(data, ImageData)
     batches = []
@@ -138,6 +142,7 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(world: DistContext, 
         assert ours.device == labels.device == world.device
         assert torch.equal(labels.cpu(), reference_labels)
         assert (ours.cpu() - reference).abs().mean() < 0.08
+    assert "WARNING" not in "".join(capfd.readouterr())
 
 
 def replayed(ones: Tensor) -> Callable[[Tensor], Tensor]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast import sync
-from imagenet_fast.checkpoint import serialization
-from imagenet_fast.checkpoint.staging import StagingBuffer
+from imagenet_fast.checkpoint import tree
+from imagenet_fast.checkpoint.tree import HostCopy
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.sync import EngineSettings, GradientPool, factory, network_benchmark, sparse
@@ -87,7 +87,7 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
     pool = GradientPool(model, settings, topology=topology)
     if settings.wire == "fp16":
         pool.guard(torch.finfo(torch.float16).max)
-    optimizer, copy = build_optimizer(OPTIM, model), StagingBuffer()
+    optimizer, copy = build_optimizer(OPTIM, model), HostCopy()
     for step in range(steps):
         images = gpu.take(torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(step)))
         with gpu.step():
@@ -97,10 +97,10 @@ def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, step
             optimizer.found_inf = pool.found_inf
             pool.step(optimizer)
         if step == 1:
-            with patch.object(serialization, "Tensor", OnGpu):  # which takes no subclass of tensors
-                copy.take({"pool": pool.state_dict(), "model": dict(model.state_dict())})
+            with patch.object(tree, "Tensor", OnGpu):  # which takes no subclass of tensors
+                pieces = copy.take({"pool": pool.state_dict(), "model": dict(model.state_dict())})
     with ThreadPoolExecutor(1) as writer:
-        writer.submit(list, copy.chunks()).result()
+        writer.submit(list, pieces).result()
     pool.settle()
     for values in model.state_dict().values():
         values.cpu()

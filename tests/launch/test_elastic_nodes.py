@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch import rendezvous
+from imagenet_fast.launch import nodes
 from imagenet_fast.launch.job_setup import on_ranks, plan_job
-from imagenet_fast.launch.rendezvous import local_ranks, parse_nodes, resolve_nodes
+from imagenet_fast.launch.nodes import local_ranks, parse_nodes, resolve_nodes
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 
 SMOKE = load_recipe(find_recipe("smoke"), overrides=["global_batch=24"])
@@ -74,7 +74,15 @@ def test_whoever_is_there_trains_the_same_batch(tmp_path: Path):
 
 
 def test_ranks_beyond_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rendezvous, "usable_memory", lambda: 2 * 2**30)
+    monkeypatch.setattr(nodes, "usable_memory", lambda: 2 * 2**30)
     assert local_ranks(13) == 13
     with pytest.raises(UserError, match=r"--nproc 10000 takes more than 1465 GiB of memory.*give at most 13"):
         local_ranks(10_000)
+
+
+def test_ranks_beyond_the_processes_that_may_be_started_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """They would end in backward, or hang, with whatever sentence the thread that lacks its first one has for it."""
+    monkeypatch.setattr(nodes, "usable_tasks", lambda: (40, "`ulimit -u` is 50"))
+    assert local_ranks(2) == 2
+    with pytest.raises(UserError, match=r"3 ranks are at least 48 processes and threads, and 40 more may be started"):
+        local_ranks(3)

@@ -13,17 +13,23 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from imagenet_fast import errors
+from imagenet_fast.distributed.network import Endpoint
+from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
-from imagenet_fast.launch.rendezvous import LaunchConfig
+from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, tiers
-from tests.e2e.command import Forked, events_of, outcome_of, train_here
+from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
+from tests.ports import free_port
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
@@ -42,17 +48,15 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
     return refuse
 
 
-def test_a_refusal_is_printed_once_though_rank_0_is_ended_before_it_speaks(
-    refuse: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):  # fmt: skip
+def test_a_refusal_is_heard_though_rank_0_is_ended_before_it_speaks(
+    refuse: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def ranks(path: Path, *_: object) -> tuple[int, str]:
         refuse(path.parent, "no images; give some")
         return 1, "rank 0 on here was killed by SIGTERM"
 
     monkeypatch.setattr(launcher, "_run_ranks", ranks)
     assert launcher.run_ranks(job(tmp_path), tmp_path, LaunchConfig(2)) == (2, "no images; give some")
-    assert capsys.readouterr().err == "error: no images; give some\n"
 
 
 def test_a_file_name_that_is_no_utf8_is_heard_too(refuse: Callable[[Path, str], None], tmp_path: Path):
@@ -116,6 +120,35 @@ def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, 
     assert launcher._run_ranks(tmp_path / "train.json", LaunchConfig(2), 5.0) == (code, f"rank 1 {fate}")
 
 
+def test_checkpoints_that_lead_nowhere_are_refused_before_a_step_is_lost(tmp_path: Path):
+    """As a link to a disk that is not mounted; a link to a directory is one."""
+    checkpoints = RunDir(tmp_path).checkpoints
+    checkpoints.symlink_to(tmp_path / "disk")
+    with pytest.raises(UserError, match=rf"cannot be written to {tmp_path}: {checkpoints} is no directory; give"):
+        RunDir(tmp_path).check_writable()
+    (tmp_path / "disk").mkdir()
+    RunDir(tmp_path).check_writable()
+
+
+HERE = "the ranks of this node could not be started or kept together"
+
+
+@pytest.mark.parametrize(
+    ("error", "endpoint", "sentence"),
+    [
+        (DistError("no store"), None, f"{HERE} (no store)"),
+        (DistError("no store"), Endpoint("a", 1), "the node at a:1 ended while this one was still at work"),
+        (RendezvousConnectionError("no way"), None, f"{HERE} (no way)"),
+        (RendezvousConnectionError("no way"), Endpoint("a", 1), "the nodes at a:1 have ended; see what they say, and "),
+        (RendezvousTimeoutError("too late"), Endpoint("a", 1), f"{HERE} (too late)"),
+    ],
+)
+def test_what_torchrun_says_is_quoted_where_its_cause_is_not_known(
+    error: Exception, endpoint: Endpoint | None, sentence: str
+):
+    assert launcher._why_ended(error, LaunchConfig(2, 2, endpoint)).startswith(sentence)
+
+
 @pytest.mark.usefixtures("own_signals")
 def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -124,15 +157,15 @@ def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_s
 
     def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
         (handover / launcher.OPENED).touch()
-        outcome = RunResult.beginning(job)
-        outcome.status, outcome.message = "failed", "rank 1 on a stopped answering at step 4, in data"
+        outcome = RunResult.of(job.name, job.recipe, job.batching)
+        outcome.status, outcome.message = "failed", "rank 1 on a stopped answering in data at step 4"
         outcome.write(handover)
-        return -9, "rank 1 on a was killed by SIGKILL at step 4, in data"
+        return -9, "rank 1 on a was killed by SIGKILL in data at step 4"
 
     monkeypatch.setattr(launcher, "run_ranks", ranks)
     assert launcher.launch(run, LaunchConfig(2)) == 1
-    assert outcome_of(tmp_path)["message"] == "rank 1 on a was killed by SIGKILL at step 4, in data"
-    assert capsys.readouterr().out.startswith("failed: rank 1 on a was killed by SIGKILL at step 4, in data; what")
+    assert outcome_of(tmp_path)["message"] == "rank 1 on a was killed by SIGKILL in data at step 4"
+    assert capsys.readouterr().out.startswith("failed: rank 1 on a was killed by SIGKILL in data at step 4; what")
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -183,6 +216,42 @@ def test_a_signal_while_a_process_starts_is_answered_after_it():
     with pytest.raises(KeyboardInterrupt):
         _start_and_signal(started)
     assert b"default_int_handler" in started[0], "and the process gets its own"
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize(
+    ("node", "sentence"),
+    [
+        ("mount -t tmpfs -o noexec none $TMPDIR", "compile true cannot load what it makes in "),
+        ("export PATH=/sbin/nothing", "compile true needs a compiler, and there is no g++ here; install one"),
+        ("echo 127.0.0.1 here >$TMPDIR/hosts && mount --bind $TMPDIR/hosts /etc/hosts", ""),
+        ("ip link set lo down", "the ranks of this node cannot reach each other at 127.0.0.1 ("),
+    ],
+    ids=["programs may not lie in TMPDIR", "no compiler", "no localhost", "no loopback"],
+)
+def test_a_node_that_lacks_something_is_told_what(node: str, sentence: str, tmp_path: Path):
+    """In namespaces of their own."""
+    run = [*COMMAND, "train", "--recipe", "smoke", "--nproc", "1", "--out", str(tmp_path / "run")]
+    compiles = str("compile" in sentence).lower()
+    run += setting(f"compile={compiles}", "epochs=1", "data.train_images=64", "data.val_images=15")
+    # The variable is torch's, where it has compiled.
+    script = f'unset TORCHINDUCTOR_CACHE_DIR; ip link set lo up && {node} && exec "$@"'
+    shell = ["unshare", "-nm", "sh", "-c", script, "sh", *run]
+    done = subprocess.run(shell, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (2 if sentence else 0, False), done.stderr[-1000:]
+    assert f"error: {sentence}" in done.stderr if sentence else not done.stderr
+
+
+@pytest.mark.ci
+def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once(tmp_path: Path):
+    write_job(job(tmp_path), tmp_path / "train.json")
+    with free_port() as port:
+        place = dict(zip(TORCHRUN, ("0", "2", "0", "2"), strict=True)) | {"MASTER_ADDR": "127.0.0.1"}
+        rank = [sys.executable, "-m", "imagenet_fast.launch", tmp_path / "train.json", "60"]
+        launcher = ["sh", "-c", '"$@" $$ & kill -KILL $$', "sh", *rank]
+        told = environment(**place, MASTER_PORT=str(port))
+        subprocess.run(launcher, env=told, capture_output=True, timeout=20)  # the rank holds the pipes until it ends
 
 
 def _start_and_signal(started: list[bytes]) -> None:

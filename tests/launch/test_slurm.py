@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from imagenet_fast.distributed.rank_info import TORCHRUN
-from imagenet_fast.distributed.slurm import adopt_step, step_nodes
+from imagenet_fast.distributed.ranks import TORCHRUN, srun_to_torchrun_env, step_nodes
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.rendezvous import resolve_nodes
+from imagenet_fast.launch.nodes import resolve_nodes
 from tests.e2e import command
 from tests.ports import free_port
 
@@ -27,7 +27,7 @@ def step(tasks: int, per_node: str, nodes: str, rank: int = 0, node: int = 0, lo
 def adopted(environment: dict[str, str], **options: bool) -> dict[str, str]:
     """What a rank of this environment is told beyond it, or otherwise."""
     after = dict(environment)
-    adopt_step(after, **options)
+    srun_to_torchrun_env(after, **options)
     return {key: after.get(key, "gone") for key in environment | after if environment.get(key) != after.get(key)}
 
 
@@ -62,6 +62,17 @@ def test_one_task_a_node_starts_ranks_of_its_own():
     assert (count, endpoint.partition(":")[0]) == (64, "rack1-node01")
     assert step_nodes(step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=9, node=9)) == (count, endpoint)
     assert step_nodes(environment | {"SLURM_STEP_ID": "3"}) != (count, endpoint), "another step has another port"
+
+
+@pytest.mark.parametrize("other", [{"rank": 5}, {"node": 2}, {"local": 2}, {"tasks": 5}])
+def test_a_task_that_its_variables_do_not_know_is_refused(other: dict[str, int]):
+    """As one of another component of a heterogeneous step, which has numbers beyond its own component's."""
+    known: dict[str, Any] = {"tasks": 4, "per_node": "2(x2)", "nodes": "a,b", "rank": 3, "node": 1}
+    environment = step(**(known | other))
+    with pytest.raises(UserError, match=r"srun's variables do not agree \(.*\), as in a heterogeneous step; start one"):
+        srun_to_torchrun_env(environment)
+    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
+        step_nodes(environment)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +111,20 @@ def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monke
 
 
 def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("imagenet_fast.distributed.slurm._has_terminal", lambda: True)
+    monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: True)
     environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
     with pytest.raises(UserError, match=r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks"):
-        adopt_step(environment)
+        srun_to_torchrun_env(environment)
     assert "RANK" not in adopted(environment, chosen=True)
     nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
-    adopt_step(nodes, chosen=True)
+    srun_to_torchrun_env(nodes, chosen=True)
     assert step_nodes(nodes) is None
 
 
 @pytest.mark.parametrize(("rank", "terminal"), [(0, False), (3, True)])
 def test_steps_that_such_a_shell_starts_have_tasks(rank: int, terminal: bool, monkeypatch: pytest.MonkeyPatch):
     """They inherit its variables; only the shell is task 0 and has a terminal."""
-    monkeypatch.setattr("imagenet_fast.distributed.slurm._has_terminal", lambda: terminal)
+    monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: terminal)
     environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
     told = adopted(environment, chosen=True, one_a_node=True)
     assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")

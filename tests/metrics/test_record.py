@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
-import os
 import random
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from imagenet_fast.metrics import MetricLogger, RunResult
+from imagenet_fast.bench.plots import draw_curves, new_figure, plot_label
+from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
-from imagenet_fast.metrics.event import Event
-from imagenet_fast.metrics.json_io import JsonLines, read_events, to_json
+from imagenet_fast.metrics.events import Event, JsonLines, read_events, take_back
+from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.mllog import MLLog
-from imagenet_fast.metrics.report import (
-    PastRun,
-    distinct_names,
-    draw_curves,
-    new_figure,
-    plot_label,
-    read_run,
-    report_table,
-)
-from imagenet_fast.metrics.run_dir import open_run_dir
+from imagenet_fast.metrics.record import open_record
+from imagenet_fast.metrics.report import PastRun, distinct_names, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.training.clock import Clock
 from tests import world
@@ -73,14 +62,14 @@ def pretend_run(
         step = 400 * epoch
         record("epoch", step - 400, epoch=epoch)
         record("data", step, wait_pct=1.5)
-        result.wait_for_data(wait_s, of_s=60.0)
+        result.add_wait(wait_s, of_s=60.0)
         record("speed", step, images_per_s=20000.0)
         record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
         if scale is not None:
             record("precision", step, loss_scale=scale, skipped_steps=3 * epoch)
         record("train", step, epoch=epoch, loss=loss, lr=1.0)
         result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
-        result.judge(top1, 90.0, run_s=70.0 * epoch)
+        result.record_eval(Accuracy(top1=top1, top5=90.0), run_s=70.0 * epoch)
         record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
     record("end", result.steps, **vars(result))
     record.close()
@@ -100,6 +89,13 @@ def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path)
     assert promised <= set(json.loads((tmp_path / "outcome.json").read_text()))
     for status, target, code in (("finished", 90.0, 3), ("finished", None, 0), ("interrupted", None, 1)):
         assert RunResult(status, "r", "lazy", 1, 1, target_top1=target).exit_code == code
+
+
+def test_the_outcome_of_an_earlier_version_is_read(tmp_path: Path):
+    written = {"status": "reached", "recipe": "r", "sync": "ddp", "world_size": 2, "global_batch": 64, "top1": 76}
+    (tmp_path / "outcome.json").write_text(json.dumps(written | {"top5": 93.1, "data_wait_pct": None}))
+    read = read_outcome(tmp_path)
+    assert read == RunResult("reached", "r", "ddp", 2, 64, top1=76.0, top5=93.1)
 
 
 def test_concurrent_launchers_leave_a_whole_outcome(tmp_path: Path):
@@ -123,9 +119,9 @@ def test_a_resume_that_is_killed_as_it_writes_leaves_what_was_there(name: str, t
 
     (tmp_path / name).write_text("whole")
     monkeypatch.setattr(Path, "write_text", killed)
-    monkeypatch.setattr("imagenet_fast.metrics.run_dir.environment", lambda *_: {"python": "3.12"})
+    monkeypatch.setattr("imagenet_fast.metrics.record.environment", lambda *_: {"python": "3.12"})
     with pytest.raises(KeyboardInterrupt):
-        open_run_dir(job_of(tmp_path), world(0, 1), lambda: 0.0, resumed=3)
+        open_record(job_of(tmp_path), world(0, 1), lambda: 0.0, resumed=3)
     assert (tmp_path / name).read_text() == "whole"
 
 
@@ -153,13 +149,15 @@ def leave_run(folder: Path, resumed: int | None = None, **pretended: Any) -> Run
     """The record of a run, and its outcome."""
     folder.mkdir(exist_ok=True, parents=True)
     result = outcome()
-    pretend_run(MetricLogger(Clock().run_s, [JsonLines(folder, resumed), mllog(folder, resumed)]), result, **pretended)
+    if resumed is not None:
+        take_back(folder, resumed)
+    pretend_run(MetricLogger(Clock().run_s, [JsonLines(folder), mllog(folder)]), result, **pretended)
     result.write(folder)
     return result
 
 
-def mllog(folder: Path, resumed: int | None = None) -> MLLog:
-    return MLLog(folder, RECIPE, split_batch(RECIPE, 8), resumed)
+def mllog(folder: Path) -> MLLog:
+    return MLLog(Job("resnet50-8gpu", RECIPE, split_batch(RECIPE, 8), None, folder))
 
 
 def read_mllog(folder: Path) -> list[dict[str, Any]]:
@@ -183,7 +181,7 @@ def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path)
         chance = random.Random(seed)
         run = tmp_path / "run"
         shutil.copytree(tmp_path / "sound", run)
-        victim = run / chance.choice(["events.jsonl", "outcome.json", "mllog.txt"])
+        victim = run / chance.choice(["events.jsonl", "outcome.json"])
         victim.write_bytes(chance.choice([corrupted, corrupted, with_another_value])(victim.read_bytes(), chance))
         past = read_run(run)
         if past.status == "outcome damaged":
@@ -194,7 +192,7 @@ def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path)
         leave_run(run, resumed=400)
         assert len(read_events(run)) > 10, seed
         shutil.rmtree(run)
-    assert 0.1 * seeds < refused < 0.4 * seeds
+    assert 0.2 * seeds < refused < 0.6 * seeds
 
 
 def test_a_damaged_outcome_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -221,41 +219,35 @@ def test_a_number_that_is_not_finite_is_null_at_any_depth():
 
 
 def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
-    result = leave_run(tmp_path, losses=(2.5, math.nan), last_top1=math.nan)
-    result.images_per_s = math.inf
-    result.write(tmp_path)
+    leave_run(tmp_path, losses=(2.5, math.nan), last_top1=math.nan)
     for line in (tmp_path / "events.jsonl").read_text().splitlines():
         strict(line)
     assert read_mllog(tmp_path)
-    assert strict((tmp_path / "outcome.json").read_text())["images_per_s"] is None
+    assert strict((tmp_path / "outcome.json").read_text())["top1"] is None
     run = read_run(tmp_path)
     _, losses = run.curve("train", "loss")
     assert losses[0] == 2.5
     assert math.isnan(losses[1])
     headings, row = shown(report_table([run])).splitlines()
-    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "MB/step"], "of what was finite"
-    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "89.50"], (
+    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "img/s", "MB/step"], "of what was finite"
+    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "21333", "89.50"], (
         "and of waiting for data only what is too much"
     )
     assert drawn([run], tmp_path / "curve.png")
 
 
-def test_mllog_order_after_clock_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    begun = int(time.time())
-    for set_back_s, (part, resumed) in product((-86400, 100, 10**6), enumerate((None, 400, 400))):
-        now = begun - part * set_back_s
-        monkeypatch.setattr(time, "time", lambda now=now: now)
-        leave_run(tmp_path / f"{set_back_s}", resumed)
-        times = [entry["time_ms"] for entry in read_mllog(tmp_path / f"{set_back_s}")]
-        assert times == sorted(times)
-
-
-def test_mllog_that_cannot_be_cut_back_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_has_the_log_of_one_that_was_not_interrupted(tmp_path: Path):
+    """From an event file with damage, too."""
     leave_run(tmp_path)
-    no_space = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    monkeypatch.setattr("imagenet_fast.metrics.mllog.atomic_write_text", no_space)
-    told = refusal_of(lambda: pretend_run(MetricLogger(Clock().run_s, [mllog(tmp_path, 400)]), outcome()))
-    assert "mllog.txt cannot be written (No space left" in told
+    whole, events = read_mllog(tmp_path), read_events(tmp_path)
+    past = take_back(tmp_path, 400)
+    JsonLines(tmp_path).write(Event("run", 400, 100.0, {}))
+    for event in (event for event in events if event not in past):
+        for sink in (JsonLines(tmp_path), mllog(tmp_path)):
+            sink.write(Event(event["event"], event["step"], event["run_s"], event))
+    again = read_mllog(tmp_path)
+    assert [line | {"time_ms": 0} for line in again] == [line | {"time_ms": 0} for line in whole]
+    assert [line["time_ms"] for line in again] == sorted(line["time_ms"] for line in again)
 
 
 @pytest.mark.ci
@@ -266,6 +258,32 @@ def test_mlperfs_own_checker_accepts_the_log(tmp_path: Path):
     assert "SUCCESS" in checked.stdout + checked.stderr, checked.stdout + checked.stderr
 
 
+def test_what_happens_while_the_directory_has_another_name_is_recorded_when_it_is_back(tmp_path: Path, capsys):
+    """And told once; nothing is made under the old name."""
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    run.mkdir()
+    record = MetricLogger(Clock().run_s, [JsonLines(run), mllog(run)])
+    for step, name in enumerate(("run", "moved", "moved", "run", "run"), start=1):
+        next(tmp_path.iterdir()).rename(tmp_path / name)
+        record("train", step, loss=1.0)
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert [event["step"] for event in read_events(run)] == [1, 2, 3, 4, 5]
+    assert capsys.readouterr().err == (
+        f"warning: {run}/events.jsonl has been moved or removed; put it back, and what happens meanwhile is recorded "
+        "then\n"
+    )
+    run.rename(moved)
+    record("end", 6)
+    record.close()
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: mllog.txt is not written: {run}/events.jsonl cannot be read (No such file or directory); see to "
+        "that, or restore it",
+        f"warning: {run}/events.jsonl has been moved or removed; put it back, and what happens meanwhile is recorded "
+        "then",
+        "warning: the run's last events are not recorded (No such file or directory)",
+    ]
+
+
 def shown(table: Table, width: int = 120) -> str:
     text = io.StringIO()
     Console(file=text, width=width).print(table)
@@ -274,7 +292,7 @@ def shown(table: Table, width: int = 120) -> str:
 
 def follow(tmp_path: Path, text: io.StringIO, variables: dict[str, str], **pretended: Any) -> str:
     console = Console(file=text, width=100, color_system=None, _environ={"TERM": "xterm"} | variables)
-    pretend_run(MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console)]), outcome(), **pretended)
+    pretend_run(MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console=console)]), outcome(), **pretended)
     return text.getvalue()
 
 
@@ -322,7 +340,7 @@ def test_what_the_summary_says_of_the_run_can_be_pasted_into_a_shell(tmp_path: P
 
 def test_a_run_that_failed_before_its_first_step_has_no_figures(tmp_path: Path):
     text = io.StringIO()
-    record = MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, Console(file=text, width=100))])
+    record = MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console=Console(file=text, width=100))])
     record("end", 0, **vars(outcome()) | {"message": "torchvision has no classifier 'resnet19'"})
     assert text.getvalue() == "Failed in step 0: torchvision has no classifier 'resnet19'\n"
 
@@ -333,7 +351,7 @@ def test_best_accuracy_survives_a_resume(tmp_path: Path):
     judged = {"epoch": 3, "top1": 58.5, "top5": 90.0, "images": 50000, "eval_s": 9.0}
     for mirrored, more, best in ((False, {}, 61.0), (True, {"top1_mirror": 59.5}, 59.5)):
         text = io.StringIO()
-        resumed = ConsoleSink(tmp_path, Console(file=text, width=100))
+        resumed = ConsoleSink(tmp_path, take_back(tmp_path, 800), Console(file=text, width=100))
         resumed.write(Event("run", 800, 140.0, {"note": "", "epochs": 3, "steps": 1200, "target_mirrored": mirrored}))
         resumed.write(Event("eval", 1200, 210.0, judged | more))
         assert f"(best {best:.2f} %)" in text.getvalue()
@@ -395,8 +413,7 @@ def test_equal_run_names_get_distinct_labels(tmp_path: Path):
     for folders in (("one", "two"), ("x/run", "y/run"), ("x/a/run", "y/a/run", "other"), ("run", "x/run")):
         runs = [*two_runs(tmp_path, *folders), PastRun(tmp_path / "lone", None, [], "lone")]
         names = distinct_names(runs)
-        expected = [f"{tmp_path.name}/run" if folder == "run" else folder for folder in folders]
-        assert names == [*(f"resnet50-8gpu lazy dp8 ({name})" for name in expected), "lone"]
+        assert names == [*(f"resnet50-8gpu lazy dp8 ({folder})" for folder in folders), "lone"]
         text = shown(report_table(runs), width=200)
         assert all(name in text for name in names)
 
@@ -440,7 +457,7 @@ def test_the_image_shows_the_accuracy_that_the_target_is_for(tmp_path: Path, mon
     result = RunResult("reached", "r", "lazy", 2, 512, target_top1=93.0, target_mirrored=True, **{name: value})
     event = {"event": "eval", "run_s": 60.0, "top1": 92.0, name: value}
     figure = new_figure(tmp_path / "curve.png", 10, 4)
-    monkeypatch.setattr("imagenet_fast.metrics.report.new_figure", lambda *_: figure)
+    monkeypatch.setattr("imagenet_fast.bench.plots.new_figure", lambda *_: figure)
     draw_curves([PastRun(tmp_path, result, [event], "run")], tmp_path / "curve.png")
     plain, mean = (line for line in figure.axes[0].lines if len(line.get_xdata()) == 1)
     assert (plain.get_ydata()[0], mean.get_ydata()[0]) == (92.0, value)
@@ -454,14 +471,14 @@ def test_the_first_evaluation_that_meets_the_target_counts(target: float, reache
     resumed = RunResult("reached", "r", "lazy", 2, 512, target_top1=target, time_to_accuracy_s=400.0)
     accuracies = ((90.0, 100.0), (96.0, 200.0), (97.5, 300.0), (98.0, 400.0))
     for top1, run_s in accuracies:
-        judged.judge(top1, 99.0, run_s)
-    resumed.time_from({"event": "eval", "run_s": run_s, "top1": top1} for top1, run_s in accuracies)
+        judged.record_eval(Accuracy(top1=top1), run_s)
+    resumed.find_time_to_target({"event": "eval", "run_s": run_s, "top1": top1} for top1, run_s in accuracies)
     assert judged.time_to_accuracy_s == resumed.time_to_accuracy_s == reached_s
     assert (judged.status, judged.top1) == ("reached", 98.0)
     lower = RunResult.of("test", parse_recipe("test", tables(target_top1=90.0)), split_batch(recipe, 2))
-    lower.go_on(asdict(judged))
+    lower.resume_from(asdict(judged))
     assert (lower.status, lower.time_to_accuracy_s) == ("reached", reached_s)
-    lower.reopen()
+    lower.clear_target()
     assert (lower.status, lower.time_to_accuracy_s) == ("failed", None), "its checkpoint is of later weights"
-    lower.judge(89.0, 99.0, 500.0)
+    lower.record_eval(Accuracy(top1=89.0), 500.0)
     assert (lower.status, lower.time_to_accuracy_s) == ("failed", None)

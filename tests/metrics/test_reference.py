@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 
-from imagenet_fast.metrics.reference import judge_by_reference, reference_at, reference_points
+from imagenet_fast.metrics.reference import judge_by_reference, reference_at
 from imagenet_fast.metrics.report import PastRun
-from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
+from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.job import Job, write_job
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 
 MEANS = {
     1632: 35.0, 3264: 35.2, 4096: 40.0, 8192: 42.0, 13056: 45.4, 32768: 56.0, 49152: 68.0, 58880: 79.9, 65536: 84.5,
@@ -23,32 +24,29 @@ MEANS = {
 
 def past_run(
     folder: Path, top1: dict[int, float], recipe: str = "resnet50-8gpu", batch: int = 3200, images: int = 1_281_167,
-    overrides: tuple[str, ...] = (),
+    overrides: tuple[str, ...] = (), init_from: Path | None = None,
 ) -> PastRun:  # fmt: skip
-    (folder / "recipe.toml").write_text(to_toml(load_recipe(find_recipe(recipe), overrides=overrides)))
+    written = load_recipe(find_recipe(recipe), overrides=overrides)
+    job = Job(recipe, written, split_batch(written, written.ranks), None, folder, init_from=init_from)
+    write_job(job, folder / "job.json")
     begun: dict[str, Any] = {"event": "run", "global_batch": batch, "train_images": images}
     return PastRun(folder, None, [begun, *({"event": "eval", "epoch": e, "top1": t} for e, t in top1.items())])
 
 
 def test_the_points_are_mlcommons():
-    points = {int(point.batch): point for point in reference_points()}
-    assert points.keys() == MEANS.keys()
     for batch, mean in MEANS.items():
-        assert points[batch].mean == pytest.approx(mean, abs=0.06)
-        assert points[batch].fewest <= mean <= points[batch].most
-    assert (points[65536].fewest, points[65536].most) == (83, 86)
-    assert reference_at(65536) == points[65536]
+        point = reference_at(batch)
+        assert point is not None
+        assert not point.interpolated
+        assert point.mean == pytest.approx(mean, abs=0.06)
+        assert point.fewest <= mean <= point.most
 
 
 def test_between_points_epochs_are_interpolated():
     point = reference_at(3680)
     assert point is not None
-    assert point.between == (3264, 4096)
-    below, above = reference_at(3264), reference_at(4096)
-    assert below is not None
-    assert above is not None
-    assert point.mean == pytest.approx(fmean([below.mean, above.mean]))
-    assert (point.fewest, point.most) == (36.5, 39.5)
+    assert point.mean == pytest.approx((35.2 + 40.0) / 2, abs=0.06)
+    assert (point.fewest, point.most, point.interpolated) == (36.5, 39.5, True)
     assert reference_at(1631) is None
     assert reference_at(67841) is None
 
@@ -102,8 +100,7 @@ def test_other_means_than_the_references_are_named(tmp_path: Path):
     assert verdict.endswith("other means than data.mixup, sync.kind 'sparse'")
 
 
-def test_a_run_without_a_recipe_or_that_starts_from_weights_is_not_compared(tmp_path: Path):
-    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its recipe.toml is missing or damaged"
-    run = past_run(tmp_path, {3: 76.1})
-    (tmp_path / "job.json").write_text('{"init_from": "/w/resnet50.pth"}')
+def test_a_run_without_a_job_or_that_starts_from_weights_is_not_compared(tmp_path: Path):
+    assert judge_by_reference(PastRun(tmp_path, None, [])) == "not compared: its job.json is missing or damaged"
+    run = past_run(tmp_path, {3: 76.1}, init_from=Path("/w/resnet50.pth"))
     assert judge_by_reference(run).startswith("not compared: it starts from the weights /w/resnet50.pth")

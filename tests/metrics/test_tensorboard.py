@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.metrics import MetricLogger, RunResult, Status
-from imagenet_fast.metrics.json_io import AppendedFile, JsonLines
+from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult, Status
+from imagenet_fast.metrics.events import JsonLines, take_back
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
@@ -41,7 +38,8 @@ class Trained:
     def __init__(self, job: Job, resumed: int | None = None) -> None:
         job.folder.mkdir(parents=True, exist_ok=True)
         self.step = resumed or 0
-        sinks = [JsonLines(job.folder, resumed), TensorBoard(job, resumed)]
+        past = [] if resumed is None else take_back(job.folder, resumed)
+        sinks = [JsonLines(job.folder), TensorBoard(job, resumed, past)]
         self.record = MetricLogger(lambda: 3.0 + self.step / 2, sinks)
         self.result = RunResult("failed", job.name, job.recipe.sync.kind, 8, 3200, target_top1=75.9)
         self.record("run", self.step, recipe=job.name, sync=job.recipe.sync.kind, world_size=8, global_batch=3200)
@@ -55,7 +53,7 @@ class Trained:
             self.record("sync", self.step, exposed_ms=2.5, sent_MB=89.5)
             self.record("train", self.step, epoch=1, loss=loss, lr=1.0)
             if self.step % 100 == 0:
-                self.result.judge(top1, 90.0, run_s=3.0 + self.step / 2)
+                self.result.record_eval(Accuracy(top1=top1, top5=90.0), run_s=3.0 + self.step / 2)
                 self.record("eval", self.step, epoch=1, top1=top1, top5=90.0, images=9, eval_s=9.0, train_s=1.0)
         return self
 
@@ -231,12 +229,3 @@ def test_what_is_written_when_a_run_resumes_does_not_grow_with_the_run(tmp_path:
         run.train(to=steps + 100, top1=60.0).end("preempted")
         assert curves_of(job.folder)["."]["compare/top1_best"][-1] == (steps + 100, 70.0)
     assert written[0] == written[1]
-
-
-def test_what_a_full_disk_refuses_is_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    run = Trained(the_job(tmp_path / "run")).train(to=100)
-    with monkeypatch.context() as patch:
-        patch.setattr(AppendedFile, "_flush", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        run.train(to=200)
-    run.train(to=300).end("finished")
-    assert curves_of(tmp_path)["run"]["eval/top1"] == [(100, 50.0), (200, 50.0), (300, 50.0)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.data.loaders import build_loaders
+from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics
 from imagenet_fast.training.init_weights import build_initial_model

@@ -11,8 +11,8 @@ import torchvision.models
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
+from imagenet_fast.cli.export import write_weights_for_others
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.export import export_weights
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d, BlurMaxPool2d, add_blurpool, binomial_filter, blurred
 from imagenet_fast.models.weights import write_weights
@@ -80,5 +80,5 @@ def test_an_export_without_the_trained_blur_warns(tmp_path: Path, capsys: pytest
     trained = ResNet(kind="resnet18", blurpool="conv")
     given, out = tmp_path / "trained.safetensors", tmp_path / "exported.safetensors"
     write_weights(build_model(trained, 10).state_dict(), given, {"model": trained.model_dump()})
-    export_weights(given, "cifar10-resnet18", "safetensors", out)
+    write_weights_for_others(given, "cifar10-resnet18", "safetensors", out)
     assert "was trained with model.blurpool 'conv', and this network has 'off'" in capsys.readouterr().err

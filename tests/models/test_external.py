@@ -14,7 +14,7 @@ import torchvision.models
 from torch import nn
 
 import tests
-from imagenet_fast.data.normalize import Normalizer
+from imagenet_fast.data.device import Normalizer
 from imagenet_fast.distributed.reductions import RunningMeans
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
@@ -167,8 +167,7 @@ def test_a_network_that_views_its_maps_takes_contiguous_images():
     recipe, network = recipe_of(own("LeNet"), ranks=1, channels_last=False), check(own("LeNet"))
     images = torch.zeros(4, 32, 32, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     for channels_last in (True, False):
-        given = [(images, torch.zeros(4, dtype=torch.int64))]
-        ((normalised, _),) = Normalizer(given, recipe.data, torch.device("cpu"), torch.float32, channels_last)
+        normalised = Normalizer(recipe.data, torch.device("cpu"), torch.float32, channels_last)(images)
         assert normalised.is_contiguous() != channels_last
     assert network(normalised).shape == (4, 10)
 

@@ -95,6 +95,7 @@ PIECES = {"alexnet": 2, "alexnet_bn": 2, "resnet18": 1 + 8, "resnet50": 1 + 16, 
 """The stem and the residual blocks, two halves, or groups."""
 
 
+@pytest.mark.usefixtures("subprocesses")
 @pytest.mark.parametrize("kind", PIECES)
 def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     with torch.device("meta"):
@@ -104,6 +105,7 @@ def test_compiling_a_model_changes_no_name_of_its_weights(kind: str):
     assert [name for name, _ in model.named_modules()] == [name for name, _ in untouched.named_modules()]
 
 
+@pytest.mark.usefixtures("subprocesses")
 def test_a_copy_of_a_compiled_model_has_a_stem_of_its_own():
     """As an average over steps is, where one is kept."""
     model = build_model(NETWORKS["resnet18"], 10).eval()

@@ -151,6 +151,7 @@ def test_a_block_with_a_shortcut_is_one_piece():
     assert torch.equal(through(parts_of(model, images, 3, 1), images), model(images))
 
 
+@pytest.mark.usefixtures("subprocesses")
 def test_what_cannot_be_cut_is_refused_in_a_sentence():
     model, images = built("alexnet")
     with pytest.raises(UserError, match="AlexNet comes in 8 pieces, too few for 9 stages; ask for fewer"):

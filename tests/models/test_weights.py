@@ -72,7 +72,7 @@ def test_a_pth_is_read_however_people_wrap_it_and_whatever_it_is_called(content:
 def test_written_weights_are_reproducible_to_the_byte(tmp_path: Path):
     recipe = parse_recipe("test", tables(data={"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56}))
     about = describe("demo", recipe, ["null", "eins"])
-    files = [tmp_path / "runs" / "a.pth", tmp_path / "b.safetensors"]
+    files = [tmp_path / "a.pth", tmp_path / "b.safetensors"]
     for file in files:
         write_weights(
             SMALL | {"conv.weight": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)}, file, about
@@ -83,7 +83,7 @@ def test_written_weights_are_reproducible_to_the_byte(tmp_path: Path):
     assert found.about["model"]["kind"] == "resnet18"
     assert (found.about["recipe"], found.about["image_size"], found.about["resize"]) == ("demo", 48, 56)
     assert torch.equal(found.tensors["fc.weight"], SMALL["fc.weight"])
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.pth", "b.safetensors", "runs"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.pth", "b.safetensors"]
 
 
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, {"imagenet_fast": "no JSON"}, {"imagenet_fast": "[1]"}, None])

@@ -51,7 +51,7 @@ def small_model(kind: str) -> nn.Module:
 
 
 MODELS: dict[str, schema.Model] = {
-    "resnet18": schema.ResNet(kind="resnet18"),
+    "resnet18": schema.ResNet(kind="resnet18", blurpool="conv_maxpool"),
     "cifarnet": schema.CifarNet(kind="cifarnet", widths=(4, 5, 6)),
     "alexnet": schema.AlexNet(kind="alexnet", dropout=0.0),
     "alexnet_bn": schema.AlexNetBN(kind="alexnet_bn", dropout=0.0),

@@ -33,7 +33,7 @@ ENGINES: dict[str, dict[str, Any]] = EXACT | {
     "sparse-hybrid": {**SPARSE, "sparsity": 0.0, "timing": "hybrid"},
     "powersgd": {"kind": "powersgd", "wire": "fp32", "rank": 36, "timing": "dear"},  # of full rank
 }
-AUTO: dict[str, dict[str, Any]] = {"auto": {"kind": "auto", "wire": "fp32"}}
+MORE: dict[str, dict[str, Any]] = {"auto": {"kind": "auto", "wire": "fp32"}, "ddp": {"kind": "ddp"}}
 INEXACT: dict[str, dict[str, Any]] = {
     "sparse": {**SPARSE, "sparsity": 0.9},
     "sparse-hybrid": {**SPARSE, "sparsity": 0.9, "timing": "hybrid"},
@@ -49,7 +49,7 @@ RULES: dict[str, dict[str, Any]] = {
     "lars": {"optim": LARS},
     "larc": {"optim": {**LARS, "clip": True, "biases": "scaled"}},
     "clipped": {"optim": SGD, "clip_norm": 0.05},
-    "averaged": {"optim": LARS, "ema_decay": 0.7},
+    "averaged": {"optim": SGD | {"decay_all": True, "decoupled": True}, "ema_decay": 0.7, "loss": "bce"},
 }
 LAYOUTS: dict[str, tuple[int, Parallel]] = {
     "tp2": (2, Parallel(tensor=2)),
@@ -63,6 +63,7 @@ LAYOUTS: dict[str, tuple[int, Parallel]] = {
     "pp4": (4, Parallel(pipeline=4, micro_batches=6)),
     "pp2tp2": (4, Parallel(tensor=2, pipeline=2, micro_batches=3)),
     "pp2dp2-interleaved": (4, Parallel(pipeline=2, micro_batches=2, schedule="interleaved")),
+    "dp3": (3, UNDIVIDED),
 }
 """Ranks, and how they are laid out."""
 OTHERS = {
@@ -82,10 +83,11 @@ def case(name: str, *values: object, later: bool = False) -> Any:
 
 
 def engines() -> Iterator[Any]:
-    """Every engine in every layout, updated by turns; two thirds are weekly."""
+    """Every engine in every layout, updated by turns; two thirds of those that divide a model are weekly."""
+    yield case("ddp-sgd-dp3", "tiny", "sgd", "dp3", "ddp")
     for number, (layout, engine) in enumerate(product(LAYOUTS, ENGINES)):
         rule = ("sgd", "lars")[number % 2]
-        yield case(f"{engine}-{rule}-{layout}", "tiny", rule, layout, engine, later=number % 3 > 0)
+        yield case(f"{engine}-{rule}-{layout}", "tiny", rule, layout, engine, later=layout != "dp3" and number % 3 > 0)
 
 
 def rules() -> Iterator[Any]:
@@ -118,7 +120,7 @@ def follow(world: int, kind: str, rule: str, layout: Parallel, engine: str) -> T
     """The first of ``world`` ranks."""
     lr = {"resnet18": RATE.get(rule, 0.0), "alexnet_bn": 0.01}.get(kind, 0.1)
     micro = 4 if kind == "resnet18" else 1 if BATCH[kind] % (2 * layout.micro_batches) else 2
-    settings = {"global_batch": BATCH[kind], "micro_batch": micro, "sync": (ENGINES | AUTO)[engine]} | RULES[rule]
+    settings = {"global_batch": BATCH[kind], "micro_batch": micro, "sync": (ENGINES | MORE)[engine]} | RULES[rule]
     steps = 10 if rule == "larc" else 7 if kind == "tiny" else 5
     return run(world, partial(train, kind, steps, lr, layout, **settings))[0]
 

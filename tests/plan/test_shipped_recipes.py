@@ -11,7 +11,7 @@ import torch
 
 import tests
 from imagenet_fast.bench.fake_step import fake_ranks
-from imagenet_fast.data.sampler import TrainSampler
+from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models import build_model
 from imagenet_fast.plan.prediction import IMAGES

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.failure_detection import PeerLost
+from imagenet_fast.distributed.watchdog import PeerLost
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, usual_collective
 from imagenet_fast.sync.butterfly import SHORT_BYTES

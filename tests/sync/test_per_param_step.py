@@ -20,23 +20,18 @@ STEPS = 5
 SHAPES = ((7, 5), (5,), (4, 3, 3, 3), (1,), (40, 17), (33,))
 
 PLAIN: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
-    "sgd": (optim.SGD, {}),
     "sgd momentum": (optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
     "sgd nesterov": (optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "adam": (optim.Adam, {}),
-    "adamw": (optim.AdamW, {}),
     "adamw amsgrad": (optim.AdamW, {"amsgrad": True}),
     "rmsprop": (optim.RMSprop, {"momentum": 0.9, "centered": True}),
     "adagrad": (optim.Adagrad, {"lr_decay": 0.1}),
     "nadam": (optim.NAdam, {"decoupled_weight_decay": True}),
-    "radam": (optim.RAdam, {}),
-    "adamax": (optim.Adamax, {}),
-    "adadelta": (optim.Adadelta, {}),
-    "asgd": (optim.ASGD, {}),
-    "rprop": (optim.Rprop, {}),
-    "adafactor": (optim.Adafactor, {}),
-    "muon": (optim.Muon, {}),
 }
+PLAIN |= {
+    kind.__name__.lower(): (kind, {})
+    for kind in (optim.SGD, optim.Adam, optim.AdamW, optim.RAdam, optim.Adamax, optim.Adadelta, optim.ASGD, optim.Rprop,
+                 optim.Adafactor, optim.Muon)
+}  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "in a loop": {"foreach": False},
     "foreach": {"foreach": True},

@@ -195,23 +195,6 @@ def test_nonfinite_reaches_every_rank_and_stays_out_of_the_residual(timing: str,
         same_on_ranks(*(values for values in result if values is not None))
 
 
-GOING_ON = [("lazy", 2, 1), ("lazy", 2, 7), ("dear", 3, 1), ("dear", 3, 7)]
-
-
-@pytest.mark.parametrize(("timing", "dense", "taken"), tiers([("dear", 3, 7)], GOING_ON))
-@with_ranks(2)
-@unmeasured()
-def test_a_state_dict_continues_to_the_bit(timing: str, dense: int, taken: int) -> None:
-    """With a message for every few layers."""
-    (model, pool), (other, again) = (started(timing=timing, dense_epochs=dense, bucket_mb=0.005) for _ in range(2))
-    for step in range(taken + 4):
-        if step == taken:
-            again.load_state_dict(pool.state_dict())
-        gradients = drawn(step, dist.get_rank())
-        result = moved(pool, model, gradients)
-        assert step < taken or alike(result, moved(again, other, gradients)), step
-
-
 @with_ranks(2)
 @unmeasured()
 def test_it_goes_on_with_shards_of_another_size() -> None:

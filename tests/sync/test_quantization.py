@@ -167,29 +167,6 @@ def test_an_engine_that_plans_loses_nothing_when_messages_change(name: str) -> N
     assert any(own["residual"].any() for own in steps.pool.engine.state_dict()["kept"].values())
 
 
-GOING_ON = {
-    "lazy": LazySync(wire="int8"), "hybrid": HybridSync(wire="fp8"),
-    "lazy, bf16 at first": LazySync(wire="int8", bf16_steps=5),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", tiers(["lazy"], GOING_ON))
-@with_ranks(2)
-@unmeasured()
-def test_a_run_goes_on_from_its_state_bit_for_bit(name: str) -> None:
-    settings = GOING_ON[name]
-    first = Steps(settings).take(3)
-    again = Steps(settings)
-    again.pool.load_state_dict(copy.deepcopy(first.pool.state_dict()))
-    again.random.set_state(first.random.get_state())
-    again.applied = {
-        param: first.applied[same].clone() for param, same in zip(again.applied, first.applied, strict=True)
-    }
-    for steps in (first, again):
-        steps.take(9)
-    assert torch.equal(first.whole, again.whole)
-
-
 def test_a_rank_alone_keeps_what_several_have_left():
     """For the time when there are several again, as in an elastic job."""
     run(1, _alone_again, run(2, _state_of_two)[0])

@@ -134,20 +134,6 @@ def test_no_chunk_starves() -> None:
         assert all(step - last <= 3 * turn for last in last_sent), last_sent
 
 
-@pytest.mark.parametrize("timing", ["lazy", "hybrid"])
-@with_ranks(2)
-def test_a_state_dict_continues_to_the_bit(timing: str) -> None:
-    changes = {"dense_epochs": 2, "ramp_epochs": 2, "timing": timing, "momentum_correction": timing == "lazy"}
-    (model, pool, optimizer), (other, again, others) = started(**changes), started(**changes)
-    train(model, pool, optimizer, range(7))
-    other.load_state_dict(model.state_dict())
-    again.load_state_dict(pool.state_dict())
-    for mine, theirs in zip(others.params, optimizer.params, strict=True):
-        others.velocity[mine].copy_(optimizer.velocity[theirs])
-    losses, same = train(model, pool, optimizer, range(7, 12))[0], train(other, again, others, range(7, 12))[0]
-    assert losses == same
-
-
 @with_ranks(2)
 def test_corrected_momentum_is_that_of_deep_gradient_compression() -> None:
     """Beside its formulas, to the bit: gradients are integers, the momentum is a half. Everything is sent at first."""

@@ -9,7 +9,7 @@ from typing import Any
 import tests
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import Event, MetricLogger, RunResult, Sink
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import Weights, write_weights
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
@@ -61,6 +61,8 @@ def train_job(job: Job, world: DistContext, weights: Weights | None = None, sink
     trainer.train()
     trainer.state.settle()
     if world.is_main:
-        write_weights(trainer.state.whole().state_dict(), job.folder / FINAL_WEIGHTS, {})
+        final = RunDir(job.folder).final_weights
+        final.parent.mkdir(parents=True, exist_ok=True)
+        write_weights(trainer.state.whole().state_dict(), final, {})
     trainer.state.sync.close()
     return trainer.outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ class Saving(CheckpointManager):
 
     def __init__(self, run: Path) -> None:
         job = job_of(run, checkpoint={"every_steps": 2, "every_minutes": 0})
-        self.ready, self.told_to_stop = run.mkdir, False
+        self.ready, self.told_to_stop = partial((run / "checkpoints").mkdir, parents=True), False
         self.writer = CheckpointWriter(run / "checkpoints", tests.world(0, 1))
         super().__init__(job, tests.world(0, 1), self.writer, {}, lambda: self.told_to_stop)
 

@@ -81,6 +81,7 @@ def plain(model: nn.Module) -> Callable[[], object]:
 OTHERS = [pytest.param(sync, marks=pytest.mark.ci) for sync in ({"kind": "ring"}, {"kind": "auto", "defer": False})]
 
 
+@pytest.mark.usefixtures("subprocesses")
 @pytest.mark.parametrize("sync", [{"kind": "lazy"}, *OTHERS], ids=["lazy", "ring", "auto"])
 def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
     def ours(model: nn.Module) -> Callable[[], object]:

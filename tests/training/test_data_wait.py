@@ -1,4 +1,4 @@
-"""The time that a run waited for its images."""
+"""The time that a run waited for its images, and ranks that are slower than others."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tests
+from imagenet_fast.distributed.heartbeat import Heartbeat, publish
+from imagenet_fast.distributed.watchdog import watch_board
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Full
 from imagenet_fast.sync import SyncStats
@@ -62,5 +64,25 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
         report(3)
     assert shares == [pytest.approx((50.0, 2.0)), pytest.approx((40.0, 4.0))]
     outcome = RunResult("failed", "r", "lazy", 1, 1)
-    outcome.wait_for_data(0.0, 0.0)
+    outcome.add_wait(0.0, 0.0)
     assert outcome.data_wait_pct is None, "of a run of one step"
+
+
+@with_ranks(3, fresh=True)
+def test_a_rank_that_takes_much_longer_than_the_others_is_named_once():
+    rank, clock, told = dist.get_rank(), Clock(), list[str]()
+    publish(watch_board(), rank, Heartbeat(f"node{rank}", 1, "data"))
+    world, outcome = tests.world(), RunResult("failed", "r", "lazy", 3, 3)
+    with (
+        patch("imagenet_fast.training.meter.record_timestamp", lambda device: clock.now),
+        patch("imagenet_fast.distributed.watchdog.warn", told.append),
+    ):
+        scale = LossScaler(Full(kind="fp32"), "fp32", world.device)
+        meter = Meter(world, 3, scale, NonFiniteCounter(world.device), 5, outcome)
+        for step in range(1, 9):
+            clock.now += (1.0, 1.1, 3.5)[rank]
+            meter.add_step(SyncStats(None), torch.zeros(()))
+            if step % 2 == 0:
+                meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)
+    sentence = "rank 2 on node2 takes 3.5 s for its own part of a step, where the median of all ranks is 1.1 s"
+    assert told == ([sentence] if rank == 0 else [])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +13,15 @@ import torch
 from torch import nn
 
 import tests
-from imagenet_fast.data.loaders import Loaders, build_loaders
+from imagenet_fast.data.build import Loaders, build_loaders, build_val_loader
+from imagenet_fast.metrics import Accuracy
+from imagenet_fast.metrics.events import read_events
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.training.evaluation import Accuracy, StopRequested, evaluate, mirrored_logits, shifted_logits
+from imagenet_fast.training.evaluation import StopRequested, evaluate, mirrored_logits, shifted_logits
+from tests.data.small import image_data, with_bad_images
 from tests.ranks import run, with_ranks
+from tests.training.jobs import job_of, run_job
 
 CPU = torch.device("cpu")
 
@@ -46,6 +52,31 @@ def guessed(images: int = 37, micro: int = 8, **averaged: Any) -> Accuracy:
     return evaluate(Guess(), data_of(images, micro), EXACT, tests.world(), **averaged)
 
 
+@pytest.mark.parametrize("world", [1, 3])
+def test_bad_images_are_counted(world: int, image_dir: Path, tmp_path: Path):
+    """They count as wrong, whoever reads them; where there is none, nothing is recorded."""
+    damaged = with_bad_images(image_dir, tmp_path / "damaged")
+    (damaged / "val/class2/006.jpg").write_bytes(b"")
+    assert run(world, _bad_images, damaged) == [2] * world
+    assert run(world, _bad_images, image_dir) == [None] * world
+
+
+def _bad_images(root: Path) -> int | None:
+    world, data = tests.world(), image_data(on_bad_image="skip")
+    dataset = build_val_loader(data, root, Batching(world.size, 2, 1), world.rank, 1, CPU, seed=1)
+    return evaluate(Guess(), dataset, EXACT, world).bad_images
+
+
+@with_ranks(1)
+def test_a_run_records_bad_images_beside_its_accuracy(image_dir: Path, tmp_path: Path) -> None:
+    root = with_bad_images(image_dir, tmp_path / "damaged")
+    data = image_data(on_bad_image="skip", image_size=32, resize=32).model_dump()
+    job = job_of(tmp_path / "run", root, ranks=1, global_batch=20, epochs=1, data=data)
+    assert run_job(job, tests.world()).bad_images == 1
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["bad_images"] == 1
+    assert [event["bad_images"] for event in read_events(tmp_path / "run") if event["event"] == "eval"] == [1]
+
+
 CASES = [(images, micro) for images in (1, 2, 5, 37) for micro in (1, 8)]
 
 
@@ -71,7 +102,7 @@ def by_hand(images: int = 37) -> Accuracy:
     order = [image.flatten()[:10].argsort(descending=True, stable=True).tolist() for image in pixels(images)]
     top1 = sum(guesses[0] == i % 10 for i, guesses in enumerate(order))
     top5 = sum(i % 10 in guesses[:5] for i, guesses in enumerate(order))
-    return Accuracy(100 * top1 / images, 100 * top5 / images, images)
+    return Accuracy(top1=100 * top1 / images, top5=100 * top5 / images, images=images)
 
 
 @pytest.mark.parametrize("shift", [0, 2])

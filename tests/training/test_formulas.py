@@ -46,17 +46,6 @@ def test_polynomial_decay_is_counted_after_a_warm_up_that_may_end_amid_an_epoch(
     assert lr == pytest.approx(np.where(taken < 46, rising, 0.14 + 1.86 * left**power).tolist())
 
 
-def test_a_decay_from_the_start_and_a_quadratic_warm_up_are_nvidia_caffes():
-    """GetLearningRate of NVIDIA Caffe's sgd_solver.cpp; its warm-up begins a step later."""
-    schedule = Polynomial(
-        kind="polynomial", warmup_epochs=2, start_lr=1.0, warmup_power=2.0, power=2, decay_from="start"
-    )
-    lr = rates(schedule, peak=32.0)
-    assert lr[:20] == pytest.approx([1.0 + 31.0 * (iteration / 20) ** 2 for iteration in range(1, 21)])
-    assert lr[20:] == pytest.approx([32.0 * (1 - iteration / 200) ** 2 for iteration in range(20, 200)])
-    assert lr[19] == 32.0
-
-
 def test_steps_divide_at_their_milestones():
     lr = rates(StepDecay(kind="step", milestones=(5, 15), gamma=0.1))
     assert lr[:50] == [2.0] * 50

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from imagenet_fast.checkpoint import CheckpointWriter, newest
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics import MetricLogger
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.resnet import BasicBlock, ResNet
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is_finite, trace_nonfinite
 from imagenet_fast.training.nonfinite_report import nonfinite_message
-from imagenet_fast.training.run_lock import CHECKPOINTS
 from imagenet_fast.training.train_step import TrainingStep
 from tests.conftest import tiers
 from tests.e2e.command import outcome_of, train_here
@@ -198,7 +197,7 @@ def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path
     assert found.manifest.step == 4
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step-00000003", "step-00000004"], "no later one has displaced them"
-    assert all(tensor.isfinite().all() for tensor in found.shared()["model"].values())
+    assert all(tensor.isfinite().all() for tensor in found.shared["model"].values())
 
 
 def test_who_is_told_to_stop_while_numbers_are_wrong_saves_nothing(tmp_path: Path):
@@ -224,14 +223,14 @@ def test_a_run_that_ended_so_leaves_its_last_good_checkpoint(tmp_path: Path):
         (1, 100, 7),  # at the end of the second epoch, where there are no final weights to be had
     ):
         run(2, _explode, tmp_path, most, fresh=True)
-        outcome, kept = outcome_of(tmp_path), newest(tmp_path / CHECKPOINTS)
+        outcome, kept = outcome_of(tmp_path), newest(RunDir(tmp_path).checkpoints)
         begins = f"the loss has not been finite for {steps} steps, from step 10 on: on rank 0 {where}; lower optim.lr "
         ends = "; the last checkpoint is that of step 9"
         assert re.fullmatch(f"{begins}.*{ends}", outcome["message"]), outcome["message"]
         assert (outcome["status"], outcome["resumed"], outcome["wrong_from"]) == ("failed", resumed, 10)
         assert kept is not None
         assert kept.manifest.step == 9
-        assert not (tmp_path / FINAL_WEIGHTS).exists()
+        assert not RunDir(tmp_path).final_weights.exists()
 
 
 def _explode(folder: Path, most: int) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.data.loaders import Loaders, build_loaders
+from imagenet_fast.data.build import Loaders, build_loaders
 from imagenet_fast.distributed.heartbeat import Phase, here
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.checkpoint_manager import CheckpointManager

@@ -16,10 +16,10 @@ from torch import nn
 import tests
 from imagenet_fast.distributed import init
 from imagenet_fast.distributed.init import DistContext, all_compute_bf16, computes_bf16
-from imagenet_fast.launch.evaluate import judge
 from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
+from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.precision import LossScaler, effective_precision
 from imagenet_fast.training.train_step import TrainingStep, build_step
@@ -108,7 +108,7 @@ def test_an_evaluation_computes_in_the_precision_of_training(bf16: bool | None, 
     weights = tmp_path / f"{world.rank}.safetensors"
     write_weights(trainer.model.state_dict(), weights, {})
     evaluation = Evaluation("test", job.recipe, job.batching, weights, None)
-    for compute in (trainer.train_step, trainer.evaluate, lambda: judge(evaluation, world)):
+    for compute in (trainer.train_step, trainer.evaluate, lambda: evaluate_weights(evaluation, world)):
         with watched_logits(seen := set()):
             compute()
         assert seen == {expected}

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.checkpoint.staging import StagingBuffer, read_tree
+from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.metrics.report import FINAL_WEIGHTS
+from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.state import joined
@@ -55,6 +55,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped-accumulated": {"clip_norm": 0.5, "global_batch": 24, "sync": {"kind": "ring", "wire": "fp32"}},
     "fp16": {"precision": {"kind": "fp16"}, "sync": {"kind": "hybrid", "wire": "fp16"}},
 }  # fmt: skip
+FIRST = ["dear-averaged", "int8", "powersgd", "sparse-deferred-corrected"]
 PIPED = Parallel(pipeline=2, micro_batches=2)
 
 
@@ -73,7 +74,7 @@ def wide() -> nn.Module:
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.weekly)])
-@pytest.mark.parametrize("name", tiers(["dear-averaged", "sparse-deferred-corrected"], SETTINGS))
+@pytest.mark.parametrize("name", tiers(FIRST, SETTINGS))
 def test_on_as_many_ranks_it_goes_on_to_the_bit(name: str, ranks: int):
     """Before and after what is learnt from the first steps."""
     run(ranks, _goes_on, normalised, 9, [[1], [7]], UNDIVIDED, {"global_batch": 12} | SETTINGS[name])
@@ -144,9 +145,7 @@ def _through_a_file(take_step: TrainingStep) -> tuple[Any, Any]:
 
 
 def _read_back(tree: Any) -> Any:
-    copy = StagingBuffer()
-    copy.take(tree)
-    return read_tree(b"".join(bytes(chunk) for chunk in copy.chunks()), CPU)
+    return read_tree(b"".join(HostCopy().take(tree)), CPU)
 
 
 def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -225,7 +224,7 @@ def test_a_run_in_unlike_parts_learns_what_an_unbroken_one_does(parts: str, tmp_
         assert ended == ["finished" if steps == 99 else "preempted"] * ranks
     first, second = (event["step"] for event in events_of(tmp_path / "parts", "resume"))
     assert 0 < first < second < 10
-    expected, found = (load_file(tmp_path / name / FINAL_WEIGHTS) for name in ("straight", "parts"))
+    expected, found = (load_file(RunDir(tmp_path / name).final_weights) for name in ("straight", "parts"))
     assert found.keys() == expected.keys()
     for name, tensor in found.items():  # sums are rounded in another order, and nothing else differs
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-4)
@@ -247,18 +246,18 @@ def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
 
 def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
     assert run(1, _train, tmp_path, 2, {}, fresh=True) == ["preempted"]
-    assert run(1, _kept_after_resuming, tmp_path) == [({"saved_at"}, 0)]
+    assert run(1, _kept_after_resuming, tmp_path) == [(set(), 0)]
 
 
 def _kept_after_resuming(folder: Path) -> tuple[set[str], int]:
     trainer = Trainer(_job(folder, {}), tests.world())
     trainer.open_data()
     assert trainer.resumed_from is not None
-    loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.shared["model"].values()]
+    loaded = [weakref.ref(tensor) for tensor in trainer.resumed_from.checkpoint.shared["model"].values()]
     trainer.build()
     gc.collect()
     trainer.state.sync.close()
-    return set(trainer.resumed_from.shared), sum(ref() is not None for ref in loaded)
+    return set(trainer.resumed_from.checkpoint.shared), sum(ref() is not None for ref in loaded)
 
 
 def test_what_ranks_have_left_is_added_up_one_rank_after_another():

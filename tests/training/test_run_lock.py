@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 from hashlib import sha256
+from itertools import count
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,12 +16,13 @@ import torch.distributed as dist
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
-from imagenet_fast.training.run_lock import _claim, claimed, lock_run_dir, make_and_lock_run_dir
+from imagenet_fast.training.run_lock import _claim, _make_and_lock, claimed, lock_run_dir
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import refusal_of
+from tests.e2e.command import events_of, train_here
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
@@ -124,21 +126,62 @@ def test_removed_directory_is_made_anew_by_waiting_run(tmp_path: Path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fcntl, "flock", and_meanwhile_it_is_removed)
-        make_and_lock_run_dir(folder)
+        _make_and_lock(folder)
     assert [links > 0 for links in locked.values()] == [False, True], "the first lock was of a directory that is gone"
 
 
 @with_ranks(1)
-def test_a_run_goes_on_from_its_checkpoint_whatever_its_outcome_says_but_not_for_fewer_epochs(tmp_path: Path):
+def test_a_run_goes_on_from_its_last_whole_checkpoint_whatever_its_outcome_says_but_not_for_fewer_epochs(
+    tmp_path: Path,
+):
     folder = begun(tmp_path / "run", "outcome.json")
     job = job_of(folder, resume=True)
     with CheckpointWriter(folder / "checkpoints", ALONE) as writer:
-        writer.save(stamp(6), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
+        for step in (6, 8):
+            writer.save(stamp(step), {"recipe": recipe_tables(job.recipe), "saved_at": 0.0})
+    (folder / "checkpoints" / "step-00000008" / "shared.safetensors").write_bytes(b"damaged")
     resumption = find_resumption(job, tests.world())
     assert resumption is not None
     assert resumption.step == 6
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "damaged-step-00000008",
+        "step-00000006",
+    ]
     resumption.check_length(epochs=2, steps_per_epoch=4)
     assert refusal_of(resumption.check_length, 1, 4) == (
         f"epochs is 1, and {folder}/checkpoints/step-00000006 has been trained for 1.5 epochs; give epochs=2 or more, "
         "or begin another run with --init-from"
     )
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_directory_is_renamed_is_whole_under_the_new_name_and_goes_on_there(replaced: bool, tmp_path: Path):
+    """Also where another has begun under the old name: nothing is written there."""
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    ((recorded, told),) = run(1, train_and_rename, folder, moved, replaced, fresh=True)
+    assert told.startswith(f"trained to the end, but {folder}/checkpoints/final.safetensors cannot be written (")
+    assert [*folder.rglob("*")] == [folder / "checkpoints"] * replaced
+    assert folder.exists() == replaced, "it is not made anew"
+    assert (moved / "events.jsonl").read_text() == recorded
+    assert run(1, train_and_rename, moved, None, False, fresh=True) == [("", "finished")]
+    assert [event["step"] for event in events_of(moved, "train")] == [*range(1, 9)]
+
+
+def train_and_rename(folder: Path, to: Path | None, replaced: bool) -> tuple[str, str]:
+    """In one of the first of eight steps: what was recorded then, and how the run ended."""
+    calls, recorded = count(1), ""
+
+    def asked() -> bool:
+        nonlocal recorded
+        if next(calls) == 3 and to is not None:
+            folder.rename(to)
+            recorded = (to / "events.jsonl").read_text()
+            if replaced:
+                (folder / "checkpoints").mkdir(parents=True)
+        return False
+
+    job = job_of(folder, resume=True, checkpoint={"every_steps": 1})
+    try:
+        return recorded, train_here(job, lambda: asked).status
+    except JobAborted as error:
+        return recorded, str(error)

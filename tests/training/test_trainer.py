@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import signal
 import subprocess
 import sys
 import weakref
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -60,6 +62,17 @@ def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
 def _train_on(folder: Path, epochs: int, stop: bool) -> str:
     ask_first = (lambda: lambda: True) if stop else None
     return run_job(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).status
+
+
+def test_a_stop_is_told_once_where_no_launcher_of_ours_is(tmp_path: Path):
+    (printed,) = run(1, _stopped, tmp_path, fresh=True)
+    assert printed.lower().count("stopped by a signal after step 1, and saved; ") == 1
+
+
+def _stopped(folder: Path) -> str:
+    with redirect_stdout(io.StringIO()) as printed:
+        _train_on(folder, 2, stop=True)
+    return printed.getvalue()
 
 
 EDITS = {

@@ -1,6 +1,6 @@
 """Prepare ImageNet, as it is downloaded, for the loaders: ``imagenet-fast data prepare``.
 
-A source is a list of classes. A class lists files by where their bytes lie, in an archive or not (``source_files.py``).
-The result is made of pieces (``staging_dir.py``), in threads (``worker_pool.py``). A piece is a class's folder or a
-shard (``output_layout.py``; ``data/formats/shard_writer.py`` writes shards). ``prepare.py`` runs all steps.
+A source (``sources.py``) is a list of classes, and a class lists files by where their bytes lie, in an archive or not
+(``files.py``). The images are divided into pieces, a class's folder or a shard each (``write.py``), which are made in
+threads (``run.py``) in the directory to fill (``output.py``).
 """

@@ -1,123 +1,250 @@
-"""Recognise what a directory holds: ImageNet's tars, Kaggle's layout of it, or one folder per class."""
+"""Recognise what a directory holds: for each split, archives, class folders, or images and a table of their classes."""
 
 from __future__ import annotations
 
 import csv
 import os
 import re
+import tarfile
+import zlib
 from collections import defaultdict
-from functools import partial
+from dataclasses import replace
+from functools import partial, reduce
 from pathlib import Path
 
-from imagenet_fast.data.image_names import class_folders, look_into, shown
-from imagenet_fast.data.imagefolder import deeper_images, require_images
-from imagenet_fast.data.prepare.imagenet_archives import DEVKIT, TRAIN, VAL, flat_classes, official_source
-from imagenet_fast.data.prepare.source_files import Source, SourceClass, SourceFile
+from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, list_folder, shown
+from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
 from imagenet_fast.errors import UserError
+
+TRAIN = "ILSVRC2012_img_train.tar"
+VAL = "ILSVRC2012_img_val.tar"
+DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+
+MD5 = {
+    TRAIN: "1d675b47d978889d74fa0da5fadfb00e",
+    VAL: "29b22e2961454d5413ddabcf34fc5622",
+    DEVKIT: "fa75699e90414af021442c21a62c3abf",
+}
+"""The md5 of each file, as image-net.org and torchvision publish them."""
 
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 _SOLUTION = "LOC_val_solution.csv"
+_ANNOTATIONS = "val_annotations.txt"
+_TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
+_MOST = 1 << 20  # bytes of it; it has some 200 kB
+_CLASS_TAR = re.compile(r"(n\d{8})\.tar")
+_INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for those to validate on
 
 
 def recognise(folder: Path) -> Source:
-    """Return the source in ``folder``.
-
-    Raises:
-        UserError: The layout is not known, or the source is damaged.
-    """
+    """Return the source in ``folder``. Raises UserError if the layout is not known, or the source is damaged."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
-    if any((folder / name).is_file() for name in (TRAIN, VAL)):
-        return official_source(folder)
-    for root in (folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC"), folder):
-        if any((root / split).is_dir() for split in ("train", "val")):
-            return _folders(root)
+    for root in (folder, folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
+        train = _split(root, "train", set())
+        val = _split(root, "val", {of.name for of in train.classes} if train else set())
+        if train and val:
+            return train + val
+        if found := train or val:
+            return found
     raise UserError(
         f"{folder} holds no ImageNet that is known: neither {TRAIN} or {VAL} (with {DEVKIT}), nor {_KAGGLE}/train as "
-        "Kaggle has it, nor train/<class>/* and val/<class>/*; give the directory that does with --source DIR"
+        "Kaggle has it, nor train/<class>/* and val/<class>/*, nor train.tar and val.tar with such folders, nor "
+        "train/n01440764.tar and the like, nor data/train-*.parquet; give the directory that does with --source DIR"
     )
 
 
-def _folders(root: Path) -> Source:
-    """Return the source with validation images in one folder per class, or all in one folder, as Kaggle has them."""
-    classes = _classes(root, "train")
-    hidden = _hidden(root, "train")
-    apart = _apart(root, "train", [of.name for of in classes])
-    flat = _flat(root / "val")
-    if not flat or {of.name for of in classes}.intersection(look_into(root / "val").folders):
-        val = _classes(root, "val")
-        apart += _apart(root, "val", [of.name for of in val])
-        return Source("one folder a class", classes + val, apart=apart, hidden=hidden + _hidden(root, "val"))
-    solution = next((f for f in (d / _SOLUTION for d in (root, *root.absolute().parents[:3])) if f.is_file()), None)
-    if solution is None:
+def _split(root: Path, split: str, known: set[str]) -> Source | None:
+    """Return one split, if it is there; ``known`` are the classes of training.
+
+    The official tar goes before a folder with the split's name, and that before other tars named after the split.
+    """
+    folder = root / split
+    if (official := root / {"train": TRAIN, "val": VAL}[split]).is_file():
+        return _in_tars(root, split, [official])
+    if not folder.is_dir():
+        tars = [path for path in root.glob("*.tar") if split in re.split(r"[-_.]", path.stem)]
+        return _in_tars(root, split, sorted(tars)) if tars else None
+    tars = sorted(folder.glob("*.tar"))
+    if not list_folder(folder).folders and tars:
+        return _in_tars(root, split, tars)
+    if packed := [tar for tar in tars if _CLASS_TAR.fullmatch(tar.name) and not tar.with_suffix("").is_dir()]:
+        raise UserError(f"{packed[0]} is not unpacked, as others beside it are; unpack it, or remove their folders")
+    return _in_folders(root, split, known)
+
+
+# Archives.
+
+
+def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
+    """Return the split in tars, whose parts of a class are put together."""
+    source = reduce(Source.__add__, (_in_tar(root, split, tar) for tar in tars))
+    parts: dict[str, list[SourceClass]] = defaultdict(list)
+    for of in source.classes:
+        parts[of.name].append(of)
+    classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
+    return replace(source, classes=classes)
+
+
+def _joined(parts: list[SourceClass]) -> SourceClass:
+    def files() -> list[SourceFile]:
+        return [file for of in parts for file in of.listed()]
+
+    return SourceClass(parts[0].split, parts[0].name, files, sum(of.measured() for of in parts))
+
+
+def _in_tar(root: Path, split: str, tar: Path) -> Source:
+    """Return what is in a tar: a class, class tars, class folders, or images to validate on without folders."""
+    archives = [tar] if tar.name in MD5 else []
+    if named := _CLASS_TAR.fullmatch(tar.name):
+        return Source([SourceClass(split, named[1], partial(members, tar), tar.stat().st_size)])
+    files = members(tar, flat=False)
+    if any(file.name.endswith(".tar") for file in files):
+        return Source([_class_tar(split, tar, file) for file in files], archives=archives)
+    depths = {len(_folders(file)): file for file in files if file.is_image}
+    if len(depths) != 1 or (0 in depths and split == "train"):
+        some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
+        raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
+    if 0 in depths:
+        return _by_table(root, files, tar) + Source([], archives=archives)
+    by_class: dict[str, list[SourceFile]] = defaultdict(list)
+    others = []
+    for file in files:
+        if folders := _folders(file):
+            by_class[folders[-1]].append(replace(file, name=file.name.rpartition("/")[2]))
+        else:
+            others.append(f"{split}/{file.shown}")
+    return Source(_listed_classes(split, by_class), others, archives=archives)
+
+
+def _class_tar(split: str, tar: Path, file: SourceFile) -> SourceClass:
+    named = _CLASS_TAR.fullmatch(file.name)
+    if named is None:
         raise UserError(
-            f"{root / 'val'} does not say of which class its images are; put Kaggle's {_SOLUTION} beside it"
+            f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
         )
-    others = [f"val/{file.shown}" for file in flat if not file.is_image]
-    apart += map(shown, deeper_images(root / "val", look_into(root / "val"), "val"))
-    return Source("Kaggle's layout", classes + _solved(flat, solution), others, apart=apart, hidden=hidden)
+    return SourceClass(split, named[1], partial(members, tar, file), file.size)
 
 
-def _classes(root: Path, split: str) -> list[SourceClass]:
-    if not (root / split).is_dir():
-        return []
-    names = class_folders(root / split)
-    for name in names:
+def _folders(file: SourceFile) -> list[str]:
+    """Return the folders above a file in a tar, of which the last is its class."""
+    folders = file.name.split("/")[:-1]
+    return folders[:-1] if folders[-1:] == [_INNER] else folders
+
+
+def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[SourceClass]:
+    return [
+        SourceClass(split, name, partial(list, files), sum(file.size for file in files))
+        for name, files in by_class.items()
+    ]
+
+
+# Folders.
+
+
+def _in_folders(root: Path, split: str, known: set[str]) -> Source:
+    """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
+    folder = root / split
+    contents = list_folder(folder)
+    classes = known.intersection(contents.folders) if known else {*contents.folders} - {_INNER}
+    place = folder if contents.images or _INNER not in contents.folders else folder / _INNER
+    if split == "val" and not classes and (inside := list_folder(place)).images:
+        apart = _deeper(root, inside)
+        return _by_table(root, _files(place), place) + Source([], apart=[*map(shown, apart)])
+    apart = [f"{split}/{name}" for name in contents.images]
+    source = Source([])
+    for name in class_folders(folder):
         if not name.isprintable():
-            raise UserError(f"{root / split} has a folder {name!r}, which is no name for a class; rename it")
-    return [SourceClass(split, name, partial(_listed, root / split / name)) for name in names]
+            raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
+        place, inside = folder / name, list_folder(folder / name)
+        if not inside.images and _INNER in inside.folders:
+            place, inside = place / _INNER, list_folder(place / _INNER)
+        source.classes.append(SourceClass(split, name, partial(_files_of_class, folder / name, place)))
+        if deeper := _deeper(root, inside):
+            inside.require_images()
+            apart += deeper
+    source.apart.extend(map(shown, apart))
+    return source
 
 
-def _hidden(root: Path, split: str) -> list[str]:
-    """Return the folders of a split whose names are not those of classes."""
-    return [f"{split}/{shown(name)}" for name in look_into(root / split).hidden] if (root / split).is_dir() else []
+def _deeper(root: Path, contents: FolderContents) -> list[str]:
+    """Return the images in subfolders, as paths below ``root``."""
+    return [os.path.join(os.path.relpath(contents.path, root), path) for path in contents.deeper()]  # noqa: PTH118
 
 
-def _apart(root: Path, split: str, classes: list[str]) -> list[str]:
-    """Return images beside class folders and in subfolders of them. Raises UserError if a class has no others."""
-    if not (root / split).is_dir():
-        return []
-    found = [f"{split}/{name}" for name in look_into(root / split).images]
-    for name in classes:
-        folder = root / split / name
-        contents = look_into(folder)
-        if deeper := deeper_images(folder, contents, f"{split}/{name}"):
-            require_images(folder, contents)
-            found += deeper
-    return [shown(path) for path in found]
+def _files_of_class(folder: Path, place: Path) -> list[SourceFile]:
+    """Return the files of a class whose images lie in ``place``: its folder, or one inside it."""
+    return _files(place) + (_files(folder) if place != folder else [])
 
 
-def _listed(folder: Path) -> list[SourceFile]:
+def _files(folder: Path) -> list[SourceFile]:
     """Return the files in ``folder``, with links followed. Raises UserError for what is neither file nor folder."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_file():
-                found.append(SourceFile(entry.name, entry.path, 0, entry.stat().st_size))
-            elif not entry.is_dir():
+            if is_folder(entry):
+                continue
+            try:
+                size = entry.stat().st_size if entry.is_file() else None
+            except OSError:  # a loop of links
+                size = None
+            if size is None:
                 raise UserError(f"{entry.path} is neither a file nor a folder, or a link that leads nowhere; remove it")
+            found.append(SourceFile(entry.name, entry.path, 0, size))
     return found
 
 
-def _flat(folder: Path) -> list[SourceFile]:
-    """Return the files in ``folder`` if there are images among them, else nothing."""
-    files = _listed(folder) if folder.is_dir() else []
-    return files if any(file.is_image for file in files) else []
+# Images whose class a table tells.
 
 
-def _solved(files: list[SourceFile], solution: Path) -> list[SourceClass]:
-    """Group files by Kaggle's table: an ``ImageId``, and "wnid x y x y" for each box, all boxes of one class."""
-    with solution.open(newline="", encoding="utf-8") as table:
-        rows = csv.DictReader(table)
-        if rows.fieldnames != ["ImageId", "PredictionString"]:
-            raise UserError(f"{solution} has not the columns ImageId,PredictionString; fetch it again")
-        wnid = {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
-    images: dict[str, list[SourceFile]] = defaultdict(list)
+def _by_table(root: Path, files: list[SourceFile], held_by: Path) -> Source:
+    """Return the classes to validate on of images that lie together in ``held_by``."""
+    for folder in (root / "val", root, *root.absolute().parents[:3]):
+        for name, read in ((DEVKIT, _devkit), (_SOLUTION, _solution), (_ANNOTATIONS, _annotations)):
+            if (table := folder / name).is_file():
+                return _looked_up(files, held_by, table, read(table))
+    raise UserError(
+        f"{held_by} does not say of which class its images are; put {DEVKIT}, or Kaggle's {_SOLUTION}, beside it"
+    )
+
+
+def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dict[str, str]) -> Source:
+    by_class: dict[str, list[SourceFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.name):
-        if not file.is_image:
-            continue
-        label = wnid.get(Path(file.name).stem, "")
-        if not re.fullmatch(r"n\d{8}", label):
-            raise UserError(f"{solution} has no class for {file.held_by}; fetch both again")
-        images[label].append(file)
-    return flat_classes(images)
+        if file.is_image:
+            name = classes.get(file.name.rpartition(".")[0], "")
+            if not re.fullmatch(r"n\d{8}", name):
+                raise UserError(f"{table} has no class for '{file.shown}' in {held_by}; fetch both again")
+            by_class[name].append(file)
+    others = [f"val/{file.shown}" for file in files if not file.is_image]
+    archives = [table] if table.name in MD5 else []
+    return Source(_listed_classes("val", by_class), others, archives=archives)
+
+
+def _solution(table: Path) -> dict[str, str]:
+    """Read Kaggle's table: an ``ImageId``, and "wnid x y x y" for each box, all boxes of one class."""
+    with table.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.DictReader(file)
+        if rows.fieldnames != ["ImageId", "PredictionString"]:
+            raise UserError(f"{table} has not the columns ImageId,PredictionString; fetch it again")
+        return {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
+
+
+def _annotations(table: Path) -> dict[str, str]:
+    """Read Tiny-ImageNet's table: a file name, its wnid and a box."""
+    rows = (line.split() for line in table.read_text(encoding="utf-8", errors="replace").splitlines())
+    return {row[0].rpartition(".")[0]: row[1] for row in rows if len(row) > 1}
+
+
+def _devkit(archive: Path) -> dict[str, str]:
+    """Read the classes of the validation images in the development kit, which numbers them in an order of its own."""
+    wnids = Path(__file__).with_name("wnids.txt").read_text(encoding="ascii").split()
+    try:
+        with tarfile.open(archive) as tar:
+            file = tar.extractfile(_TRUTH)
+            truth = [int(line) for line in (file.read(_MOST) if file else b"").split()]
+    except (tarfile.TarError, KeyError, EOFError, OSError, ValueError, zlib.error) as error:
+        raise UserError(f"{archive} holds no {_TRUTH} that can be read ({error}); fetch it again") from None
+    if strange := [number for number in truth if not 0 < number <= len(wnids)]:
+        raise UserError(f"{archive}: {_TRUTH} has {strange[0]} for a label; fetch it again")
+    return {f"ILSVRC2012_val_{number:08}": wnids[label - 1] for number, label in enumerate(truth, 1)}

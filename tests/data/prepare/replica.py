@@ -1,4 +1,4 @@
-"""ImageNet as people have it, with few classes: the official tars, Kaggle's layout, one folder a class.
+"""ImageNet as people have it, with few classes: the official tars, Kaggle's layout, one folder a class, and others.
 
     images = small_imagenet()
     official_tars(tmp_path / "tars", images)
@@ -21,16 +21,8 @@ from PIL import Image
 
 from tests.data.encoded import encoded
 
-CLASSES = {
-    "n02105855": (1, "Shetland sheepdog, Shetland sheep dog, Shetland"),
-    "n02123045": (2, "tabby, tabby cat"),
-    "n01440764": (3, "tench, Tinca tinca"),
-    "n01443537": (4, "goldfish, Carassius auratus"),
-}
-"""Real wnids, with numbers in an order that is not theirs, as in the real devkit."""
-
-INNER = {"n02084071": (1001, "dog, domestic dog, Canis familiaris"), "n02075296": (1002, "carnivore")}
-"""Nodes of WordNet above them, which are no classes but are in meta.mat."""
+CLASSES = {"n02105855": 171, "n02123045": 174, "n01440764": 449, "n01443537": 450}
+"""Wnids, with the numbers that the devkit has for them."""
 
 ODD = {
     "png": "train/n02105855/n02105855_2933.JPEG",
@@ -105,51 +97,108 @@ def official_tars(folder: Path, images: Images) -> Path:
         folder / "ILSVRC2012_img_val.tar",
         {name: images[f"val/{wnid}/{name}"] for name, wnid in sorted(validation.items())},
     )
-    truth = [CLASSES[wnid][0] for _, wnid in sorted(validation.items())]
+    truth = [CLASSES[wnid] for _, wnid in sorted(validation.items())]
     (folder / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(devkit(truth))
     return folder
 
 
 def devkit(truth: list[int]) -> bytes:
-    """The labels of validation images 1, 2, ... as the real kit has them, by its own numbers."""
-    top = "ILSVRC2012_devkit_t12/data"
-    files = {
-        f"{top}/meta.mat": meta_mat(),
-        f"{top}/ILSVRC2012_validation_ground_truth.txt": "".join(f"{number}\n" for number in truth).encode(),
-    }
-    return gzip.compress(tar_of(files))
+    """The labels of validation images 1, 2, ... by the kit's numbers."""
+    lines = "".join(f"{number}\n" for number in truth).encode()
+    return gzip.compress(tar_of({"ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": lines}))
 
 
-def meta_mat() -> bytes:
-    """A struct array "synsets" with the fields of the real one."""
-    from scipy.io import savemat
-
-    fields = (
-        "ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children", "wordnet_height", "num_train_images",
-    )  # fmt: skip
-    rows = [
-        (number, wnid, words, "what it is", len(children), children, height, 1300 - 1300 * bool(children))
-        for nodes, children, height in ((CLASSES, [], 0), (INNER, [1, 2], 3))
-        for wnid, (number, words) in nodes.items()
-    ]
-    synsets = np.array([[row] for row in rows], dtype=[(field, object) for field in fields])
-    written = io.BytesIO()
-    savemat(written, {"synsets": synsets})
-    return written.getvalue()
-
-
-def kaggle(folder: Path, images: Images) -> Path:
-    """What Kaggle's archive unpacks to. Returns ``folder``."""
+def kaggle(folder: Path, images: Images, encoding: str = "utf-8") -> None:
+    """What Kaggle's archive unpacks to."""
     top = folder / "ILSVRC/Data/CLS-LOC"
-    validation = _validation(images)
-    image_folder(top, {path: content for path, content in images.items() if path.startswith("train/")})
-    image_folder(top / "val", {name: images[f"val/{wnid}/{name}"] for name, wnid in validation.items()})
-    with (folder / "LOC_val_solution.csv").open("w", newline="") as file:
+    image_folder(top, _of_split(images, "train") | _flat(images, "val"))
+    with (folder / "LOC_val_solution.csv").open("w", newline="", encoding=encoding) as file:
         rows = csv.writer(file)
         rows.writerow(["ImageId", "PredictionString"])
-        for name, wnid in sorted(validation.items(), key=lambda item: item[1]):
+        for name, wnid in sorted(_validation(images).items(), key=lambda item: item[1]):
             rows.writerow([name.removesuffix(".JPEG"), f"{wnid} 1 2 30 40 {wnid} 5 6 70 80 "])
-    return folder
+
+
+def kaggle_with_a_mark(folder: Path, images: Images) -> None:
+    """With a table that begins with a byte-order mark, as spreadsheets write it."""
+    kaggle(folder, images, encoding="utf-8-sig")
+
+
+def tiny_imagenet(folder: Path, images: Images) -> None:
+    for path, content in _of_split(images, "train").items():
+        _, wnid, name = path.split("/")
+        image_folder(folder, {f"train/{wnid}/images/{name}": content, f"train/{wnid}/{wnid}_boxes.txt": b"a 1 2 3 4"})
+    image_folder(folder, _flat(images, "val/images"))
+    rows = [f"{name}\t{wnid}\t0\t32\t44\t62\n" for name, wnid in _validation(images).items()]
+    (folder / "val/val_annotations.txt").write_text("".join(rows))
+    image_folder(folder, {"test/images/test_0.JPEG": b""})
+
+
+def class_tars(folder: Path, images: Images) -> None:
+    """The outer tar of class tars unpacked into ``train``."""
+    official_tars(folder, images)
+    _unpacked(folder / "ILSVRC2012_img_train.tar", folder / "train")
+
+
+def flat_validation(folder: Path, images: Images) -> None:
+    """The tar of validation images unpacked into ``val``, beside the devkit."""
+    official_tars(folder, images)
+    _unpacked(folder / "ILSVRC2012_img_val.tar", folder / "val")
+
+
+def sorted_validation(folder: Path, images: Images) -> None:
+    """The tar of validation images sorted into class folders, and the other as it is."""
+    official_tars(folder, images)
+    (folder / "ILSVRC2012_img_val.tar").unlink()
+    (folder / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    image_folder(folder, _of_split(images, "val"))
+
+
+def tars_of_folders(folder: Path, images: Images) -> None:
+    folder.mkdir()
+    folders = {"train": named("train", tarfile.DIRTYPE)}
+    write_tar(folder / "train.tar", {**folders, **_of_split(images, "train")})
+    write_tar(folder / "imagenet-val.tar", {f"./{path[4:]}": of for path, of in _of_split(images, "val").items()})
+
+
+def parquet(folder: Path, images: Images, in_each: int = 7) -> None:
+    """Files with the schema of Hugging Face's, and small groups of rows."""
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    schema = pyarrow.schema(
+        [
+            ("image", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])),
+            ("label", pyarrow.int64()),
+        ]
+    )
+    (folder / "data").mkdir(parents=True)
+    for split, word in (("train", "train"), ("val", "validation")):
+        rows = []
+        for path, content in _of_split(images, split).items():
+            wnid, name = path.split("/")[1:]
+            named = f"{name.removesuffix('.JPEG')}_{wnid}.JPEG"
+            rows.append({"image": {"bytes": content, "path": named}, "label": sorted(CLASSES).index(wnid)})
+        rows = rows[::2] + rows[1::2]  # of several classes in each file
+        parts = [rows[begin : begin + in_each] for begin in range(0, len(rows), in_each)]
+        for number, part in enumerate(parts):
+            table = pyarrow.Table.from_pylist(part, schema=schema)
+            write_table(table, folder / f"data/{word}-{number:05}-of-{len(parts):05}.parquet", row_group_size=3)
+
+
+def _of_split(images: Images, split: str) -> Images:
+    return {path: content for path, content in images.items() if path.startswith(f"{split}/")}
+
+
+def _flat(images: Images, folder: str) -> Images:
+    """Validation images in one folder."""
+    return {f"{folder}/{path.split('/')[2]}": content for path, content in _of_split(images, "val").items()}
+
+
+def _unpacked(tar: Path, folder: Path) -> None:
+    with tarfile.open(tar) as archive:
+        archive.extractall(folder, filter="data")
+    tar.unlink()
 
 
 def image_folder(folder: Path, images: Mapping[str, bytes]) -> Path:
@@ -191,6 +240,15 @@ def write_tar(path: Path, files: Mapping[str, bytes | tarfile.TarInfo]) -> None:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file in ``folder``, hidden ones too, by its path there; of an index, which holds times, that it is."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    """Every file in ``folder``, hidden ones too, by its path there; of an index, which holds times, that it is.
+
+    What is left of an index whose writer was killed is no part of it.
+    """
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("..imagenet"))
     return {str(path.relative_to(folder)): b"" if path.suffix == ".index" else path.read_bytes() for path in files}
+
+
+LAYOUTS = (
+    official_tars, kaggle, image_folder, kaggle_with_a_mark, tiny_imagenet, class_tars, flat_validation,
+    sorted_validation, tars_of_folders, parquet,
+)  # fmt: skip

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from imagenet_fast.data.decode import decode, store_pixels
-from imagenet_fast.data.format_detection import open_training, open_validation
-from imagenet_fast.data.image_source import ImageDecodeError, ImageSource
-from imagenet_fast.data.prepare.prepare import prepare
-from imagenet_fast.data.prepare.staging_dir import Settings
-from imagenet_fast.data.resize import shrunk
+from imagenet_fast.data.pixels import ImageDecodeError, decode, shrunk, store_pixels
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
+from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import verify
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import refusal_of, tables

@@ -15,29 +15,28 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from imagenet_fast.data.format_detection import check_folders, open_training
-from imagenet_fast.data.imagefolder import scan
-from imagenet_fast.data.prepare import imagenet_archives, preflight
-from imagenet_fast.data.prepare import prepare as preparing
-from imagenet_fast.data.prepare.imagenet_archives import read_devkit
-from imagenet_fast.data.prepare.jpeg_resize import shrunk
-from imagenet_fast.data.prepare.prepare import prepare
+from imagenet_fast.data.prepare import run, sources
+from imagenet_fast.data.prepare.output import alone_in
+from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.sources import recognise
-from imagenet_fast.data.prepare.staging_dir import Settings, alone_in
+from imagenet_fast.data.prepare.write import Settings, shrunk
+from imagenet_fast.data.source import check_folders, open_training
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.data.encoded import encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, named, small_imagenet, tar_of, tree, write_tar
-from tests.data.small import WHOLE, as_format, put
+from tests.data.small import WHOLE, as_format, put, scan
 from tests.e2e.command import COMMAND, environment, in_process, wait_for
 
 SMALL = Settings(format="folder", resize=256, quality=95)
@@ -59,18 +58,15 @@ def images_in(out: Path) -> Images:
     return {path: content for path, content in tree(out).items() if path != "prepared.json"}
 
 
-@pytest.mark.parametrize("lay_out", [replica.official_tars, replica.kaggle, replica.image_folder])
+@pytest.mark.parametrize("lay_out", replica.LAYOUTS)
 def test_every_source_becomes_the_same_folders_byte_for_byte(tmp_path: Path, images: Images, lay_out):
-    source = lay_out(tmp_path / "source", images)
-    prepare(source, tmp_path / "out", WHOLE, subset=True)
+    lay_out(tmp_path / "source", images)
+    prepare(tmp_path / "source", tmp_path / "out", WHOLE, subset=True)
     assert images_in(tmp_path / "out") == good(images)
     assert names(tmp_path / "out") == ["prepared.json", "train", "val"]
 
 
 def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path, tars: Path):
-    kit = read_devkit(tars / imagenet_archives.DEVKIT)
-    assert kit.wnids == replica.CLASSES.keys()  # and no inner node of WordNet
-    assert kit.validation[:4] == ["n02123045", "n02105855", "n01443537", "n01440764"]
     prepare(tars, tmp_path / "out", WHOLE, subset=True)
     for split in scan(tmp_path / "out"):
         assert split.classes == sorted(replica.CLASSES)
@@ -78,21 +74,45 @@ def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path,
             assert Path(split.name(index)).parent.name == split.classes[label]
 
 
+def test_the_devkits_numbers_are_those_of_the_challenge(tmp_path: Path):
+    """Of the first ten validation images both the numbers and the wnids are widely known."""
+    truth = [490, 361, 171, 822, 297, 482, 13, 704, 599, 164]
+    names = [f"ILSVRC2012_val_{number:08}.JPEG" for number in range(1, 11)]
+    wnids = "n01751748 n09193705 n02105855 n04263257 n03125729 n01735189 n02346627 n02776631 n03794056 n02328150"
+    replica.image_folder(tmp_path, {f"val/{name}": b"" for name in names})
+    (tmp_path / sources.DEVKIT).write_bytes(replica.devkit(truth))
+    classes = recognise(tmp_path).classes
+    assert {file.name: of.name for of in classes for file in of.listed()} == dict(
+        zip(names, wnids.split(), strict=True)
+    )
+    every = Path(sources.__file__).with_name("wnids.txt").read_text().split()
+    (timm,) = find_spec("timm").submodule_search_locations  # without importing it, which takes seconds
+    assert sorted(every) == Path(timm, "data/_info/imagenet_synsets.txt").read_text().split()
+
+
 def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Path):
     command = ("data", "prepare", "--source", str(tars), "--out", str(tmp_path / "out"), "--subset")
     printed = in_process(*command)
-    assert "now holds, from ImageNet's tars:\n  train  34 images in 4 classes\n  val    12 images in" in printed
+    assert "now holds:\n  train  34 images in 4 classes\n  val    12 images in" in printed
     assert f"left out, as they are no images: {ODD['AppleDouble']}\n" in printed
+    record = tmp_path / "out/prepared.json"
+    record.write_text(record.read_text().replace('"others"', '"hidden": [], "others"'))  # of an earlier version
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in in_process(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+def test_a_split_of_empty_files_is_prepared_as_any(tmp_path: Path):
+    replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b""})
+    prepare(tmp_path / "source", tmp_path / "out", WHOLE, subset=True)
+    assert images_in(tmp_path / "out") == {"train/a/0.jpg": b""}
 
 
 # Shrinking.
 
 
 def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, tars: Path, images: Images):
-    record = prepare(tars, tmp_path / "out", SMALL, subset=True).record
+    prepare(tars, tmp_path / "out", SMALL, subset=True)
     found = images_in(tmp_path / "out")
     assert found.keys() == good(images).keys()
     undecodable = [ODD[kind] for kind in ("truncated", "empty", "garbage")]
@@ -106,16 +126,9 @@ def test_large_images_are_made_smaller_and_all_else_is_copied(tmp_path: Path, ta
             assert after.width / after.height == pytest.approx(before.width / before.height, rel=0.01)
             difference = np.asarray(before.convert("RGB").resize(after.size), float) - np.asarray(after)
             assert np.abs(difference).mean() < 3  # of 255
-    odd = [f"train/{name}/{file}" for name, made in record.splits["train"].items() for file in made.undecodable]
-    assert odd == undecodable
 
 
 # Deaths.
-
-
-@pytest.fixture(scope="module")
-def few_tars(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return replica.official_tars(tmp_path_factory.mktemp("official") / "few", small_imagenet(train=3, val=1))
 
 
 def die_at(change: int, source: Path, out: Path, settings: Settings) -> None:
@@ -147,26 +160,27 @@ def attempt(change: int, source: Path, out: Path, settings: Settings) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("settings", "moments"),
+    ("settings", "lay_out", "moments"),
     [
-        pytest.param(SMALL, 5, id="folders", marks=pytest.mark.ci),
-        pytest.param(TARS, 3, id="webdataset", marks=pytest.mark.ci),
-        pytest.param(PIXELS, 3, id="pixels", marks=pytest.mark.ci),
-        pytest.param(SMALL, 0, id="folders, at every moment", marks=pytest.mark.weekly),
-        pytest.param(TARS, 0, id="webdataset, at every moment", marks=pytest.mark.weekly),
+        pytest.param(SMALL, replica.official_tars, 5, id="folders", marks=pytest.mark.ci),
+        pytest.param(TARS, replica.official_tars, 3, id="webdataset", marks=pytest.mark.ci),
+        pytest.param(PIXELS, replica.parquet, 3, id="pixels of parquet files", marks=pytest.mark.ci),
+        pytest.param(SMALL, replica.official_tars, 0, id="folders, at every moment", marks=pytest.mark.weekly),
+        pytest.param(TARS, replica.official_tars, 0, id="webdataset, at every moment", marks=pytest.mark.weekly),
     ],
 )
-def test_killed_again_and_again_the_result_is_that_of_an_undisturbed_run(tmp_path, few_tars, settings, moments: int):
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    assert attempt(0, few_tars, whole, settings)
+def test_killed_again_and_again_the_result_is_that_of_an_undisturbed_run(tmp_path: Path, settings, lay_out, moments):
+    source, whole, out = tmp_path / "source", tmp_path / "whole", tmp_path / "out"
+    lay_out(source, small_imagenet(train=3, val=1))
+    assert attempt(0, source, whole, settings)
     expected, changes = tree(whole), int((tmp_path / "changes").read_text())
     for moment in [changes * n // moments for n in range(1, moments + 1)] if moments else range(1, changes + 1):
         for change in (moment, 1 + moment // 2):  # the second time what the first has left is gone on from
-            attempt(change, few_tars, out, settings)
+            attempt(change, source, out, settings)
             for path, content in tree(out).items():  # what is in its place is whole
                 if path.startswith(("train/", "val/", ".preparing/train/", ".preparing/val/")):
                     assert content == expected[path.removeprefix(".preparing/")]
-        prepare(few_tars, out, settings, subset=True)
+        prepare(source, out, settings, subset=True)
         assert tree(out) == expected
         shutil.rmtree(out)
 
@@ -192,6 +206,31 @@ def test_ctrl_c_ends_cleanly_with_what_is_made_kept(tmp_path: Path):
     assert images_in(out / ".preparing/train") == {"a/0.jpg": b""}
 
 
+def test_parquet_files_are_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    replica.parquet(source, small_imagenet())
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "pieces_of", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            prepare(source, out, WHOLE, subset=True)
+    first = min(out.glob(".preparing/unpacked/train/*"))
+    content = (source / "data/train-00001-of-00005.parquet").read_bytes()
+    (source / "data/train-00000-of-00005.parquet").write_bytes(content)  # as fetched anew
+    made = Mock(wraps=run.parquet_to_tar)
+    monkeypatch.setattr(run, "parquet_to_tar", made)
+    refused(source, "has two images of one name")
+    assert [call.args[0].name for call in made.call_args_list] == ["train-00000-of-00005.parquet"]
+    assert not first.exists()
+
+
+def test_what_was_made_of_parquet_files_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source, out = tmp_path / "source", tmp_path / "out"
+    replica.parquet(source, small_imagenet())
+    prepare(source, out, WHOLE, subset=True)
+    monkeypatch.setattr(run, "parquet_to_tar", None)
+    assert prepare(source, out, WHOLE, subset=True).already
+
+
 # What is refused.
 
 
@@ -209,26 +248,25 @@ def refused(source: Path, told: str, settings: Settings = WHOLE, subset: bool = 
 
 
 def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Path):
-    plain, val = {"n01440764_1.JPEG": b"an image"}, own_tars / imagenet_archives.VAL
+    plain, val = {"n01440764_1.JPEG": b"an image"}, own_tars / sources.VAL
     whole = val.read_bytes()
+    elsewhere = "no plain file or leads elsewhere"
     for told, member in (
-        ("a path that leads elsewhere", named("../escaped.JPEG")),
-        ("a path that leads elsewhere", named("/tmp/d-escaped.JPEG")),
-        ("a path that leads elsewhere", named("deeper/n01440764_2.JPEG")),
-        ("a folder", named("..", tarfile.DIRTYPE)),
-        ("a link", named("n01440764_2.JPEG", tarfile.SYMTYPE, "/etc/passwd")),
-        ("a link", named("n01440764_2.JPEG", tarfile.LNKTYPE, "../other")),
-        ("a device", named("n01440764_2.JPEG", tarfile.CHRTYPE)),
-        ("a device", named("n01440764_2.JPEG", tarfile.FIFOTYPE)),
-        ("no plain file", named("n01440764_2.JPEG", b"Z")),
+        (elsewhere, named("../escaped.JPEG")),
+        (elsewhere, named("/tmp/d-escaped.JPEG")),
+        (f"{elsewhere}|and 'deeper/n01440764_2.JPEG'", named("deeper/n01440764_2.JPEG")),
+        (elsewhere, named("..", tarfile.DIRTYPE)),
+        (elsewhere, named("n01440764_2.JPEG", tarfile.SYMTYPE, "/etc/passwd")),
+        (elsewhere, named("n01440764_2.JPEG", tarfile.LNKTYPE, "../other")),
+        *((elsewhere, named("n01440764_2.JPEG", kind)) for kind in (tarfile.CHRTYPE, tarfile.FIFOTYPE, b"Z")),
         ("twice", named("n01440764_1.JPEG")),
     ):
-        write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of(plain | {"": member})})
+        write_tar(own_tars / sources.TRAIN, {"n01440764.tar": tar_of(plain | {"": member})})
         refused(own_tars, told)  # of a class tar
-        write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764_1.JPEG": tar_of(plain), "": member})
+        write_tar(own_tars / sources.TRAIN, {"n01440764_1.JPEG": tar_of(plain), "": member})
         refused(own_tars, told)  # of the outer tar
         write_tar(val, plain | {"": member})
-        (own_tars / imagenet_archives.TRAIN).unlink()
+        (own_tars / sources.TRAIN).unlink()
         refused(own_tars, told)
         val.write_bytes(whole)
 
@@ -237,17 +275,48 @@ def test_what_is_no_class_tar_is_refused(own_tars: Path):
     inner = tar_of({"n01440764_1.JPEG": b"an image"})
     for name, told in (
         ("dogs.tar", "a member 'dogs.tar', which is no class's"),
-        ("n01440764.zip", "a member 'n01440764.zip', which is no class's"),
+        ("n01440764.zip", "must hold class tars, as n01440764.tar, or <class>/<image> each; it holds none"),
         ("n1440764.tar", "a member 'n1440764.tar', which is no class's"),
-        ("n99999999.tar", "a class n99999999 that ILSVRC2012_devkit_t12.tar.gz beside it does not know"),
-        ("n02084071.tar", "a class n02084071 that"),  # known, but not a class
+        ("n99999999.tar", "a class n01440764 to validate on that train lacks"),
     ):
-        write_tar(own_tars / imagenet_archives.TRAIN, {name: inner})
+        write_tar(own_tars / sources.TRAIN, {name: inner})
         refused(own_tars, told)
 
 
+def test_parquet_files_that_are_damaged_or_do_not_say_the_class_are_refused(tmp_path: Path):
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    source = tmp_path / "source"
+    replica.parquet(source, {"train/n01440764/n01440764_1.JPEG": b"an image"})
+    path = source / "data/train-00000-of-00001.parquet"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    refused(source, "train-00000-of-00001.parquet is no whole parquet file with a column image")
+    write_table(pyarrow.table({"img": [1]}), path)
+    refused(source, "train-00000-of-00001.parquet is no whole parquet file with a column image")
+    write_table(pyarrow.table({"image": [{"bytes": b"", "path": "1.jpg"}]}), path)
+    refused(source, "has an image '1.jpg', whose name does not end in its class")
+
+
+def test_tars_that_do_not_say_which_class_an_image_has_are_refused(tmp_path: Path):
+    source, image = tmp_path / "source", {"a.jpg": b"an image"}
+    in_class = {f"n01440764/{name}": content for name, content in image.items()}
+    for tars, told in (
+        ({"train.tar": image}, "train.tar must hold class tars, as n01440764.tar, or <class>/<image> each"),
+        ({"train.tar": image | in_class}, "it holds 'a.jpg' and 'n01440764/a.jpg'"),
+        ({"train/n01440764.tar": image, "train/1.tar": in_class}, "train/n01440764 has two images of one name"),
+        ({"val/1.tar": image}, "does not say of which class its images are"),
+    ):
+        replica.image_folder(source, {name: tar_of(files) for name, files in tars.items()})
+        refused(source, told)
+        shutil.rmtree(source)
+    replica.image_folder(source, {"train/a/0.jpg": b"", "train/n01440764.tar": tar_of(image)})
+    refused(source, "train/n01440764.tar is not unpacked, as others beside it are")
+
+
 def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars: Path, images: Images):
-    outer = own_tars / imagenet_archives.TRAIN
+    outer = own_tars / sources.TRAIN
     whole = outer.read_bytes()
     inner = tar_of({f"n01440764_{number}.JPEG": bytes(700) for number in range(4)})
     assert len(inner) == 20 * 512
@@ -260,7 +329,7 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
         (whole[:100], "is no whole tar"),
         (b"", "is no whole tar"),
         (b"<html>please log in</html>" * 99, "is no whole tar"),
-        (gzip.compress(whole), "is compressed, .*; unpack it with `gunzip`"),
+        (gzip.compress(whole), "is compressed, .*; unpack it"),
         (tar_of({"n01440764.tar": inner[: 5 * 512]}), "'n01440764.tar' in .* is no whole tar"),
         (tar_of({"n01440764.tar": damaged(0)}), "'n01440764.tar' in .* is no whole tar"),
         (tar_of({"n01440764.tar": damaged(6 * 512)}), "'n01440764.tar' in .* is damaged at byte 3072"),
@@ -272,36 +341,36 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
 
 def test_a_class_without_images_is_refused(own_tars: Path):
     without = tar_of({"._n01440764_1.JPEG": b"", "read.me": b""})
-    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": without})
+    write_tar(own_tars / sources.TRAIN, {"n01440764.tar": without})
     refused(own_tars, "train/n01440764 has no images in the source")
 
 
 def test_validation_images_need_a_devkit_that_is_whole_and_knows_them(own_tars: Path):
-    kit = own_tars / imagenet_archives.DEVKIT
+    kit = own_tars / sources.DEVKIT
     whole = kit.read_bytes()
     for content, told in (
-        (whole[: len(whole) // 2], "devkit_t12.tar.gz cannot be read"),
-        (b"not packed", "devkit_t12.tar.gz cannot be read"),
-        (tar_of({}), "does not hold ILSVRC2012_devkit_t12/data/meta.mat"),
-        (tar_of({"ILSVRC2012_devkit_t12/data/meta.mat": b"MATLAB"}), "meta.mat cannot be read"),
-        (replica.devkit([1] * 11), "'ILSVRC2012_val_00000012.JPEG', of which .* has no label"),
-        (replica.devkit([1] * 11 + [1001]), "has 1001 for a label, which .* does not know"),
+        (whole[: len(whole) // 2], "validation_ground_truth.txt that can be read"),
+        (b"not packed", "validation_ground_truth.txt that can be read"),
+        (tar_of({}), "validation_ground_truth.txt that can be read .*not found"),
+        (replica.devkit([1] * 11), "tar.gz has no class for 'ILSVRC2012_val_00000012.JPEG' in .*val.tar"),
+        (replica.devkit([1] * 11 + [1001]), "has 1001 for a label"),
     ):
         kit.write_bytes(content)
         refused(own_tars, told)
     kit.unlink()
-    refused(own_tars, "does not say of which class its images are; put ILSVRC2012_devkit_t12.tar.gz beside it")
+    refused(own_tars, "does not say of which class its images are; put ILSVRC2012_devkit_t12.tar.gz, or .*, beside it")
 
 
 def test_kaggles_images_need_kaggles_table(tmp_path: Path, images: Images):
-    source = replica.kaggle(tmp_path / "source", images)
+    source = tmp_path / "source"
+    replica.kaggle(source, images)
     table = source / "LOC_val_solution.csv"
     table.write_text(table.read_text().replace("ILSVRC2012_val_00000003,", "another,"))
     refused(source, "has no class for .*ILSVRC2012_val_00000003.JPEG")
     table.write_text("id,label\n")
     refused(source, "has not the columns ImageId,PredictionString")
     table.unlink()
-    refused(source, "put Kaggle's LOC_val_solution.csv beside it")
+    refused(source, "does not say of which class its images are; put .* Kaggle's LOC_val_solution.csv, beside it")
 
 
 def test_prepare_refuses_unknown_source(tmp_path: Path):
@@ -325,37 +394,42 @@ def test_a_class_whose_name_is_no_text_is_refused(tmp_path: Path):
 
 def test_less_than_imagenet_is_refused_unless_it_is_meant(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     refused(own_tars, "has 4 classes of train, and ImageNet has 1000; .* --subset", subset=False)
-    monkeypatch.setattr(preparing, "CLASSES", 4)
-    refused(own_tars, "has 34 images of train, and ImageNet has 1281167; .* kept", subset=False, md5=False)
-    monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
+    monkeypatch.setattr(run, "CLASSES", 4)
+    refused(own_tars, "has 34 images of train, and ImageNet has 1281167", subset=False, md5=False)
+    monkeypatch.setattr(run, "IMAGES", {"train": 34, "val": 12})
     assert not prepare(own_tars, own_tars.parent / "out", WHOLE, md5=False).already
 
 
-def test_a_split_may_come_later_and_make_it_all_of_imagenet(own_tars: Path, images: Images, monkeypatch):
-    monkeypatch.setattr(preparing, "CLASSES", 4)
-    monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
+def take_for_imagenet(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CLASSES", 4)
+    monkeypatch.setattr(run, "IMAGES", {"train": 34, "val": 12})
+    monkeypatch.setattr(run, "MD5", {name: hashlib.md5((tars / name).read_bytes()).hexdigest() for name in sources.MD5})
+
+
+def test_a_split_may_come_later_without_the_archive_of_the_other(own_tars: Path, images: Images, monkeypatch):
+    take_for_imagenet(own_tars, monkeypatch)
     out = own_tars.parent / "out"
-    val = (own_tars / imagenet_archives.VAL).rename(own_tars.parent / "val.tar")
+    val = (own_tars / sources.VAL).rename(own_tars.parent / "val.tar")
     prepare(own_tars, out, WHOLE, subset=True)
-    val.rename(own_tars / imagenet_archives.VAL)
-    prepare(own_tars, out, WHOLE, md5=False)  # now it is all of ImageNet
+    val.rename(own_tars / sources.VAL)
+    (own_tars / sources.TRAIN).unlink()
+    prepare(own_tars, out, WHOLE)  # now it is all of ImageNet
     assert images_in(out) == good(images)
 
 
 def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparing, "CLASSES", 4)
-    monkeypatch.setattr(preparing, "IMAGES", {"train": 33, "val": 12})
+    monkeypatch.setattr(run, "CLASSES", 4)
     refused(own_tars, "train.tar is not what image-net.org gives: its md5 is [0-9a-f]{32}, not 1d675b", subset=False)
-    sums = {name: hashlib.md5((own_tars / name).read_bytes()).hexdigest() for name in imagenet_archives.MD5}
-    monkeypatch.setattr(imagenet_archives, "MD5", sums)
+    take_for_imagenet(own_tars, monkeypatch)
+    monkeypatch.setattr(run, "IMAGES", {"train": 33, "val": 12})
     refused(own_tars, "has 34 images of train", subset=False)
-    monkeypatch.setattr(preflight, "_PIECE", None)  # nothing can be read by it
-    monkeypatch.setattr(preparing, "IMAGES", {"train": 34, "val": 12})
+    monkeypatch.setattr(run, "_PART", None)  # nothing can be read by it
+    monkeypatch.setattr(run, "IMAGES", {"train": 34, "val": 12})
     prepare(own_tars, own_tars.parent / "out", WHOLE)
 
 
 def test_classes_to_validate_on_are_those_of_training(own_tars: Path, images: Images, capsys: Any):
-    write_tar(own_tars / imagenet_archives.TRAIN, {"n01440764.tar": tar_of({"n01440764_1.JPEG": b"an image"})})
+    write_tar(own_tars / sources.TRAIN, {"n01440764.tar": tar_of({"n01440764_1.JPEG": b"an image"})})
     prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
     assert "warning: 3 classes are left out of val, as train lacks them, the first n01443537" in capsys.readouterr().err
     assert names(own_tars.parent / "out/val") == ["n01440764"]
@@ -398,7 +472,7 @@ def test_one_process_at_a_time(own_tars: Path):
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     def disk(free: int) -> None:
         usage = shutil.disk_usage(own_tars)._replace(free=free)
-        monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: usage)
+        monkeypatch.setattr(run.shutil, "disk_usage", lambda path: usage)
 
     disk(100_000)
     for settings in (WHOLE, TARS.model_copy(update={"resize": None, "quality": None})):
@@ -472,7 +546,7 @@ def test_an_image_beside_class_folders_does_not_make_them_kaggles(tmp_path: Path
     source = replica.image_folder(tmp_path / "source", images)
     shutil.copy(next(source.glob("val/*/*")), source / "val/stray.JPEG")
     found = recognise(source)
-    assert found.told == "one folder a class"
+    assert {of.name for of in found.classes} == {*replica.CLASSES}
     assert found.apart == ["val/stray.JPEG"]
 
 

@@ -1,0 +1,300 @@
+"""Decode, crop and resize images with NVIDIA DALI, off the training thread and on the GPU if there is one."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from contextlib import closing
+from functools import cache
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from imagenet_fast.data.device import Batch
+from imagenet_fast.data.loader import NO_CLASS, BadImagePolicy, Job, prefetched, shared_out
+from imagenet_fast.data.order import (
+    Augmentation,
+    BatchIndices,
+    Order,
+    Resolution,
+    TrainSampler,
+    augmentation_of,
+    resolution,
+)
+from imagenet_fast.data.pixels import (
+    EncodedImage,
+    decode,
+    encode,
+    is_strip,
+    middle_of,
+    scaled_size,
+    to_common_format,
+    without_ends,
+)
+from imagenet_fast.data.source import ImageSource
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.data_config import ImageData
+
+if TYPE_CHECKING:
+    from nvidia.dali import Pipeline
+
+
+class DaliLoader:
+    """Endless batches in ``order``.
+
+    DALI's own reader would shuffle and shard, and its decoder would choose the crops. DALI gets bytes and windows
+    instead. So a batch has the same pixels on any number of ranks, and a validation shard needs no padding.
+    """
+
+    def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
+        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files."""
+        try:
+            from nvidia.dali import Pipeline
+            from nvidia.dali.plugin.pytorch import feed_ndarray
+        except ImportError:
+            raise UserError(
+                "data.loader is 'dali', but DALI is not installed; `pip install nvidia-dali-cuda130` (Linux), "
+                "or --set data.loader=folder"
+            ) from None
+        self._make_pipeline = Pipeline
+        self._feed = feed_ndarray
+        self._images = images
+        self._order = order
+        self._data = data
+        self._augmentation = augmentation_of(data, order)
+        self._policy = BadImagePolicy(images, order, data)
+        self._decoded: set[int] = set()
+        """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
+        self._device = device
+        self._threads = threads
+        self._readers = max(2, threads)  # threads that read files; they mostly wait, perhaps for a network
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches without end.
+
+        If DALI fails to decode a batch, it is given the pixels of that batch's images by a pipeline built anew.
+
+        Raises:
+            UserError: If a bad image must not or cannot be replaced, or if DALI fails for another reason.
+        """
+        with closing(prefetched(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
+            given: deque[_DaliBatch] = deque()
+            pipeline = self._pipeline(read, given)
+            while True:
+                try:
+                    (images,) = pipeline.run(*self._stream())
+                except RuntimeError as error:
+                    self._raise_unless_bad_image(str(error))
+                    again = list(given)
+                    given.clear()
+                    self._decode(again, str(error))
+                    pipeline = self._pipeline(chain(again, read), given)
+                    continue
+                batch = given.popleft()
+                labels = batch.labels.to(self._device, non_blocking=True)
+                yield Batch(self._to_torch(images).permute(0, 3, 1, 2), labels, batch.batch)
+
+    def _begin(self, batch: BatchIndices) -> tuple[_DaliBatch, list[Job]]:
+        """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
+        sizes = resolution(self._data, self._order, batch)
+        given = _DaliBatch(batch, sizes, self._augmentation is not None, pinned=self._device.type == "cuda")
+        places = range(len(batch.images))
+        return given, [self._fill(given, places[part]) for part in shared_out(len(places), self._readers)]
+
+    def _fill(self, given: _DaliBatch, places: range) -> Job:
+        """Fill the slots ``places`` of a batch with encoded images, labels and crops, one image per step."""
+        batch = given.batch._replace(images=given.batch.images[places])
+        self._images.readahead(batch.images)
+        numbers, labels = None, given.labels.numpy()
+        if self._augmentation is not None:
+            numbers, given.flips[places] = self._augmentation.draw(batch)
+        for row, place in enumerate(places):
+            load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
+            shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
+            labels[place] = NO_CLASS if shown is None else shown.label
+            image = _black() if shown is None else shown.value
+            given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
+            whole = scaled_size(image.height, image.width, given.sizes.shorter)
+            if self._augmentation is None or numbers is None:
+                given.sides[place], given.places[place] = whole, middle_of(whole, given.sizes.size)
+            elif self._augmentation.padding is None:
+                window = self._augmentation.window(image.height, image.width, numbers[row].tolist())
+                given.places[place], given.extents[place] = window[:2], window[2:]
+            else:
+                window = self._augmentation.padded_window(*whole, given.sizes.size, numbers[row].tolist())
+                given.sides[place], given.places[place] = whole, window[:2]
+            yield
+
+    def _encoded(self, index: int) -> EncodedImage:
+        image = to_common_format(self._images.read(index))
+        is_cut = self._augmentation is not None and self._augmentation.padding is None  # before it is resized
+        return image if is_cut or not is_strip(image.height, image.width) else self._from_pixels(index)
+
+    def _from_pixels(self, index: int) -> EncodedImage:
+        pixels = decode(self._images.read(index))
+        is_cut = self._augmentation is not None and self._augmentation.padding is None
+        return encode(pixels if is_cut else without_ends(pixels))
+
+    def _raise_unless_bad_image(self, error: str) -> None:
+        """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
+        if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
+            where = "the GPU" if self._device.type == "cuda" else "the node"
+            raise UserError(
+                f"DALI found no memory left on {where} ({error.splitlines()[0]}); take a smaller data.prefetch "
+                f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=folder"
+            ) from None
+        if re.search(r"cudaError|CUDA (runtime|driver) API error", error):
+            raise UserError(
+                f"DALI cannot use the GPU ({error.splitlines()[0]}); run `imagenet-fast doctor`, or "
+                "--set data.loader=folder"
+            ) from None
+
+    def _decode(self, batches: list[_DaliBatch], error: str) -> None:
+        """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode."""
+        if all(batch.decoded for batch in batches):
+            raise UserError(f"DALI fails ({error.splitlines()[0]}); --set data.loader=folder") from None
+        for batch in batches:
+            batch.decoded = True
+            self._decoded.update(batch.batch.images.tolist())
+            for _ in self._fill(batch, range(len(batch.encoded))):
+                pass
+
+    def _pipeline(self, batches: Iterator[_DaliBatch], given: deque[_DaliBatch]) -> Pipeline:
+        """Build a pipeline that takes ``batches`` and appends each to ``given``; on a CPU it does not copy them."""
+
+        def source() -> Iterator[tuple[Any, ...]]:
+            for batch in batches:
+                given.append(batch)
+                yield batch.samples
+
+        order, gpu = self._order, self._device.type == "cuda"
+        pipeline = self._make_pipeline(
+            batch_size=order.batching.micro_batch if isinstance(order, TrainSampler) else order.batch,
+            num_threads=self._threads,
+            device_id=self._device.index if gpu else None,
+            prefetch_queue_depth=self._data.prefetch,
+        )
+        _define(pipeline, source(), self._data, self._augmentation, gpu)
+        pipeline.build()
+        return pipeline
+
+    def _to_torch(self, batch: Any) -> Tensor:
+        """Return DALI's output as a tensor: the same memory on a CPU, a copy on a GPU.
+
+        DALI does not reuse the memory. But on a GPU, kernels may still read it after the last reference is gone.
+        """
+        dense = batch.as_tensor()
+        if self._device.type != "cuda":
+            pixels: Tensor = from_dlpack(dense)
+            return pixels
+        tensor = torch.empty(dense.shape(), dtype=torch.uint8, device=self._device)
+        self._feed(dense, tensor, *self._stream())
+        return tensor
+
+    def _stream(self) -> tuple[torch.cuda.Stream, ...]:
+        """Return the CUDA stream that DALI's output is ordered on, so that the CPU does not wait; () on a CPU."""
+        return (torch.cuda.current_stream(self._device),) if self._device.type == "cuda" else ()
+
+
+def is_installed() -> bool:
+    """Return whether DALI is installed and can be imported."""
+    try:
+        import nvidia.dali  # noqa: F401
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+class _DaliBatch:
+    """One batch of inputs for DALI's graph, allocated empty and filled by jobs."""
+
+    def __init__(self, batch: BatchIndices, sizes: Resolution, crops: bool, pinned: bool) -> None:
+        count = len(batch.images)
+        self.batch = batch
+        self.sizes = sizes
+        self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
+        self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+        self.sides = np.full((count, 2), sizes.size, dtype=np.float32)
+        """Height and width that each whole image or window is resized to."""
+        self.places, self.extents = np.full((2, count, 2), sizes.size, dtype=np.int32)
+        """Windows: top and left, height and width. They apply before resizing if they are drawn by their area."""
+        self.flips = np.empty(count, dtype=np.int32)
+        self.decoded = False
+        """True if the images are passed as pixels, because DALI could not decode the files."""
+        self._crops = crops
+
+    @property
+    def samples(self) -> tuple[Any, ...]:
+        """Inputs of the graph, in order."""
+        windows = (self.encoded, self.sides, self.places, self.extents)
+        return (*windows, self.flips) if self._crops else windows
+
+
+@cache
+def _black() -> EncodedImage:
+    return encode(np.zeros((1, 1, 3), dtype=np.uint8))
+
+
+def _define(
+    pipeline: Pipeline,
+    samples: Iterator[tuple[Any, ...]],
+    data: ImageData,
+    augmentation: Augmentation | None,
+    gpu: bool,
+) -> None:
+    """Define the graph: decode a window and resize it; or decode the image, resize, pad and crop it. Then flip it."""
+    from nvidia.dali import fn, types
+
+    decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
+    if gpu:
+        decoding |= {
+            "jpeg_fancy_upsampling": True,  # the same chroma as libjpeg, and so as the CPU loaders
+            "hw_decoder_load": data.dali.hw_decoder_load,
+            "device_memory_padding": data.dali.device_padding_mb * 2**20,
+            "host_memory_padding": data.dali.host_padding_mb * 2**20,
+            "preallocate_width_hint": data.dali.preallocate_width,
+            "preallocate_height_hint": data.dali.preallocate_height,
+        }
+    resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
+    with pipeline:
+        inputs = 4 if augmentation is None else 5
+        given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
+        encoded, sides, place, extent = given[:4]
+        if augmentation is not None and augmentation.padding is None:
+            if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
+                images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
+            else:
+                images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
+            images = fn.resize(images, size=sides, **resize)
+        else:
+            images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
+            if augmentation is not None and augmentation.padding:
+                images = _mirror_padded(images, augmentation.padding)
+            images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
+        if augmentation is not None:
+            images = fn.flip(images, horizontal=given[4])
+        pipeline.set_outputs(images)
+
+
+def _mirror_padded(images: Any, padding: int) -> Any:
+    """Add to DALI's graph: enlarge each side by ``padding`` pixels of the mirror image, as ``np.pad``'s "reflect"."""
+    from nvidia.dali import fn
+
+    for axis in (0, 1):
+        vertical = int(axis == 0)
+
+        def turned(images: Any, vertical: int = vertical) -> Any:
+            return fn.flip(images, vertical=vertical, horizontal=1 - vertical)
+
+        def next_to_edge(images: Any, axis: int = axis) -> Any:
+            return fn.slice(images, start=[1], shape=[padding], axes=[axis])
+
+        before, after = turned(next_to_edge(images)), next_to_edge(turned(images))
+        images = fn.cat(before, images, after, axis=axis)
+    return images

@@ -1,0 +1,277 @@
+"""Read images from one folder per class: ``train/<class>/*`` and ``val/<class>/*``.
+
+Which files are images and which folders are classes is one rule, for all code that lists folders.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import unicodedata
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
+from imagenet_fast.errors import UserError, warn
+
+SUFFIXES = (
+    ".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".avif", ".ppm", ".pgm",
+)  # fmt: skip
+"""Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
+
+_UNREAD = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw", ".raw", ".tga", ".psd", ".svg")
+"""Suffixes of images that no loader reads."""
+
+_SYSTEM = frozenset(
+    (
+        "@eadir", "@recycle", "@recently-snapshot", "@tmp", "#recycle", "#snapshot", "__macosx", "__pycache__",
+        "$recycle.bin", "system volume information", "lost+found",
+    )
+)  # fmt: skip
+"""Names in lower case of folders that systems create beside the user's."""
+
+_KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
+
+
+def is_image_name(name: str) -> bool:
+    """Return whether a file of this name is an image.
+
+    An AppleDouble file (``._*``), which macOS leaves beside others, is not.
+    """
+    return name.lower().endswith(SUFFIXES) and not name.startswith("._")
+
+
+def is_class_name(name: str) -> bool:
+    """Return whether a folder of this name is a class: hidden folders and system folders are not."""
+    return not name.startswith(".") and name.lower() not in _SYSTEM
+
+
+def shown(name: str) -> str:
+    """Return a file name as text that can be printed; bytes that are not UTF-8 are escaped."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
+def quoted(name: str, others: Collection[str]) -> str:
+    """Return a name in quotes for a message, with its Unicode form where one of ``others`` looks the same."""
+    composed = unicodedata.normalize("NFC", name)
+    if all(other == name or unicodedata.normalize("NFC", other) != composed for other in others):
+        return f"'{name}'"
+    form = "composed" if name == composed else "decomposed"
+    return f"'{name}' in {form} Unicode ({ascii(name)[1:-1]})"
+
+
+@dataclass(frozen=True)
+class FolderContents:
+    """The entries of one folder by kind, each list sorted."""
+
+    path: Path
+    images: list[str]
+    folders: list[str]
+    """Folders that may hold images, and links to such folders."""
+    others: list[str]
+    """All other files."""
+
+    def deeper(self) -> list[str]:
+        """Return the images in subfolders, as paths relative to this folder; in them, links are not followed."""
+        found = []
+        for top in self.folders:
+            for place, folders, files in os.walk(self.path / top):
+                folders[:] = sorted(name for name in folders if is_class_name(name))
+                inside = os.path.relpath(place, self.path)
+                found += [os.path.join(inside, name) for name in sorted(files) if is_image_name(name)]  # noqa: PTH118
+        return found
+
+    def require_images(self) -> None:
+        """Raise UserError if there are no images in this class folder."""
+        if self.images:
+            return
+        advice = "add some, or remove the folder"
+        if deeper := self.deeper():
+            advice = f"{len(deeper)} lie in folders inside it, as {shown(min(deeper))}; move them up into {self.path}"
+        raise UserError(f"{self.path} holds no images ({', '.join(SUFFIXES)}); {advice}")
+
+
+def list_folder(folder: Path) -> FolderContents:
+    """List the entries of ``folder`` by kind, from their names and types alone."""
+    images: list[str] = []
+    folders: list[str] = []
+    others: list[str] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            named_so = is_image_name(entry.name)
+            if not is_folder(entry, follow=not named_so):  # following a million links would take long
+                (images if named_so else others).append(entry.name)
+            elif is_class_name(entry.name):
+                folders.append(entry.name)
+    return FolderContents(folder, sorted(images), sorted(folders), sorted(others))
+
+
+def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
+    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere."""
+    try:
+        return entry.is_dir(follow_symlinks=follow)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
+
+
+def class_folders(split: Path) -> list[str]:
+    """Return the names of the class folders in ``split``, sorted.
+
+    Raises UserError if a link leads nowhere: without its class, others would have other labels.
+    """
+    contents = list_folder(split)
+    for name in contents.others:
+        if not (name.startswith(".") or (split / name).exists()):
+            raise UserError(
+                f"{split / shown(name)} is a link that leads nowhere; make it lead to its class, or remove it"
+            )
+    return contents.folders
+
+
+def read_file(path: str) -> bytes:
+    """Return the bytes of a file; none of a pipe, which would be waited for."""
+    with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        return file.read() or b""
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """One split in class folders.
+
+    ``labels`` [images] are indices into the sorted class names of the training split. ``names`` holds all file names
+    without separators; each ends at its element of ``ends`` [images]. A million strings would take several times the
+    memory.
+    """
+
+    folder: Path
+    names: bytes
+    ends: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    classes: list[str]
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self.ends)
+
+    def name(self, index: int) -> str:
+        """Return the path of image ``index``."""
+        begin = self.ends[index - 1] if index else 0
+        file = os.fsdecode(self.names[begin : self.ends[index]])
+        return os.path.join(self.folder, self.classes[self.labels[index]], file)  # noqa: PTH118  (pathlib is slow)
+
+    def find(self, names: Collection[str]) -> Iterator[int]:
+        """Yield the images that have one of these names."""
+        start = os.path.join(self.folder, "")  # noqa: PTH118
+        if any(name.startswith(start) for name in names):
+            yield from (index for index in range(len(self)) if self.name(index) in names)
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of image ``index``."""
+        return read_file(self.name(index))
+
+    def digest(self) -> str:
+        """Return a digest of the names and labels of all images."""
+        return digest_of(self.names, self.ends, self.labels)
+
+    def pixels(self, index: int) -> None:
+        """Return None: image files are decoded."""
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
+
+
+def scan_training(root: Path) -> ImageFolder:
+    """Return the training split; its folders are listed once, until one changes.
+
+    Raises:
+        UserError: A folder is missing, a class has no images, or val has a class that train lacks.
+    """
+    train, _ = both_splits(root)
+    return _open(root, "train", train, train)
+
+
+def scan_validation(root: Path) -> ImageFolder:
+    """Return the validation split; if there is no training split, its own folders define the classes."""
+    names, classes = validation_split(root)
+    return _open(root, "val", names, classes)
+
+
+def validation_split(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of val, and the class names that define its labels. Raises UserError."""
+    if (root / "train").is_dir():
+        classes, names = both_splits(root)
+        return names, classes
+    names = _class_names(root, "val")
+    return names, names
+
+
+def both_splits(root: Path) -> tuple[list[str], list[str]]:
+    """Return the class folders of train and of val. Raises UserError if one is of val alone, or there are none."""
+    train, val = (_class_names(root, split) for split in ("train", "val"))
+    strangers = sorted(set(val) - set(train))
+    if strangers:
+        raise UserError(
+            f"{root / 'val'} has {len(strangers)} class(es) that train lacks, the first {quoted(strangers[0], train)}; "
+            "class folders must have the same names in both"
+        )
+    return train, val
+
+
+def _class_names(root: Path, split: str) -> list[str]:
+    if not root.is_dir():
+        raise UserError(f"there is no data directory {root}; give one with --data DIR")
+    if not (root / split).is_dir():
+        raise UserError(
+            f"{root} has no folder {split}; it must hold train/<class>/* and val/<class>/*, or shards of both"
+        )
+    names = class_folders(root / split)
+    if not names:
+        raise UserError(f"{root / split} has no class folders; it must hold one folder of images a class")
+    return names
+
+
+def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
+    folder = root / split
+    paths = [folder / name for name in names]  # their times change when a name in them does
+    index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
+    remedies = {
+        "apart": "lie in no class's own folder, as {}, and are left out; move them into the folder of their class",
+        "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",
+    }
+    for kind, remedy in remedies.items() if os.environ.get("RANK", "0") == "0" else ():
+        if left_out := index.about.get(kind):
+            warn(f"{folder}: {left_out[0]} images {remedy.format(left_out[1])}")
+    kept = index.columns
+    label = {name: number for number, name in enumerate(classes)}
+    numbers = np.asarray([label[name] for name in names], dtype=np.int64)
+    return ImageFolder(folder, kept["names"].tobytes(), kept["ends"], numbers[kept["folders"]], classes)
+
+
+def _index(folder: Path, names: list[str]) -> Index:
+    """List all images with the number of their class folder, and count those that are left out."""
+
+    def listed(name: str) -> tuple[FolderContents, list[str]]:
+        contents = list_folder(folder / name)
+        contents.require_images()
+        return contents, contents.deeper()
+
+    found = list(map_in_order(listed, names))
+    files = [os.fsencode(file) for contents, _ in found for file in contents.images]
+    columns: dict[str, NDArray[Any]] = {
+        "names": np.frombuffer(b"".join(files), np.uint8),
+        "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
+        "folders": np.repeat(np.arange(len(names)), [len(contents.images) for contents, _ in found]),
+    }
+    apart, unread = list_folder(folder).images, []
+    for name, (contents, deeper) in zip(names, found, strict=True):
+        apart += [f"{name}/{path}" for path in deeper]
+        unread += [f"{name}/{file}" for file in contents.others if file.lower().endswith(_UNREAD)]
+    left_out = {"apart": apart, "unread": unread}
+    return Index({kind: [len(paths), shown(min(paths))] for kind, paths in left_out.items() if paths}, columns)

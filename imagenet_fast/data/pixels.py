@@ -1,0 +1,292 @@
+"""Decode images to the pixels of PIL's ``convert("RGB")``, resize and crop them.
+
+OpenCV decodes where the result is the same: it is faster.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from typing import NamedTuple
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from imagenet_fast.data.order import Augmentation, Resolution
+
+Pixels = NDArray[np.uint8]
+"""Decoded image, uint8 [height, width, 3], red first."""
+
+_AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
+
+_JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+PIXELS = b"P6\n"
+"""The first bytes of an image that ``store_pixels`` has written."""
+_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", PIXELS: "ppm"}
+_FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
+"""Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
+_OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
+"""Markers of tables, applications' data and comments."""
+_ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
+"""A marker that ends a scan."""
+
+_PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
+_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
+"""Chunks of a PNG that decide its pixels."""
+
+NO_IMAGE = "it is no image"
+"""Reason reported for a file that no decoder recognises."""
+
+_LONGEST = 8  # sides of what is seen of a strip, the longer one by the shorter one
+
+
+class ImageDecodeError(Exception):
+    """Error for bytes that are no image, or not a whole one. The message gives the reason in a few words."""
+
+
+class EncodedImage(NamedTuple):
+    """An encoded image with its size in pixels."""
+
+    encoded: bytes
+    height: int
+    width: int
+
+
+def decode(encoded: bytes) -> Pixels:
+    """Decode an image to RGB pixels as stored, without the rotation that EXIF asks for.
+
+    Raises:
+        ImageDecodeError: If the bytes are no image, or not a whole one.
+    """
+    if (stored := stored_pixels(encoded)) is not None:
+        return stored
+    plain = _plain(encoded)
+    if _common_size(plain):
+        try:
+            pixels = cv2.imdecode(np.frombuffer(plain, dtype=np.uint8), _AS_STORED)
+        except cv2.error:  # the image may be too large for OpenCV
+            pixels = None
+        if pixels is not None:
+            return pixels  # type: ignore[no-any-return]
+    return _decode_slowly(plain)
+
+
+def kind_of(encoded: bytes) -> str:
+    """Return the usual suffix of the image format that these bytes begin as, such as "jpg"; "" if unknown."""
+    return next((kind for magic, kind in _KINDS.items() if encoded.startswith(magic)), "")
+
+
+def store_pixels(pixels: Pixels) -> bytes:
+    """Return pixels as a binary PPM, whose values ``decode`` takes as they lie in memory."""
+    return b"P6\n%d %d\n255\n" % (pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
+
+
+def stored_pixels(encoded: bytes | memoryview) -> Pixels | None:
+    """Return the pixels of a whole PPM, read-only, without a copy; None for all else."""
+    header = _PIXELS.match(encoded)
+    if header is None:
+        return None
+    width, height = map(int, header.groups())
+    values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
+    return values.reshape(height, width, 3) if len(values) == 3 * height * width > 0 else None
+
+
+def _decode_slowly(encoded: bytes) -> Pixels:
+    """Decode with PIL; an image is bad only if PIL fails. Raise ImageDecodeError then."""
+    if not encoded:
+        raise ImageDecodeError("it is empty")
+    try:
+        with Image.open(BytesIO(encoded)) as image:
+            return np.array(image.convert("RGB"))
+    except UnidentifiedImageError:
+        raise ImageDecodeError(NO_IMAGE) from None
+    except Exception as error:  # decoders raise many types, such as SyntaxError and struct.error
+        raise ImageDecodeError(str(error) or type(error).__name__) from None
+
+
+def to_common_format(encoded: bytes) -> EncodedImage:
+    """Return the image in a format that every decoder decodes to the same pixels.
+
+    A common image is returned as it is, but for what in a PNG is not pixels; others are decoded and encoded again.
+    Damage that leaves the image's structure intact is not detected here, only when the image is decoded.
+
+    Raises:
+        ImageDecodeError: If the image is not whole and cannot be decoded.
+    """
+    plain = _plain(encoded)
+    size = _common_size(plain)
+    return EncodedImage(plain, *size) if size else encode(decode(encoded))
+
+
+def encode(pixels: Pixels) -> EncodedImage:
+    """Encode pixels losslessly as an uncompressed BMP: no time is spent on making it small."""
+    bitmap = cv2.imencode(".bmp", cv2.cvtColor(pixels, cv2.COLOR_RGB2BGR))[1]
+    return EncodedImage(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
+
+
+def _plain(encoded: bytes) -> bytes:
+    """Return a PNG with nothing but its pixels, and anything else as it is.
+
+    Decoders differ in what they do with a text that is long, with a wrong checksum, or with an animation.
+    """
+    chunks = list(_chunks(encoded))
+    if any(encoded[at + 4 : at + 8] not in _CHUNKS for at, _ in chunks):
+        return _PNG + b"".join(encoded[at:end] for at, end in chunks if encoded[at + 4 : at + 8] in _CHUNKS)
+    return encoded
+
+
+def _chunks(png: bytes) -> Iterator[tuple[int, int]]:
+    """Yield where each chunk of a PNG begins and ends; none of another file."""
+    at = len(_PNG) if png.startswith(_PNG) else len(png)
+    while at < len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4])
+        yield at, end
+        at = end
+
+
+def _common_size(encoded: bytes) -> tuple[int, int] | None:
+    """Return (height, width) of an image that every decoder decodes to PIL's pixels; None for all others.
+
+    These are whole JPEGs and PNGs of the usual kinds: of formats that are rare, decoders differ in colours, in
+    transparency, in more than 8 bits, and in what they take for damage.
+    """
+    if encoded.startswith(_PNG):
+        return _png_size(encoded)
+    return _jpeg_size(encoded) if encoded.startswith(_JPEG) else None
+
+
+def _png_size(png: bytes) -> tuple[int, int] | None:
+    """Return the size of a PNG whose chunks are whole; not of grey in 16 bits, whose values PIL clips at 255."""
+    end, kind = len(_PNG), b""
+    for at, end in _chunks(png):
+        kind = png[at + 4 : at + 8]
+        if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end]):
+            return None
+    width, height, bits, colours = struct.unpack_from(">IIBB", png.ljust(26, b"\0"), 16)
+    whole = end == len(png) and kind == b"IEND"
+    return (height, width) if whole and (bits <= 8 or colours not in (0, 4)) else None
+
+
+def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
+    """Return the size of a JPEG of 8 bits in one or three colours, whose segments follow one another to its end.
+
+    A decoder that meets another marker in a scan stops there, and says so or leaves the rest grey.
+    """
+    size, at = None, len(_JPEG)
+    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        kind, begin, at = jpeg[at + 1], at + 4, at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        if kind in _FRAMES and size is None and begin + 6 <= len(jpeg):
+            bits, height, width, colours = struct.unpack_from(">BHHB", jpeg, begin)
+            if bits != 8 or colours not in (1, 3) or not height:
+                return None
+            size = height, width
+        elif kind == _SCAN:
+            if (following := _ENDS_SCAN.search(jpeg, at)) is None:
+                return None
+            at = following.start()
+        elif kind not in _OTHERS:
+            return None
+    return size if jpeg[at:] == bytes((0xFF, _END)) else None
+
+
+def shrunk(image: Pixels, shorter: int) -> Pixels:
+    """Return the image with a shorter side of at most ``shorter`` pixels; unchanged if that is 0."""
+    height, width = image.shape[:2]
+    return resized(image, *scaled_size(height, width, shorter)) if 0 < shorter < min(height, width) else image
+
+
+def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
+    """Return (height, width) with the shorter side scaled to ``shorter``, rounded as in torchvision."""
+    shortest = min(height, width)
+    return shorter * height // shortest, shorter * width // shortest
+
+
+def without_ends(image: Pixels) -> Pixels:
+    """Return a view of an image that is at most 8 times as long as wide: its middle, and an odd pixel more.
+
+    A strip has too many pixels once its shorter side is enlarged, and few of them are in a crop.
+    """
+    height, width = image.shape[:2]
+    most = _LONGEST * min(height, width)
+    top, left = max(0, height - most) // 2, max(0, width - most) // 2
+    return image[top : height - top, left : width - left]
+
+
+def is_strip(height: int, width: int) -> bool:
+    """Return whether ``without_ends`` takes something away from an image of this size."""
+    return max(height, width) - _LONGEST * min(height, width) > 1
+
+
+def middle_of(sides: Sequence[int], size: int) -> tuple[int, ...]:
+    """Return where the central ``size`` pixels of each side begin, rounded as in torchvision."""
+    return tuple(round((side - size) / 2) for side in sides)
+
+
+def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) -> Pixels:
+    """Resize with PIL's bilinear filter, which widens when it shrinks; within one grey level of PIL's result.
+
+    It uses torch's filter for bytes: that takes a fifth of PIL's time, and a third of OpenCV's mean over areas. If no
+    side shrinks, OpenCV has the same filter; for a small image it takes less time than just calling torch.
+
+    The result is written to ``into``, uint8 [height, width, 3]. Without it, it is new memory, or the image itself if it
+    has this size already.
+    """
+    if image.shape[:2] == (height, width):
+        if into is None:
+            return image
+        into[:] = image
+        return into
+    if into is None:
+        into = np.empty((height, width, 3), dtype=np.uint8)
+    if image.shape[0] <= height and image.shape[1] <= width:
+        cv2.resize(image, (width, height), dst=into, interpolation=cv2.INTER_LINEAR)
+        return into
+    import torch  # not needed to decode, as `data verify` does
+
+    own = image if image.flags.writeable else image.copy()  # torch warns about a read-only array, as in a mapped file
+    source, target = (torch.from_numpy(pixels).permute(2, 0, 1)[None] for pixels in (own, into))
+    # `interpolate` calls this op but returns channels first; converting that back takes longer than the filter.
+    torch.ops.aten._upsample_bilinear2d_aa.out(source, [height, width], False, out=target)
+    return into
+
+
+def random_crop(
+    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float], into: Pixels
+) -> None:
+    """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
+
+    The ``numbers`` are those that ``augmentation`` drew for this image; one that is padded is first resized.
+    """
+    if augmentation.padding is None:
+        window = augmentation.window(image.shape[0], image.shape[1], numbers)
+        resized(window.of(image), resolution.size, resolution.size, into=into)
+        return
+    image = _scaled(image, resolution.shorter)
+    window = augmentation.padded_window(image.shape[0], image.shape[1], resolution.size, numbers)
+    into[:] = window.of(mirror_padded(image, augmentation.padding))
+
+
+def mirror_padded(image: Pixels, padding: int) -> Pixels:
+    """Enlarge each side of an image by ``padding`` pixels of its mirror image, without repeating its outermost ones."""
+    height, width, channels = image.shape
+    padded = np.empty((height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
+    cv2.copyMakeBorder(image, padding, padding, padding, padding, cv2.BORDER_REFLECT_101, dst=padded)
+    return padded
+
+
+def central_crop(image: Pixels, resolution: Resolution) -> Pixels:
+    """Resize an image to the shorter side ``resolution.shorter`` and return its centre, [size, size, 3]."""
+    size, shorter = resolution
+    image = _scaled(image, shorter)
+    top, left = middle_of(image.shape[:2], size)
+    return image[top : top + size, left : left + size]
+
+
+def _scaled(image: Pixels, shorter: int) -> Pixels:
+    image = without_ends(image)
+    return resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))

@@ -1,0 +1,346 @@
+"""Turn a source into folders or shards: in parallel, and resumable whenever it was stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_files, parquet_to_tar
+from imagenet_fast.data.prepare.output import (
+    RECORD,
+    Begun,
+    PreparedClass,
+    Record,
+    alone_in,
+    begin,
+    check_same,
+    in_place,
+    publish,
+)
+from imagenet_fast.data.prepare.sources import MD5, recognise
+from imagenet_fast.data.prepare.write import (
+    Piece,
+    Settings,
+    check_classes,
+    pieces_of,
+    shrinking_ratio,
+    write_classes,
+    write_piece,
+)
+from imagenet_fast.data.progress import progress_bars
+from imagenet_fast.distributed.cores import usable_cores
+from imagenet_fast.errors import UserError, warn
+from imagenet_fast.units import gigabytes
+
+CLASSES = 1000
+IMAGES = {"train": 1_281_167, "val": 50_000}
+"""Number of images in each split. This and ``CLASSES`` are those of ImageNet's 2012 challenge."""
+
+_BYTES_AROUND = 2100  # most that an image takes in a shard besides its own: two headers, the label, padding
+_SPARE = 1.02  # a file's last block is half empty, and folders take space too
+_SAMPLE_SPARE = 1.1
+_PART = 4 << 20  # bytes to read at a time for an md5
+_STAGING = ".preparing"
+_SHOWN = 3  # paths of each kind
+
+_Sized = Mapping[SourceClass, int]
+"""Classes, with the bytes that their files take in the source."""
+_Listed = Mapping[SourceClass, tuple[list[SourceFile], tuple[str, ...]]]
+"""The images of each class, and the names of its other files."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of ``prepare``."""
+
+    record: Record
+    already: bool
+    """True if there was nothing to do."""
+
+
+def prepare(
+    source: Path, out: Path, settings: Settings, *, subset: bool = False, md5: bool = True, workers: int | None = None
+) -> Prepared:
+    """Fill ``out`` from ``source``, and return what it then holds.
+
+    No split is moved to its place before everything is made. If the call fails or is interrupted by KeyboardInterrupt,
+    what has been made is kept, and the next call resumes from there.
+
+    Args:
+        source: The directory that holds ImageNet.
+        out: The directory to fill.
+        settings: The format of the result, and how images are shrunk.
+        subset: Whether fewer classes or images than ImageNet has are accepted, and archives other than its own.
+        md5: Whether the archives must have the md5 of ImageNet's own.
+        workers: Number of classes or shards to make at a time; None for one per core.
+
+    Raises:
+        UserError: Something is wrong with the source, with ``out``, or with what is there already.
+    """
+    packed = parquet_files(source)
+    found = Source([]) if packed else recognise(source)
+    if out.resolve().is_relative_to(source.resolve()):
+        raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
+    with (
+        alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool, progress_bars("bytes") as bars
+    ):  # fmt: skip
+        work = _Work(pool, bars, threading.Event())
+        try:
+            if packed:
+                before = in_place(out, settings)
+                if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
+                    check_same(before, out, {}, source)
+                    return Prepared(before, already=True)
+                found = _unpacked(packed, out, work)
+            return _fill(found, source, out, settings, work, subset, md5 and not subset)
+        except BaseException as error:
+            work.stop.set()
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, KeyboardInterrupt):
+                print("stopped; run the same command again to continue", file=sys.stderr)
+            raise
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Threads, the bars that show how far they are, and what ends them."""
+
+    pool: Executor
+    bars: Progress
+    stop: threading.Event
+
+    def advance(self, task: TaskID, read: int) -> None:
+        """Advance a progress bar. Raises CancelledError if all work is to stop."""
+        if self.stop.is_set():
+            raise CancelledError
+        self.bars.advance(task, read)
+
+
+def _unpacked(packed: Mapping[str, Sequence[Path]], out: Path, work: _Work) -> Source:
+    """Return the source that parquet files make as tars; those that are there already are not made again."""
+    folder = out / _STAGING / "unpacked"
+    tars = {}
+    for split, files in packed.items():
+        (folder / split).mkdir(parents=True, exist_ok=True)
+        for file in files:
+            at = file.stat()
+            tars[folder / split / f"{file.stem}-{at.st_size:x}-{at.st_mtime_ns:x}.tar"] = file
+    for stale in set(folder.glob("*/*")) - tars.keys():
+        stale.unlink()
+    missing = {tar: file for tar, file in tars.items() if not tar.exists()}
+    size = sum(file.stat().st_size for file in missing.values())
+    _require_room(out, size, " to be unpacked first")
+    task = work.bars.add_task("unpacking", total=size)
+    with _writing(out):
+        for _ in work.pool.map(lambda tar: parquet_to_tar(missing[tar], tar, partial(work.advance, task)), missing):
+            pass
+    return recognise(folder)
+
+
+def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:
+    """Make what ``out`` lacks, and move it to its place."""
+    before, staging, is_folder = in_place(out, settings), out / _STAGING, settings.format == "folder"
+    classes = _classes(found, before, source, subset)
+    sized = dict(zip(classes, work.pool.map(SourceClass.measured, classes), strict=True))
+    by_path = {of.path: size for of, size in sized.items()}
+    check_same(before, out, by_path, source)
+    rest = {of: size for of, size in sized.items() if of.split not in before.splits}
+    if not rest and not staging.exists():
+        return Prepared(before, already=True)
+    begin(staging, Begun(settings=settings, classes=by_path), source)
+    if rest and md5:
+        _check_archives(found.archives, staging, work)
+    by_split = {split: {*before.splits.get(split, {}), *_names_in(rest, split)} for split in SPLITS}
+    names = sorted(by_split["train"] or by_split["val"])  # in the order of labels
+    if not is_folder:
+        check_classes(out, names)
+    listed = _list(rest, work)
+    if not subset:
+        _check_counts(before, listed, source)
+    pieces = pieces_of({of: images for of, (images, _) in listed.items()}, names, settings)
+    missing = [piece for piece in pieces if not (staging / piece.split / piece.name).exists()]
+    _check_space(out, missing, settings)
+    _make(missing, staging, settings, work)
+    splits, files = {**before.splits}, {**before.files}
+    for of, (images, _) in listed.items():
+        splits.setdefault(of.split, {})[of.name] = PreparedClass(images=len(images), size=rest[of])
+    for piece in [] if is_folder else pieces:
+        files.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
+    others = {f"{of.path}/{name}" for of, (_, names) in listed.items() for name in names}
+    record = Record(
+        settings=settings,
+        splits={split: dict(sorted(splits[split].items())) for split in SPLITS if split in splits},
+        files={split: files[split] for split in SPLITS if split in files},
+        others=tuple(sorted({*before.others, *found.others, *others})),
+        apart=tuple(sorted({*before.apart, *found.apart})),
+    )
+    if not is_folder:
+        write_classes(out, names)
+    publish(record, out, staging)
+    return Prepared(record, already=False)
+
+
+def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
+    """Return the classes of ``source`` to prepare: training first, by name.
+
+    Raises UserError if there are not as many as there should be, or validation has one that training lacks.
+    """
+    names = {split: _names_in(found.classes, split) for split in SPLITS}
+    if not subset:
+        for split, given in names.items():
+            there = given | before.splits.get(split, {}).keys()
+            if len(there) != CLASSES:
+                raise UserError(
+                    f"{source} has {len(there)} classes of {split}, and ImageNet has {CLASSES}; give all of it, or "
+                    "--subset if a part is meant"
+                )
+    train = names["train"] | before.splits.get("train", {}).keys()
+    strangers = sorted(names["val"] - train) if train else []
+    if strangers and (not subset or len(strangers) == len(names["val"])):
+        raise UserError(f"{source} has a class {strangers[0]} to validate on that train lacks; fetch both again")
+    if strangers:
+        warn(f"{len(strangers)} classes are left out of val, as train lacks them, the first {strangers[0]}")
+    kept = [of for of in found.classes if of.split == "train" or of.name not in strangers]
+    if not kept:
+        raise UserError(f"{source} has no classes in it; give the directory that holds ImageNet with --source DIR")
+    return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
+
+
+def _names_in(classes: Iterable[SourceClass], split: str) -> set[str]:
+    return {of.name for of in classes if of.split == split}
+
+
+def _list(rest: _Sized, work: _Work) -> _Listed:
+    """List the classes. For tars this reads all headers."""
+    task = work.bars.add_task("listing", total=sum(rest.values()))
+
+    def look(of: SourceClass) -> tuple[list[SourceFile], tuple[str, ...]]:
+        found = of.sorted_out()
+        work.advance(task, rest[of])
+        return found
+
+    return dict(zip(rest, work.pool.map(look, rest), strict=True))
+
+
+def _check_counts(before: Record, listed: _Listed, source: Path) -> None:
+    for split, expected in IMAGES.items():
+        found = sum(made.images for made in before.splits.get(split, {}).values())
+        found += sum(len(images) for of, (images, _) in listed.items() if of.split == split)
+        if found != expected:
+            raise UserError(
+                f"{source} has {found} images of {split}, and ImageNet has {expected}; fetch it again, or give "
+                "--subset if that is meant"
+            )
+
+
+def _check_archives(archives: Sequence[Path], staging: Path, work: _Work) -> None:
+    """Raise UserError if an archive is not image-net.org's, by its md5; those that passed before are not read again."""
+    note = staging / "checked.json"
+    stamps = json.dumps([(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in archives])
+    if note.exists() and note.read_text(encoding="utf-8") == stamps:
+        return
+
+    def check(file: Path) -> None:
+        task = work.bars.add_task(f"md5 of {file.name}", total=file.stat().st_size)
+        digest = hashlib.md5(usedforsecurity=False)
+        with file.open("rb", buffering=0) as stream:
+            while part := stream.read(_PART):
+                digest.update(part)
+                work.advance(task, len(part))
+        if digest.hexdigest() != MD5[file.name]:
+            raise UserError(
+                f"{file} is not what image-net.org gives: its md5 is {digest.hexdigest()}, not {MD5[file.name]}; fetch "
+                "it again, or give --no-md5 if it is meant to be another"
+            )
+
+    for _ in work.pool.map(check, archives):
+        pass
+    atomic_write_text(note, stamps, fsync=True)
+
+
+def _check_space(out: Path, pieces: Sequence[Piece], settings: Settings) -> None:
+    """Raise UserError if the disk of ``out`` has no room for these pieces, by a sample of images that are decoded."""
+    images = [image for piece in pieces for image in piece.images]
+    around = 0 if settings.format == "folder" else _BYTES_AROUND
+    needed = _SPARE * (sum(piece.size for piece in pieces) + around * len(images))
+    told = ""
+    if settings.decodes:
+        needed *= _SAMPLE_SPARE * shrinking_ratio(images, settings)
+        told = f" at --resize {settings.resize}, by a sample of them" if settings.resize else " as pixels"
+    _require_room(out, needed, told)
+
+
+def _require_room(out: Path, needed: float, told: str) -> None:
+    free = shutil.disk_usage(out).free
+    if needed > free:
+        raise UserError(
+            f"the images need {gigabytes(needed)}{told}, and the disk of {out} has {gigabytes(free)} free: "
+            f"{gigabytes(needed - free)} are missing; free them, or give --out on another disk"
+        )
+
+
+# Making it.
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raise UserError for an error of writing."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
+        ) from None
+
+
+def _make(pieces: Sequence[Piece], staging: Path, settings: Settings, work: _Work) -> None:
+    """Make pieces in threads."""
+    tasks = {
+        split: work.bars.add_task(split, total=sum(piece.size for piece in pieces if piece.split == split))
+        for split in dict.fromkeys(piece.split for piece in pieces)
+    }
+
+    def make(piece: Piece) -> None:
+        path = staging / "partial" / piece.split / piece.name
+        with _writing(staging.parent):
+            write_piece(piece, path, settings, partial(work.advance, tasks[piece.split]))
+
+    pending = {work.pool.submit(make, piece): piece for piece in pieces}
+    while pending:
+        done = wait(pending, return_when=FIRST_COMPLETED).done
+        os.sync()  # once for many files: to sync each would take longer than to write it
+        for future in sorted(done, key=lambda future: future.exception() is not None):
+            future.result()
+            piece = pending.pop(future)
+            (staging / "partial" / piece.split / piece.name).rename(staging / piece.split / piece.name)
+
+
+def report(prepared: Prepared, out: Path) -> Iterator[str]:
+    """Yield lines that tell the user what ``out`` holds and what was left out."""
+    record = prepared.record
+    yield f"{out} {'holds already' if prepared.already else 'now holds'}:"
+    for split, classes in record.splits.items():
+        count = sum(file.endswith(".tar") for file in record.files.get(split, ()))
+        shards = f", {count} shards" if count else ""
+        images = sum(made.images for made in classes.values())
+        yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
+    apart = f"as they lie in no class's own folder and so belong to no class: {len(record.apart)} images,"
+    for why, paths in (("as they are no images:", record.others), (apart, record.apart)):
+        if paths:
+            more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+            yield f"left out, {why} {', '.join(paths[:_SHOWN])}{more}"
+    if record.others or record.apart:
+        yield f"all of their names are in {out / RECORD}"

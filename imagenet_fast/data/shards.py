@@ -1,0 +1,313 @@
+"""Read images from a few large files: WebDataset tars, in which ``KEY.jpg`` is an image and ``KEY.cls`` its label."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import tarfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property, lru_cache
+from itertools import groupby
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data.archives import tar_members
+from imagenet_fast.data.folders import SUFFIXES
+from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
+from imagenet_fast.data.pixels import PIXELS, Pixels, stored_pixels
+from imagenet_fast.errors import UserError
+
+COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
+"""Columns of a shard index, with their dtypes.
+
+For each image: the number of its shard; the offset and the length of its bytes there; how many bytes before them its
+record, or its member's header, begins; and its label as stored.
+"""
+
+CLASSES = "classes.txt"
+"""The file with the class names, one per line in the order of labels, for shards that only have numbers."""
+
+Row = tuple[int, int, int, int]
+"""Offset, length, ``before`` and label of one image, as in ``COLUMNS``."""
+
+Looked = tuple[list[Row], Collection[tuple[int, str]]]
+"""The images of a shard in their order, and pairs of a label and its synset, where the shard names synsets."""
+
+IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
+"""Suffixes of images in tars."""
+
+_GAP = 1 << 17  # bytes; reading a gap of this size is faster than skipping it
+_TAR = Kind("webdataset", COLUMNS)
+_DIGITS = 20  # more than any label has
+_HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
+_NAMES = f"images are named KEY.SUFFIX with one of {', '.join(IMAGES)}, and there is no dot in the name of a KEY"
+
+
+class Shards:
+    """One split in shards. Many threads may read at once; shards are opened when needed."""
+
+    def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
+        """Create the split of the images that ``index`` lists in ``files``; its columns are ``COLUMNS``.
+
+        Raises:
+            UserError: A label is of none of the ``classes``.
+        """
+        self.files = [str(file) for file in files]
+        self.labels = labels
+        self.classes = classes
+        self._shards, self._offsets, self._lengths, self._before = (
+            index.columns[name] for name in ("shards", "offsets", "lengths", "before")
+        )
+        self._open = lru_cache(_descriptors(len(files)))(Descriptor)
+        self._map = lru_cache(_descriptors(len(files)))(_mapped)
+        if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
+            raise UserError(
+                f"{self.name(strange[0])} has the label {labels[strange[0]]}, counted from 0, and there are "
+                f"{len(classes)} classes, by {CLASSES} or the training split; both splits must know the same"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._offsets)
+
+    def name(self, index: int) -> str:
+        """Return what messages call image ``index``: its shard and its offset there."""
+        return f"{self.files[self._shards[index]]}: byte {self._offsets[index]}"
+
+    def find(self, names: Collection[str]) -> Iterator[int]:
+        """Yield the images that have one of these names; only the names in shards that are named there are read."""
+        for number, file in enumerate(self.files):
+            if any(name.startswith(f"{file}: ") for name in names):
+                some = range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
+                yield from (index for index in some if self.name(index) in names)
+
+    def read(self, index: int) -> bytes:
+        """Return image ``index``, still encoded. Raises UserError if the shard ends before the image does."""
+        return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
+
+    def pixels(self, index: int) -> Pixels | None:
+        """Return the pixels of image ``index`` where they are stored, in memory that all processes share."""
+        if not self._stores_pixels:
+            return None
+        begin = int(self._offsets[index])
+        return stored_pixels(self._map(self.files[self._shards[index]])[begin : begin + int(self._lengths[index])])
+
+    @cached_property
+    def _stores_pixels(self) -> bool:
+        """True if the first image is stored as pixels. Other shards are not mapped: there a disk error is a SIGBUS."""
+        with suppress(OSError, UserError):
+            return self.read_at(0, int(self._offsets[0]), len(PIXELS)) == PIXELS
+        return False
+
+    def digest(self) -> str:
+        """Return a digest of the shards' names, and of the places and labels of all images.
+
+        The images' own names are left out: reading them would take long.
+        """
+        names = b"\0".join(os.fsencode(os.path.basename(file)) for file in self.files)  # noqa: PTH119
+        return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Ask the system to start reading these images, close neighbours in one request.
+
+        A file server is then waited for once, not once per image.
+        """
+        ordered = indices[np.lexsort((self._offsets[indices], self._shards[indices]))]
+        for shard, group in groupby(ordered.tolist(), key=lambda index: int(self._shards[index])):
+            places = ((int(self._offsets[index]), int(self._lengths[index])) for index in group)
+            with suppress(OSError):  # whoever reads the image meets it again, and can name the image or skip it
+                descriptor = self._open(self.files[shard])
+                for begin, end in _together(places):
+                    os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
+
+    def read_at(self, index: int, offset: int, length: int) -> bytes:
+        """Return ``length`` bytes at ``offset`` of image ``index``'s shard. Raises UserError if it ends before them."""
+        content = self._open(self.files[self._shards[index]]).read(offset, length)
+        if len(content) < length:
+            raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
+        return content
+
+
+class Descriptor:
+    """A file open for reading, closed once nothing refers to it: never while a thread reads it."""
+
+    def __init__(self, path: str) -> None:
+        """Open the file at ``path``."""
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        """Close the file."""
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return ``length`` bytes at ``offset``, or fewer where the file ends."""
+        content = os.pread(self.number, length, offset)
+        while len(content) < length and (more := os.pread(self.number, length - len(content), offset + len(content))):
+            content += more
+        return content
+
+
+def _mapped(path: str) -> memoryview:
+    """Return a file's bytes, read from the disk as they are used."""
+    with open(path, "rb") as file:  # noqa: PTH123
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def indexes_of(
+    root: Path, split: str, kind: Kind, files: Sequence[Path], training: Sequence[Path], look: Callable[[Path], Looked]
+) -> tuple[Index, Index]:
+    """Return the index of a ``split`` in ``files``, and that of the split whose labels decide which classes there are.
+
+    That is the one in the ``training`` files; without any, the split itself. Raises UserError if there is no image.
+    """
+
+    def make(split: str, files: Sequence[Path]) -> Index:
+        found = list(map_in_order(look, files))
+        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 4)
+        if not len(table):
+            raise UserError(f"{root}: there is no image in the {len(files)} shard(s) of the {split} split")
+        shards = np.repeat(np.arange(len(files)), [len(rows) for rows, _ in found])
+        named = zip(COLUMNS.items(), (shards, *table.T), strict=True)
+        columns = {name: column.astype(dtype) for (name, dtype), column in named}
+        return Index({"synsets": sorted(set().union(*(synsets for _, synsets in found)))}, columns)
+
+    def opened(split: str, files: Sequence[Path]) -> Index:
+        return load_or_build_index(root, split, kind, files, lambda: make(split, files))
+
+    index = opened(split, files)
+    return index, opened("train", training) if training and split != "train" else index
+
+
+def class_names(
+    root: Path, labels: NDArray[np.int64], first: int = 0, synsets: Mapping[int, str] = MappingProxyType({})
+) -> list[str]:
+    """Return the names of classes: those in ``classes.txt``, else the ``synsets`` of the labels, else the labels.
+
+    Raises:
+        UserError: A label from ``first`` on is missing: nobody knows what the others are then.
+    """
+    if (names := read_classes(root)) is not None:
+        return names
+    there = np.unique(labels).tolist()
+    if len(there) <= there[-1] - first:
+        missing = next(label for label, other in enumerate(there, first) if label != other)
+        raise UserError(
+            f"{root}: labels run up to {there[-1]} and {len(there)} of them occur, {missing} not; name all classes in "
+            f"{root / CLASSES}, one a line in the order of labels"
+        )
+    return [synsets.get(label, str(label)) for label in there]
+
+
+def read_classes(root: Path) -> list[str] | None:
+    """Return the class names in ``classes.txt``; None without that file. Raises UserError if one is there twice."""
+    path = root / CLASSES
+    try:
+        names = path.read_bytes().removesuffix(b"\n").split(b"\n")
+    except FileNotFoundError:
+        return None
+    lines = [os.fsdecode(name.removesuffix(b"\r")) for name in names]
+    if "" in lines or len(set(lines)) < len(lines):
+        raise UserError(f"{path}: every class has a name of its own; write one a line, in the order of labels")
+    return lines
+
+
+def _together(places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges to read, as (begin, end), for (offset, length) pairs in rising order."""
+    begin, end = next(places, (0, 0))
+    end += begin
+    for offset, length in places:
+        if offset > end + _GAP:
+            yield begin, end
+            begin = offset
+        end = max(end, offset + length)
+    yield begin, end
+
+
+def _descriptors(files: int) -> int:
+    """Return how many shards to hold open: at most a quarter of the files that this process may open."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return files if allowed == resource.RLIM_INFINITY else max(1, min(files, allowed // 4))
+
+
+class TarShards(Shards):
+    """One split in tar shards. Names of images are read from the tar headers before them."""
+
+    def name(self, index: int) -> str:
+        """Return ``shard.tar: member``, or the shard and offset if the header cannot be read."""
+        file = self.files[self._shards[index]]
+        try:
+            with open(file, "rb") as shard:  # noqa: PTH123
+                shard.seek(self._offsets[index] - self._before[index])
+                with tarfile.open(fileobj=shard, mode="r:") as tar:
+                    member = tar.next()
+        except (OSError, ValueError, tarfile.TarError):
+            member = None
+        return f"{file}: {member.name}" if member is not None else super().name(index)
+
+
+def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
+    """Open the images of a ``split`` in tars; labels are numbers from 0 on."""
+    index, deciding = indexes_of(root, split, _TAR, files, training, _samples)
+    return TarShards(files, index, index.columns["labels"], class_names(root, deciding.columns["labels"]))
+
+
+def _samples(shard: Path) -> Looked:
+    images: dict[str, tarfile.TarInfo] = {}
+    labels: dict[str, int] = {}
+    with shard.open("rb") as file:
+        for member in _members(shard, file):
+            key, extension = _key(member.name)
+            found: dict[str, Any]
+            content: Any
+            match extension:
+                case "cls":
+                    found, content = labels, _label(shard, file, member)
+                case _ if extension in IMAGES:
+                    found, content = images, member
+                case _ if f".{extension.rpartition('.')[2]}" in (".cls", *SUFFIXES):
+                    raise UserError(f"{shard}: {member.name} would not be read; {_NAMES}, so rename it")
+                case _:  # WebDataset may store other files with an image
+                    continue
+            if key in found:
+                raise UserError(f"{shard}: {member.name} is the second of its key; give every sample its own")
+            found[key] = content
+    for key in images.keys() ^ labels.keys():
+        there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
+        name = images[key].name if key in images else f"{key}.cls"
+        raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
+    rows = (
+        (member.offset_data, member.size, member.offset_data - member.offset, labels[key])
+        for key, member in images.items()
+    )
+    return sorted(rows), ()
+
+
+def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files of a tar. Raises UserError for links and the like, or if the tar is not whole."""
+    for member in tar_members(file, str(shard), "copy or make it again"):
+        if not (member.isreg() or member.isdir()) or member.issparse():
+            raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
+        if member.isreg():
+            yield member
+
+
+def _key(name: str) -> tuple[str, str]:
+    """Return a sample's key and extension, split at the first dot of the base name, as WebDataset does."""
+    folder, slash, base = name.rpartition("/")
+    stem, _, extension = base.partition(".")
+    return folder + slash + stem, extension.lower() if stem else ""
+
+
+def _label(shard: Path, file: BinaryIO, member: tarfile.TarInfo) -> int:
+    file.seek(member.offset_data)
+    text = file.read(min(member.size, _DIGITS)).strip()
+    if member.size > _DIGITS or not text.isdigit() or int(text) >= 1 << 31:
+        raise UserError(f"{shard}: {member.name} holds no label; write a number there, from 0 on")
+    return int(text)

@@ -1,0 +1,299 @@
+"""Open the images of a data directory, whatever their format: class folders, WebDataset or TFRecord."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from imagenet_fast.data import folders
+from imagenet_fast.data.folders import ImageFolder, is_class_name, is_folder, shown
+from imagenet_fast.data.index import digest_of
+from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
+from imagenet_fast.data.shards import Shards, open_webdataset
+from imagenet_fast.data.tfrecord import open_tfrecord
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.data_config import Data, SyntheticData
+
+Format = Literal["folder", "webdataset", "tfrecord"]
+SplitName = Literal["train", "val"]
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+_WORDS = {"train": ("train",), "val": ("val", "validation")}
+_TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
+_RECORDS = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
+_COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz)", re.DOTALL)
+_OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
+
+
+class ImageSource(Protocol):
+    """The images of a split, numbered from 0 in an order that never changes."""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """Labels, int64 [images]: indices into ``classes``."""
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of all classes of the training split."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        ...
+
+    def digest(self) -> str:
+        """Return a digest of all names and labels in order; it does not depend on where the data lies."""
+
+    def name(self, index: int) -> str:
+        """Return how messages name image ``index``: by its path, or by its place in a shard."""
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of image ``index``. Thread-safe."""
+
+    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+        """Return the pixels of image ``index`` if they are stored, read-only; None if it must be decoded."""
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Announce that these images will be read next, so that a file server can be asked for all of them."""
+
+
+class Subset:
+    """The images ``kept`` of a split (indices into it), in its order."""
+
+    def __init__(self, split: ImageSource, kept: NDArray[np.int64]) -> None:
+        """Keep the split and the indices."""
+        self._split = split
+        self._kept = kept
+        self.labels = split.labels[kept]
+        self.classes = split.classes
+
+    def __len__(self) -> int:
+        """Return the number of images that are kept."""
+        return len(self._kept)
+
+    def digest(self) -> str:
+        """Return a digest of the whole split and of what is kept."""
+        return digest_of(self._split.digest().encode(), self._kept)
+
+    def name(self, index: int) -> str:
+        """Return the name of image ``index``."""
+        return self._split.name(int(self._kept[index]))
+
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of image ``index``."""
+        return self._split.read(int(self._kept[index]))
+
+    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+        """Return the pixels of image ``index`` if they are stored."""
+        return self._split.pixels(int(self._kept[index]))
+
+    def readahead(self, indices: NDArray[np.int64]) -> None:
+        """Announce that these images will be read next."""
+        self._split.readahead(self._kept[indices])
+
+
+class Found(NamedTuple):
+    """The format of a split in a directory, with its shards; class folders have none."""
+
+    format: Format
+    shards: Sequence[Path] = ()
+
+
+def in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Return a function whose every OSError is a UserError."""
+
+    @wraps(look)
+    def told(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return look(*args, **kwargs)
+        except OSError as error:
+            what = shown(os.fsdecode(error.filename)) if error.filename else "the data"
+            raise UserError(f"{what} cannot be read ({error.strerror}); put that right, and start again") from None
+
+    return told
+
+
+@in_sentences
+def check_folders(root: Path) -> None:
+    """Raise UserError if ``root`` cannot be trained on, by the names of its class folders or shards alone."""
+    train, val = find_split(root, "train"), find_split(root, "val")
+    if train.format != val.format:
+        there, lacking = ("train", "val") if train.shards else ("val", "train")
+        raise UserError(f"{root} has shards of the {there} split but none of that kind of {lacking}; put both there")
+    if train.format == "folder":
+        folders.both_splits(root)
+
+
+@in_sentences
+def check_validation(root: Path) -> None:
+    """Raise UserError if ``root`` cannot be evaluated on, by the names of its class folders or shards alone."""
+    if find_split(root, "val").format == "folder":
+        folders.validation_split(root)
+    elif find_split(root, "train").shards:
+        check_folders(root)
+
+
+def open_training(root: Path) -> ImageSource:
+    """Open the training split in any format, without the images in quarantine. Raises UserError if it is damaged."""
+    return _open(root, "train")
+
+
+def open_validation(root: Path) -> ImageSource:
+    """Open the validation split in any format, without the images in quarantine. Raises UserError if it is damaged.
+
+    Its labels number the classes of the training split if there is one.
+    """
+    return _open(root, "val")
+
+
+@in_sentences
+def _open(root: Path, split: SplitName) -> ImageSource:
+    found = find_split(root, split)
+    whole: ImageFolder | Shards
+    if found.format == "folder":
+        whole = folders.scan_training(root) if split == "train" else folders.scan_validation(root)
+    else:
+        whole = open_shards(root, split, found)
+    prefix = prefix_of(root)
+    bad = list(whole.find({prefix + path for path in quarantined(root)}))
+    if not bad:
+        return whole
+    kept = np.delete(np.arange(len(whole), dtype=np.int64), bad)
+    if emptied := set(whole.labels.tolist()) - set(whole.labels[kept].tolist()):
+        raise UserError(
+            f"{root / split / whole.classes[min(emptied)]}: all images are in {root / QUARANTINE}; bring sound ones, "
+            "or remove the class"
+        )
+    return Subset(whole, kept)
+
+
+def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
+    """Open all images of a split in the shards that ``find_split`` has found, those in quarantine too.
+
+    Raises UserError if a shard is damaged.
+    """
+    training = found.shards if split == "train" else find_split(root, "train").shards
+    match found.format:
+        case "webdataset":
+            return open_webdataset(root, split, found.shards, training)
+        case "tfrecord":
+            return open_tfrecord(root, split, found.shards, training)
+        case "folder":
+            raise ValueError("folders hold no shards")
+        case _:
+            assert_never(found.format)
+
+
+@in_sentences
+def find_split(root: Path, split: SplitName) -> Found:
+    """Find the shards of a split; without any, its format is "folder".
+
+    Shards are files in ``root`` whose names contain the split's name as a word, or files in a folder of that name. The
+    split "val" may also be called "validation".
+
+    Raises:
+        UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
+    """
+    files = [entry for entry in _entries(root) if _says(split, entry.name) and entry.is_file()]
+    inside = [entry for word in _WORDS[split] for entry in _entries(root / word)]
+    nested = any(is_class_name(entry.name) and is_folder(entry) for entry in inside)
+    if not nested:
+        files += [entry for entry in inside if entry.is_file()]
+    paths = sorted(Path(entry.path) for entry in files)
+    tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
+    records = [path for path in paths if _RECORDS.fullmatch(path.name)]
+    if nested + bool(tars) + bool(records) > 1:
+        some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
+        raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
+    if both := [path for path in tars + records if all(_says(name, path.name) for name in get_args(SplitName))]:
+        raise UserError(f"{both[0]} is named after both splits; name it after the one that its images belong to")
+    packed = [path for path in paths if _COMPRESSED.fullmatch(path.name) and path.with_suffix("") not in paths]
+    if packed and not nested:
+        raise UserError(f"{packed[0]} is compressed, so that no image in it can be read on its own; unpack it")
+    if tars:
+        _require_prepared(root, split, tars)
+        return Found("webdataset", _complete(tars, _TAR))
+    if records:
+        return Found("tfrecord", _complete(records, _RECORDS))
+    if not nested and (official := [path for path in paths if _OFFICIAL.fullmatch(path.name)]):
+        raise UserError(
+            f"{official[0]} is one of ImageNet's own archives; make what can be trained on out of them: "
+            "`imagenet-fast data prepare`"
+        )
+    return Found("folder")
+
+
+def _says(split: SplitName, name: str) -> bool:
+    """Return whether the split's name is a word of a file's name."""
+    return re.fullmatch(rf"(.*[-_.])?({'|'.join(_WORDS[split])})([-_.].*)?", name, re.DOTALL) is not None
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of ``folder`` that are not hidden; none if it does not exist."""
+    if folder.is_dir():
+        with os.scandir(folder) as entries:
+            yield from (entry for entry in entries if not entry.name.startswith("."))
+
+
+def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
+    """Return ``shards``; raise UserError if a number is missing in between, or up to the total in their names."""
+    if twice := [name for name, times in Counter(path.name for path in shards).items() if times > 1]:
+        places = " and ".join(str(path.parent) for path in shards if path.name == twice[0])
+        raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
+    parts = [found.groupdict() for path in shards if (found := pattern.fullmatch(path.name))]
+    named = [part for part in parts if part["number"]]
+    if len(totals := sorted({part["total"] for part in named if part.get("total")})) > 1:
+        raise UserError(f"{shards[0].parent} holds shards -of-{totals[0]} and -of-{totals[1]}; keep one set of them")
+    for start, total in {(part["start"], part.get("total")) for part in named}:
+        there = {int(part["number"]) for part in named if (part["start"], part.get("total")) == (start, total)}
+        expected = range(int(total)) if total else range(min(there), max(there) + 1)
+        if missing := sorted(set(expected) - there):
+            raise UserError(
+                f"{shards[0].parent} lacks {len(missing)} of the {len(expected)} shards {start}*, number {missing[0]} "
+                "first; put them there"
+            )
+    return shards
+
+
+def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:
+    """Raise UserError if a tar is missing that `data prepare` has put there: gaps at either end show nowhere else."""
+    try:
+        noted = json.loads((root / "prepared.json").read_bytes())["files"][split]
+        there = {path.name for path in tars if path.parent == root / split}
+        lost = sorted(name for name in noted if str(name).endswith(".tar") and name not in there)
+    except (OSError, ValueError, KeyError, TypeError):  # not from `data prepare`, or not as shards
+        return
+    if lost and any(path.name in noted for path in tars):
+        raise UserError(
+            f"{root / split} lacks {len(lost)} of the shards that {root / 'prepared.json'} lists, such as {lost[0]}; "
+            "copy them too, or remove that file to train on a part"
+        )
+
+
+def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = check_folders) -> Path | None:
+    """Return the directory of the images after a ``check``, or None for synthetic images.
+
+    It is the one that the user has ``given``, else the data set's own. Raises UserError if there are no such images, or
+    synthetic ones and ``given``.
+    """
+    if not isinstance(data, SyntheticData):
+        root = resolve_data_dir(data.dataset, given).absolute()
+        check(root)
+        return root
+    if given is not None:
+        raise UserError(
+            f"--data {given} would not be read: data.loader is 'synthetic', which makes its own images; "
+            "leave --data out, or choose a recipe with another loader"
+        )
+    return None

@@ -1,0 +1,168 @@
+"""The share of its node that this process may use: cores, memory, threads and files, by affinity, NUMA and cgroups.
+
+A ``root`` is that of the file system with the kernel's ``proc`` and ``sys``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
+    import torch
+
+_CPU = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""Files of a limit in versions 2 and 1: microseconds of CPU time, and in how many."""
+_MEMORY = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Files of the limit and of the use in bytes, and the word for reclaimable cache, in versions 2 and 1."""
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the smallest processor count that CPU affinity or a cgroup allows, at least 1.
+
+    Affinity is set by ``taskset`` or SLURM, cgroups by containers or systemd. A cgroup's limit is a share of CPU time,
+    rounded up to whole processors. The limits of enclosing cgroups hold too.
+    """
+    return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in cpu_quotas(root))]))
+
+
+def cores_per_rank(ranks: int) -> int:
+    """Return how many of the usable processors each of ``ranks`` gets if they share them evenly, at least 1."""
+    return max(1, usable_cores() // ranks)
+
+
+def shares(allowed: Mapping[int, set[int]]) -> dict[int, int]:
+    """Return the number of processors for each rank of a node, from the cores that each may use."""
+    users = Counter(core for cores in allowed.values() for core in cores)
+    return {rank: int(sum(Fraction(1, users[core]) for core in cores)) for rank, cores in allowed.items()}
+
+
+def cpu_quotas(root: Path = Path("/")) -> list[float]:
+    """Return the processors that each cgroup of this process allows; none for a cgroup without a limit."""
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        for names in _CPU:
+            with suppress(OSError, ValueError):  # of the other version, or without a limit: "max"
+                limit, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
+                if limit != "-1":
+                    quotas.append(float(limit) / float(period))
+    return quotas
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory that this process may still use, by the node and by its cgroups."""
+    left = [int(psutil.virtual_memory().available)]
+    for folder in _cgroups(root, "memory"):
+        for limit, use, cache in _MEMORY:
+            with suppress(OSError, ValueError):  # of the other version, or without a limit: "max"
+                most, used = (int((folder / name).read_text(encoding="utf-8")) for name in (limit, use))
+                lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+                left.append(max(0, most - used + int(dict(line.split() for line in lines).get(cache, 0))))
+    return min(left)
+
+
+def usable_tasks(root: Path = Path("/")) -> tuple[float, str]:
+    """Return how many more processes and threads may be started here (infinity: no limit), and which limit it is."""
+    limits = [(math.inf, "")]
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
+        limits.append((max(0, soft - _tasks_of_user()), f"`ulimit -u` is {soft}"))
+    for folder in _cgroups(root, "pids"):
+        with suppress(OSError, ValueError):  # without the controller, or without a limit: "max"
+            most, there = (int((folder / f"pids.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
+            limits.append((max(0, most - there), f"{folder / 'pids.max'} is {most}"))
+    return min(limits)
+
+
+def exceeded_limit(message: str) -> str:
+    """Return, by the message of an error, which limit of this process was exceeded and how to raise it; empty if none.
+
+    Backends report what the system refuses as errors of the connection.
+    """
+    if "Resource temporarily unavailable" in message or "can't start new thread" in message:
+        _, limit = usable_tasks()
+        return f"no more processes and threads may be started; raise the limit ({limit or 'of the node'})"
+    if "Too many open files" in message:
+        return (
+            f"no more files may be opened; raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
+        )
+    return ""
+
+
+def raise_open_files() -> None:
+    """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # the kernel's own limit is lower
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
+    """Bind this process, its threads and its later children to the allowed cores next to ``gpu``.
+
+    Memory that the process touches first is then on that NUMA node too. torchrun's ``--numa-binding=node`` does the
+    same, but needs numactl, and a torchrun of our own.
+
+    Returns:
+        The cores. An empty set, with nothing changed, if the kernel does not report them or this process may use none
+        of them.
+    """
+    import torch
+
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    allowed = os.sched_getaffinity(0)
+    try:
+        node = int((root / f"sys/bus/pci/devices/{place}/numa_node").read_text(encoding="utf-8"))
+        listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="utf-8")  # node -1: unknown
+        cores = _cores_in(listed) & allowed
+    except (OSError, ValueError):
+        return set()
+    if cores:
+        for thread in (int(path.name) for path in Path("/proc/self/task").iterdir()):
+            with suppress(OSError):  # the thread has ended
+                if os.sched_getaffinity(thread) == allowed:  # not a thread that was bound before
+                    os.sched_setaffinity(thread, cores)
+    return cores
+
+
+def _cores_in(listed: str) -> set[int]:
+    """Parse a kernel list of cores: "0-2,8" as 0, 1, 2, 8."""
+    ranges = [part.partition("-") for part in listed.strip().split(",")]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def _tasks_of_user() -> int:
+    """Return the number of processes and threads that this user has, as far as this process sees them."""
+    found = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.getuid())
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's cgroups (version 1 or 2) with ``controller``, and of those around them."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = mount / path.strip("/")
+        # In a container the path may be that of the host, where only the mount's own group is visible.
+        for folder in (group, *group.parents):
+            yield folder
+            if folder == mount:
+                break

@@ -1,0 +1,135 @@
+"""What a rank does: join the others, then train, evaluate or check its node.
+
+Under our launcher ``__main__.py`` reads the job. Under the user's own torchrun or srun, `cli/` builds it from the
+rank's command line.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.init import DistContext, init_distributed
+from imagenet_fast.distributed.ranks import RankInfo
+from imagenet_fast.launch.signals import Signals
+from imagenet_fast.metrics.exit_status import Ending
+from imagenet_fast.metrics.json_io import write_json
+from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job
+from imagenet_fast.recipe.schema import Timeout
+from imagenet_fast.training.evaluation import evaluate_weights
+from imagenet_fast.training.trainer import Trainer
+
+
+def train_as_rank(
+    job: Job, rank: RankInfo, join_timeout_s: float, launcher_dir: Path | None = None, traces: Path | None = None
+) -> RunResult:
+    """Join the other ranks, train or resume, and return the result.
+
+    Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``launcher_dir`` too.
+
+    Args:
+        job: What to train.
+        rank: This process's rank.
+        join_timeout_s: Seconds to wait for the other ranks.
+        launcher_dir: The launcher's directory; None without our launcher.
+        traces: Directory for NCCL's records, where all ranks were told the same one.
+
+    Raises:
+        UserError: If the ranks do not meet, were given different jobs, or cannot start from the given weights or
+            checkpoint.
+    """
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the ranks after a loss
+        job = replace(job, resume=True)
+    if rank.is_local_main and launcher_dir is not None:
+        RunDir(launcher_dir).outcome.unlink(missing_ok=True)  # of the attempt before
+    ending = Ending(job, rank, launcher_dir)
+    signals = Signals(job.recipe.checkpoint.grace_s, ending.late)
+
+    def end(reason: str) -> None:
+        """Write the outcome from another thread, as the training thread may be stuck."""
+        ending.fail(reason)
+        ending.leave()
+
+    join_timeout, binding = timedelta(seconds=join_timeout_s), job.recipe.numa_binding
+    try:
+        with init_distributed(
+            rank, job.agreed(), join_timeout, job.recipe.timeout, end, traces, launcher_dir, binding
+        ) as world:
+            Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
+    except KeyboardInterrupt:
+        if not ending.ended:  # during the start
+            ending.stop()
+            ending.leave()
+    return ending.outcome
+
+
+def evaluate_as_rank(
+    evaluation: Evaluation, rank: RankInfo, join_timeout_s: float, launcher_dir: Path | None = None
+) -> None:
+    """Join the other ranks and evaluate; rank 0 prints the result, and writes it to ``evaluation.report`` if given.
+
+    The other arguments are those of ``train_as_rank``.
+
+    Raises:
+        UserError: If the ranks cannot meet or were given different jobs, or the weights or images do not fit.
+    """
+    recipe = evaluation.recipe
+    with _joined(rank, evaluation.agreed(), join_timeout_s, recipe.timeout, launcher_dir, recipe.numa_binding) as world:
+        result = evaluate_weights(evaluation, world)
+        if not world.is_main:
+            return
+        numbers = {"top-1 %": f"{result.top1:.2f}", "top-5 %": f"{result.top5:.2f}"}
+        named = (("mirror %", result.top1_mirror), ("shift %", result.top1_shift))
+        numbers |= {name: f"{value:.2f}" for name, value in named if value is not None}
+        numbers |= {"images": str(result.images), "img/s": f"{result.images_per_s:.0f}"}
+        row = (result.recipe, result.model, *numbers.values())
+        Console().print(compact_table(("recipe", "model"), list(numbers), [row]))
+        if evaluation.report is not None:
+            write_json(asdict(result), evaluation.report)
+
+
+def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: Path) -> None:
+    """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``launcher_dir``.
+
+    The other arguments are those of ``train_as_rank``.
+
+    Raises:
+        UserError: If the ranks cannot meet.
+    """
+    # Ranks that train do not need it.
+    from imagenet_fast.doctor import cluster_checks, host_checks, loader_check, report
+
+    with _joined(rank, {}, join_timeout_s, job.timeout, launcher_dir) as world:
+        own = []
+        here.enter("data")
+        if rank.is_local_main:  # when all have come: to look through the data of a slow server may take long
+            own = host_checks.examine(job.data, job.out, rank.local_size, job.timeout)
+            own += loader_check.try_loaders(job.data, rank.local_size)
+        found = cluster_checks.gather_results(own, world, socket.gethostname())
+        if world.is_main:
+            report.write_results(found, launcher_dir)
+
+
+@contextmanager
+def _joined(
+    rank: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout, launcher_dir: Path | None,
+    numa_binding: bool = True,
+) -> Iterator[DistContext]:  # fmt: skip
+    """Join the ranks of a job that saves nothing, and so ends at once on a signal."""
+    Signals()
+    with init_distributed(
+        rank, agreed, timedelta(seconds=join_timeout_s), timeout, left=launcher_dir, numa_binding=numa_binding
+    ) as world:
+        yield world

@@ -1,0 +1,308 @@
+"""Checkpoints written by a thread of each rank: what disks, other ranks and kills do to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import stat
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
+from imagenet_fast.checkpoint import folder as folders
+from imagenet_fast.checkpoint.folder import retain, survey
+from imagenet_fast.distributed.ranks import RankInfo
+from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
+from tests.conftest import refusal_of
+from tests.ranks import run
+
+
+def together(*roots: Path, timeout: timedelta = timedelta(seconds=30)) -> list[CheckpointWriter]:
+    """A writer a rank, in one process: they meet in a store alone."""
+    store, size = HashStore(), len(roots)
+    return [
+        CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=9, timeout=timeout)
+        for rank, root in enumerate(roots)
+    ]
+
+
+def save_all(writers: list[CheckpointWriter], step: int) -> None:
+    for rank, writer in enumerate(writers):
+        writer.save(stamp(step, world=len(writers)), state(step), state(step, rank=1 + rank))
+
+
+def failures(writers: list[CheckpointWriter]) -> list[str]:
+    return [refusal_of(writer.wait) for writer in writers]
+
+
+def test_what_is_saved_is_the_state_at_that_moment_though_training_goes_on(tmp_path: Path):
+    weights = torch.zeros(100_000)
+    progress = {"step": 1}
+    with CheckpointWriter(tmp_path, ALONE, keep=9) as writer:
+        for step in range(1, 4):
+            progress["step"] = step
+            writer.save(stamp(step), {"weights": weights, "progress": progress})
+            weights += 1
+            progress["step"] = -1
+    for step in range(1, 4):
+        found = open_checkpoint(tmp_path / f"step-0000000{step}").shared
+        assert same(found, {"weights": torch.full((100_000,), step - 1.0), "progress": {"step": step}})
+
+
+def test_slow_disk_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    awake, fsync = threading.Event(), os.fsync
+
+    def slow(descriptor: int) -> None:
+        awake.wait(60)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    weights = torch.zeros(100_000)
+    with CheckpointWriter(tmp_path, ALONE) as writer:
+        writer.save(stamp(1), {"weights": weights})
+        for _ in range(100):
+            weights += 1
+        assert writer.under_way
+        assert newest(tmp_path) is None, "it is no checkpoint before all of it is on the disk"
+        awake.set()
+    assert same(open_checkpoint(tmp_path / "step-00000001").shared, {"weights": torch.zeros(100_000)})
+
+
+def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):
+    writers = together(*[tmp_path] * 3)
+    for step in (10, 20):
+        save_all(writers, step)
+    folders = {writer.wait() for writer in writers}
+    assert folders == {tmp_path / "step-00000020"}
+    assert names(tmp_path / "step-00000020") == [
+        "manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(3)), "shared.safetensors",
+    ]  # fmt: skip
+    found = open_checkpoint(tmp_path / "step-00000020")
+    assert same(found.shared, state(20))
+    assert same(dict(found.parts()), {rank: state(20, rank=1 + rank) for rank in range(3)})
+
+
+def test_a_rank_with_nothing_of_its_own_writes_nothing(tmp_path: Path):
+    writers = together(tmp_path, tmp_path)
+    for rank, writer in enumerate(writers):
+        writer.save(stamp(1, world=2), state(1), None if rank == 0 else {})
+    assert {writer.wait() for writer in writers} == {tmp_path / "step-00000001"}
+    assert dict(open_checkpoint(tmp_path / "step-00000001").parts()) == {1: {}}
+
+
+def test_ranks_may_see_the_run_by_different_paths(tmp_path: Path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "mounted").symlink_to(tmp_path / "run")
+    writers = together(tmp_path / "run" / "checkpoints", tmp_path / "mounted" / "checkpoints")
+    save_all(writers, 7)
+    seen = [tmp_path / where / "checkpoints" / "step-00000007" for where in ("run", "mounted")]
+    assert [writer.wait() for writer in writers] == seen
+
+
+def test_rank_without_the_directory_is_named(tmp_path: Path):
+    root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    root.mkdir()
+    writers = together(root, root, elsewhere)
+    for rank, there in ((2, elsewhere / ".step-00000003"), (0, root / ".step-00000003/rank-00002.safetensors")):
+        save_all(writers, 3)
+        assert failures(writers) == [
+            f"the checkpoint of step 3 failed: rank {rank} on {os.uname().nodename}: {there} cannot be written (No "
+            "such file or directory); have every node see that directory, and nobody remove it, then start again"
+        ] * 3  # fmt: skip
+        assert names(root) == []
+        for writer in writers:
+            assert writer.wait() is None  # told once
+        elsewhere.mkdir(exist_ok=True)  # as a directory of that node's own
+
+
+def test_a_rank_that_writes_nothing_fails_the_checkpoint_in_time(tmp_path: Path):
+    saved(tmp_path, 1)
+    writers = together(*[tmp_path] * 3, timeout=timedelta(seconds=0.2))
+    for rank in (0, 1):
+        writers[rank].save(stamp(2, world=3), state(2))
+    told = failures(writers[:2])
+    assert told == [
+        "the checkpoint of step 2 failed: rank 2 did not write its part within 0.2 s; see its output, and whether its "
+        "disk is slow, then resume from step-00000001"
+    ] * 2  # fmt: skip
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_a_rank_0_that_is_gone_is_missed(tmp_path: Path):
+    writers = together(*[tmp_path] * 2, timeout=timedelta(seconds=0.1))
+    writers[1].save(stamp(2, world=2), None, state(2))
+    assert failures(writers[1:]) == ["the checkpoint of step 2 was given up, as rank 0 does not answer; see its output"]
+
+
+def test_after_an_error_nobody_waits_and_the_next_run_sweeps(tmp_path: Path):
+    writers = together(tmp_path, tmp_path, timeout=timedelta(minutes=10))
+    with suppress(ZeroDivisionError), writers[0]:
+        writers[0].save(stamp(2, world=2), state(2), state(2))
+        while not list(tmp_path.glob("*/shared.safetensors")):
+            time.sleep(0.001)
+        raise ZeroDivisionError
+    assert not writers[0].under_way
+    assert newest(tmp_path) is None
+    assert names(tmp_path) == [".step-00000002"]
+    saved(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000003"]
+
+
+def test_the_store_is_left_clean_beside_collectives(tmp_path: Path):
+    assert run(3, saved_beside_collectives, tmp_path) == [0, 0, 0]
+    found = open_checkpoint(tmp_path / "step-00000003")
+    assert same(dict(found.parts()), {rank: state(3, rank=1 + rank) for rank in range(3)})
+
+
+def saved_beside_collectives(root: Path) -> int:
+    """How many keys two more checkpoints leave in the store at which the ranks met."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store, keys = dist.distributed_c10d._get_default_store(), []
+    with CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=0) as writer:
+        dist.barrier()
+        for step in range(1, 4):
+            writer.save(stamp(step, world=size), state(step), state(step, rank=1 + rank))
+            for _ in range(20):
+                dist.all_reduce(torch.ones(100))
+            writer.wait()
+            dist.barrier()
+            keys.append(store.num_keys())
+            dist.barrier()
+    return keys[-1] - keys[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [(errno.ENOSPC, "free space there"), (errno.EROFS, "make it writable"), (errno.EFBIG, "raise `ulimit -f`")],
+    ids=["full", "read-only", "limited"],
+)
+def test_what_a_disk_refuses_is_told_and_the_next_one_is_saved(number: int, fix: str, tmp_path: Path, monkeypatch):
+    """Under real jobs: see faults/test_disks.py."""
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    with CheckpointWriter(tmp_path, ALONE) as writer, monkeypatch.context() as patch:
+        writer.save(stamp(1), state(1), state(1, rank=1))
+        writer.wait()
+        patch.setattr(os, "fsync", refuse)
+        writer.save(stamp(2), state(2), state(2, rank=1))
+        where = f"the checkpoint of step 2 failed: {tmp_path}/.step-00000002/shared.safetensors cannot be written"
+        assert refusal_of(writer.wait) == f"{where} ({os.strerror(number)}); {fix}, then resume from step-00000001"
+        assert (names(tmp_path), found_step(tmp_path)) == (["step-00000001"], 1)
+        patch.undo()
+        saved(tmp_path, 3)
+    assert found_step(tmp_path) == 3
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_memory_that_one_rank_lacks_fails_this_save_on_all_and_no_later_one(short: int, tmp_path: Path, monkeypatch):
+    """A limit of the memory that may be pinned, or a cgroup's."""
+    writers, empty = together(tmp_path, tmp_path), torch.empty
+
+    def refuse(size: int, **settings: Any) -> torch.Tensor:
+        if size:
+            raise RuntimeError("CUDA error: out of memory\nmore of it")
+        return empty(size, **settings)
+
+    for rank, writer in enumerate(writers):
+        with monkeypatch.context() as patch:
+            if rank == short:
+                patch.setattr(torch, "empty", refuse)
+            writer.save(stamp(1, world=2), state(1), state(1, rank=1 + rank))
+    (told,) = set(failures(writers))
+    assert f"the checkpoint of step 1 failed: rank {short} on " in told
+    assert "(no memory: CUDA error: out of memory); give ranks more memory, or raise `ulimit -l`, then start" in told
+    assert names(tmp_path) == []
+    save_all(writers, 2)
+    assert {writer.wait() for writer in writers} == {tmp_path / "step-00000002"}
+
+
+@pytest.mark.parametrize("kills", [pytest.param(5, marks=pytest.mark.ci), pytest.param(50, marks=pytest.mark.weekly)])
+def test_a_writer_killed_at_any_moment_leaves_good_checkpoints(tmp_path: Path, kills: int):
+    chance = random.Random(0)
+    steps = [0]
+    for _ in range(kills):
+        process = get_context("forkserver").Process(target=save_until_killed, args=(tmp_path,))
+        process.start()
+        deadline = time.monotonic() + 60
+        while newest_step(tmp_path) <= steps[-1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0, 0.03))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        found, damaged = survey(tmp_path)
+        assert not damaged
+        for folder in found:
+            assert is_that_of(open_checkpoint(folder), found[folder].step)
+        assert len(found) <= 4  # the newest, two others, and one whose removal was killed
+        steps.append(found_step(tmp_path))
+    assert steps == sorted(set(steps))
+    saved(tmp_path, steps[-1] + 1, keep=2)
+    assert names(tmp_path) == [f"step-{steps[-1] + more:08}" for more in (-1, 0, 1)]
+
+
+def newest_step(root: Path) -> int:
+    """By the manifests alone."""
+    found, _ = survey(root)
+    return next((manifest.step for manifest in found.values()), 0)
+
+
+def save_until_killed(root: Path) -> None:
+    torch.set_num_threads(1)
+    step = newest_step(root)
+    with CheckpointWriter(root, ALONE, keep=2) as writer:
+        while True:
+            step += 1
+            writer.save(stamp(step), state(step), state(step, rank=1))
+
+
+@pytest.mark.parametrize(("niceness", "asked"), [(0, 10), (15, 15)])
+def test_a_job_with_a_niceness_of_its_own_saves_too(niceness: int, asked: int, tmp_path: Path, monkeypatch):
+    """Only root may lower a niceness: a thread under `nice -n 15` keeps its 15."""
+    setpriority = Mock(side_effect=PermissionError)
+    monkeypatch.setattr(os, "setpriority", setpriority)
+    monkeypatch.setattr(os, "getpriority", lambda *_: niceness)
+    saved(tmp_path, 4)
+    assert setpriority.call_args.args[2] == asked
+    assert found_step(tmp_path) == 4
+
+
+def test_no_error_of_the_thread_counts_as_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("imagenet_fast.checkpoint.writer.Board", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        saved(tmp_path, 4)
+
+
+def test_all_ranks_wait_while_one_removes_old_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Else those that train on would wait for it at the next step, as for one that hangs."""
+    writers = together(tmp_path, tmp_path)
+    retained, removing = threading.Event(), retain
+
+    def slow(*arguments: Any) -> None:
+        retained.wait(60)
+        removing(*arguments)
+
+    monkeypatch.setattr(folders, "retain", slow)
+    save_all(writers, 4)
+    time.sleep(0.3)
+    assert [writer.under_way for writer in writers] == [True, True]
+    retained.set()
+    for writer in writers:
+        assert writer.wait() == tmp_path / "step-00000004"

@@ -1,0 +1,172 @@
+"""Which files are images and which folders are classes is one rule: training, verify, prepare and the index agree."""
+
+from __future__ import annotations
+
+import os
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.data.fingerprint import differences
+from imagenet_fast.data.folders import SUFFIXES, scan_training
+from imagenet_fast.data.prepare.run import prepare, report
+from imagenet_fast.data.source import check_folders, find_split, open_training
+from imagenet_fast.data.verify import verify
+from imagenet_fast.errors import UserError
+from tests.conftest import refusal_of
+from tests.data.encoded import BLOBS, encoded
+from tests.data.small import WHOLE, put, put_classes, scan
+from tests.e2e.command import in_process
+
+IMAGES = ["1.jpg", "2.JPEG", "3.Png", "4.jfif", "5.tif", "6.TIFF", "7.gif", "8.avif", "9.ppm", "a b%s.jpg", "-rf.jpe"]
+IMAGES += [".hidden.jpg", "é\n.webp", "日本.BMP", os.fsdecode(b"\xff.jpg")]
+NO_IMAGES = ["._1.jpg", ".DS_Store", "Thumbs.db", "notes.txt", "1.jpg.part", "photo.heic", "jpg", "list.csv"]
+NO_CLASSES = [".ipynb_checkpoints", "@eaDir", "@EADIR", "__MACOSX", ".Trash-1000", "$RECYCLE.BIN", "lost+found"]
+CLASSES = ["-rf", "a class", "é", "100%"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two splits of odd but right names, with all around them that systems, editors and people leave."""
+    root = tmp_path / "source"
+    for split in ("train", "val"):
+        for name in CLASSES:
+            put(root / split / name, *IMAGES, *NO_IMAGES)
+            put(root / split / name / "@eaDir" / "1.jpg", "SYNOPHOTO_THUMB.jpg")
+            put(root / split / name / ".ipynb_checkpoints", "1-checkpoint.jpg")
+        for name in NO_CLASSES:
+            put(root / split / name, "1.jpg")
+        put(root / split, ".DS_Store", "Thumbs.db")
+    return root
+
+
+def there(root: Path) -> set[str]:
+    """What would be trained on, and validated on."""
+    return {os.path.relpath(split.name(index), root) for split in scan(root) for index in range(len(split))}
+
+
+EXPECTED = {f"{split}/{name}/{image}" for split in ("train", "val") for name in CLASSES for image in IMAGES}
+
+
+def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Path, tmp_path: Path):
+    assert there(source) == EXPECTED
+    assert scan_training(source).classes == sorted(CLASSES)
+    found = verify(source)
+    assert found.counts == {split: dict.fromkeys(CLASSES, len(IMAGES)) for split in ("train", "val")}
+    assert not found.bad
+    prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
+    assert there(tmp_path / "out") == EXPECTED
+    assert [sorted(classes) for classes in prepared.record.splits.values()] == [sorted(CLASSES)] * 2
+    (line,) = (line for line in report(prepared, tmp_path / "out") if "no images" in line)
+    assert line.endswith(f" and {2 * len(CLASSES) * len(NO_IMAGES) - 3} more")
+
+
+def test_every_suffix_of_an_image_is_read_by_the_loaders(tmp_path: Path):
+    kinds = {".jpe": "JPEG", ".jpg": "JPEG", ".jfif": "JPEG", ".tif": "TIFF", ".pgm": "PPM"}
+    for split in ("train", "val"):
+        for suffix in SUFFIXES:
+            kind = kinds.get(suffix, suffix[1:].upper())
+            put(tmp_path / split / "all", f"1{suffix}", content=encoded(BLOBS, kind))
+    assert len(open_training(tmp_path)) == len(SUFFIXES)
+    found = verify(tmp_path)
+    assert not found.bad
+
+
+def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):
+    for split in ("train", "val"):
+        put(tmp_path / split / "@eaDir", "1.jpg")
+        (tmp_path / split / f"{split}-0.tar").touch()
+    assert find_split(tmp_path, "train").format == "webdataset"
+
+
+def test_names_that_look_the_same_are_told_apart(tmp_path: Path):
+    """A copy by way of macOS may have the accents of names as characters of their own."""
+    one, other = "caf\u00e9", "cafe\u0301"
+    put(tmp_path, f"train/{one}/1.jpg", f"val/{other}/1.jpg")
+    told = f"that train lacks, the first '{other}' in decomposed Unicode (cafe\\u0301); class folders must have"
+    assert told in refusal_of(check_folders, tmp_path)
+    split = {"images": 1, "digest": ""}
+    before, now = ({"classes": [name], "train": split, "val": split} for name in (one, other))
+    assert differences(before, now) == [
+        f"the class '{other}' in decomposed Unicode (cafe\\u0301) for '{one}' in composed Unicode (caf\\xe9)"
+    ]
+
+
+# Images that lie deeper.
+
+
+def nested(root: Path) -> Path:
+    put_classes(root, "cat", "dog")
+    put(root / "train/dog/more", "2.jpg", "3.PNG", "notes.txt")
+    put(root / "train/dog/more/folder.jpg", "4.gif")
+    put(root / "elsewhere", "5.jpg")
+    (root / "train/dog/linked").symlink_to(root / "elsewhere")
+    return root
+
+
+def test_prepare_counts_images_in_nested_folders_and_beside_classes(tmp_path: Path):
+    source, out = nested(tmp_path / "source"), tmp_path / "out"
+    put(source / "train", "stray.jpg")
+    put(source / "train/cat", "phone.heic", "notes.txt", os.fsdecode(b"\xff.txt"))
+    put(source / "train/.ipynb_checkpoints", "1.jpg")
+    for _ in range(2):  # also where there is nothing to do
+        prepared = prepare(source, out, WHOLE, subset=True)
+        (line,) = (line for line in report(prepared, out) if "belong to no class" in line)
+        assert line.startswith("left out, as they lie in no class's own folder and so belong to no class: 5 images, ")
+        assert set(prepared.record.apart) == {
+            "train/dog/more/2.jpg", "train/dog/more/3.PNG", "train/dog/more/folder.jpg/4.gif",
+            "train/dog/linked/5.jpg", "train/stray.jpg",
+        }  # fmt: skip
+
+
+def test_verify_prints_names_that_are_no_text(tmp_path: Path):
+    for split in ("train", "val"):
+        put(tmp_path / split / "cat", "1.jpg")
+    (tmp_path / "train/cat" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
+    assert r"bad: 1 empty, such as train/cat/\xff.jpg" in in_process("data", "verify", "--data", str(tmp_path))
+
+
+def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):
+    root = put_classes(tmp_path / "source", "cat")
+    put(root / "train/dog/more", "1.jpg", "2.jpg")
+    told = r"train/dog holds no images .*2 lie in folders inside it, as more/1\.jpg; move them up into .*train/dog"
+    for look in (scan_training, lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True)):
+        with pytest.raises(UserError, match=told):
+            look(root)
+
+
+def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    root = nested(tmp_path / "data")
+    put(root / "train", "stray.png")
+    put(root / "train/cat", "phone.HEIC")
+    for _ in range(2):  # from the listing, and from the index
+        assert len(scan_training(root)) == 2
+        told = capsys.readouterr().err
+        assert "5 images lie in no class's own folder, as dog/linked/5.jpg, and are left out; move them" in told
+        assert "1 images are of a kind that is not read, as cat/phone.HEIC, and are left out; convert them" in told
+
+
+# Where prepare writes.
+
+
+def test_prepare_does_not_write_into_its_source(tmp_path: Path):
+    root = put_classes(tmp_path / "source", "cat")
+    (tmp_path / "link").symlink_to(root)
+    before = sorted(root.rglob("*"))
+    outs = (".", "out", "train", "train/cat/out", "../link/out", "../source/../source/out")
+    for source, out in product((root, tmp_path / "link"), outs):
+        with pytest.raises(UserError, match=r"--out .* lies in --source .*; give a directory beside it"):
+            prepare(source, root / out, WHOLE, subset=True)
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_second_call_is_not_troubled_by_what_systems_leave(source: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    prepare(source, out, WHOLE, subset=True)
+    for folder in (out, out / "train", out / "train/é", out / "val/é"):
+        put(folder, ".DS_Store", "Thumbs.db", "._1.jpg")
+        put(folder / "@eaDir", "1.jpg")
+    assert prepare(source, out, WHOLE, subset=True).already
+    (out / "train/é/1.jpg").unlink()
+    assert "train/é has not the 15 images any more" in refusal_of(prepare, source, out, WHOLE, subset=True)

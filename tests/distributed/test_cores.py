@@ -1,0 +1,183 @@
+"""What of its node a rank may use: the cores beside its GPU, those that are its own, and what cgroups leave."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from imagenet_fast.distributed.cores import bind_to_numa_node, shares, usable_cores, usable_memory, usable_tasks
+from imagenet_fast.distributed.init import own_cores, prepare_device
+from imagenet_fast.distributed.join import connecting
+from imagenet_fast.distributed.ranks import RankInfo
+from imagenet_fast.errors import UserError
+from tests.ranks import run, with_ranks
+
+GPU = torch.device("cuda", 0)
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    """A file system with what a kernel tells."""
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+def of_gpu(node: str, cores: str) -> dict[str, str]:
+    """What it tells of a GPU at 0000:1b:00.0."""
+    place, list_ = "sys/bus/pci/devices/0000:1b:00.0/numa_node", "sys/devices/system/node/node1/cpulist"
+    return {place: f"{node}\n", list_: f"{cores}\n"}
+
+
+def in_cgroup(membership: str, files: dict[str, str]) -> dict[str, str]:
+    return {"proc/self/cgroup": membership} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+
+
+def test_a_rank_may_open_as_many_files_as_its_node_lets_it():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        prepare_device(0)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def bound(root: Path) -> tuple[set[int], set[int]]:
+    """What the binding tells, and the cores this process then may use."""
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    with patch.object(torch.cuda, "get_device_properties", lambda _: gpu):
+        return bind_to_numa_node(GPU, root), os.sched_getaffinity(0)
+
+
+def test_a_rank_keeps_to_the_cores_beside_its_gpu(tmp_path: Path):
+    last = max(os.sched_getaffinity(0))
+    ((told, cores),) = run(1, bound, machine(tmp_path, of_gpu("1", f"{last},1000-1003")), fresh=True)
+    assert told == cores == {last}
+
+
+@pytest.mark.parametrize(("node", "cores"), [("-1", "0"), ("1", "1000-1003"), ("1", ""), ("2", "0"), ("?", "0")])
+def test_no_numa_binding_without_topology(tmp_path: Path, node: str, cores: str):
+    allowed = os.sched_getaffinity(0)
+    ((told, kept),) = run(1, bound, machine(tmp_path, of_gpu(node, cores)))
+    assert (told, kept) == (set(), allowed)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "expected"),
+    [
+        ([{0, 1, 2, 3}] * 2, [2, 2]), ([{0, 1, 2, 3}] * 3, [1, 1, 1]), ([{0, 1, 2, 3}, {3}], [3, 0]),
+        ([{0, 1}, {2, 3}], [2, 2]),  # as srun gives them
+        ([{0, 1}] * 2 + [{2, 3}] * 2, [1, 1, 1, 1]),  # two NUMA nodes
+    ],
+)  # fmt: skip
+def test_a_core_is_divided_among_those_who_may_use_it(allowed: list[set[int]], expected: list[int]):
+    assert [*shares(dict(enumerate(allowed))).values()] == expected
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@with_ranks(2, fresh=True)
+def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
+    rank, allowed = dist.get_rank(), sorted(os.sched_getaffinity(0))
+    if apart:
+        os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
+    own = own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
+    assert own == (1 if apart else max(1, len(allowed) // 2))
+    assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")
+@with_ranks(1, fresh=True)
+def test_processors_taken_away_by_affinity_do_not_count():
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+    assert usable_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
+        ("0::/\n", {"cpu.max": "350000 100000\n"}, 4),
+        ("0::/job/step\n", {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
+        ("0::/host/path/of/container\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("4:cpu,cpuacct:/j\n", {"cpu/j/cpu.cfs_quota_us": "600000\n", "cpu/j/cpu.cfs_period_us": "100000\n"}, 6),
+        ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ("3:memory:/\n", {"cpu.max": "broken"}, 64),
+        ("0::/\n", {"cpu.max": "broken"}, 64),
+    ],
+)
+def test_processors_that_a_cgroup_denies_do_not_count(
+    membership: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    assert usable_cores(machine(tmp_path, in_cgroup(membership, files))) == cores
+
+
+_GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 64 * _GIB),
+        ("0::/job\n", {"memory.max": f"{_GIB}", "memory.current": "600", "memory.stat": "anon 5\ninactive_file 500"},
+         _GIB - 100),
+        ("0::/docker/abc\n", {"memory.max": f"{_GIB}", "memory.current": f"{2 * _GIB}", "memory.stat": "anon 0"}, 0),
+        ("9:memory:/j\n", {"memory/j/memory.limit_in_bytes": f"{_GIB}", "memory/j/memory.usage_in_bytes": "7",
+                           "memory/j/memory.stat": "total_inactive_file 3"}, _GIB - 4),
+        ("9:memory:/\n", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/memory.usage_in_bytes": "7",
+                          "memory/memory.stat": ""}, 64 * _GIB),
+        ("4:cpu:/\n", {"memory.max": "1"}, 64 * _GIB),
+    ],
+)  # fmt: skip
+def test_memory_that_a_cgroup_denies_does_not_count(
+    membership: str, files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As in a container with `docker run -m`, a pod with a limit, or a job with `--mem`."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * _GIB))
+    assert usable_memory(machine(tmp_path, in_cgroup(membership, files))) == left
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        ("0::/\n", {"pids.max": "max\n", "pids.current": "5\n"}, (math.inf, "")),
+        ("0::/job/step\n", {"job/pids.max": "100\n", "job/pids.current": "90\n", "job/step/pids.max": "max\n"},
+         (10, "job/pids.max is 100")),
+        ("8:pids:/j\n", {"pids/j/pids.max": "30", "pids/j/pids.current": "31"}, (0, "pids/j/pids.max is 30")),
+        ("4:cpu:/\n", {"pids.max": "1", "pids.current": "1"}, (math.inf, "")),
+    ],
+)  # fmt: skip
+def test_processes_and_threads_that_a_cgroup_denies_do_not_count(
+    membership: str, files: dict[str, str], left: tuple[float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    room, limit = usable_tasks(machine(tmp_path, in_cgroup(membership, files)))
+    assert (room, limit.removeprefix(f"{tmp_path}/sys/fs/cgroup/")) == left
+
+
+@pytest.mark.usefixtures("root")
+def test_threads_that_the_user_may_not_start_are_no_firewall():
+    (sentence,) = run(1, connected_without_threads, fresh=True)
+    assert sentence == (
+        "rank 0 could not connect to the others: no more processes and threads may be started; raise the limit "
+        "(`ulimit -u` is 1)"
+    )
+
+
+def connected_without_threads() -> str:
+    os.setuid(47_110)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), timedelta(seconds=20)):
+        dist.new_group(backend="gloo")
+    return str(told.value)

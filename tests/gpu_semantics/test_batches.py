@@ -1,0 +1,56 @@
+"""Batches come to a GPU on a stream of their own: beside what it computes, and whole before that reads them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from imagenet_fast.data.build import build_loaders, open_loader
+from imagenet_fast.data.folders import scan_training
+from imagenet_fast.data.order import TrainSampler
+from tests.data.small import ALONE, CPU, collect, image_data
+from tests.gpu_semantics.pretended_gpu import CUDA, OnGpu, PretendedGpu
+
+
+def trained_on(image_dir: Path, gpu: PretendedGpu, batches: int = 4) -> list[Tensor]:
+    """The images of a loop that computes with each batch, and lets go of it."""
+    dataset, kept = build_loaders(image_data(), image_dir, ALONE, 0, 2, CUDA, seed=1), []
+    for images, _ in islice(dataset.train, batches):
+        with gpu.step():
+            kept.append(images * 1)
+        del images
+    return [images.cpu() for images in kept]
+
+
+def test_a_network_reads_whole_batches_whose_memory_stays_theirs(image_dir: Path):
+    expected = collect(build_loaders(image_data(), image_dir, ALONE, 0, 2, CPU, seed=1).train, 4)
+    with PretendedGpu() as gpu:
+        assert torch.equal(torch.cat(trained_on(image_dir, gpu)), expected)
+        assert not gpu.detector.found
+
+
+def test_a_copy_does_not_wait_for_what_is_computed(image_dir: Path):
+    order = TrainSampler(40, ALONE, 0, seed=1)
+    with PretendedGpu() as gpu:
+        batches = iter(open_loader(image_data(), scan_training(image_dir), order, 1, CUDA, seed=1))
+        next(batches)
+        torch.zeros(8, device=CUDA).add_(1)
+        computed = gpu.detector.last
+        next(batches)
+        copy = gpu.detector.last
+    assert copy.stream != computed.stream
+    assert copy.before[computed.stream] < computed.number
+
+
+@pytest.mark.parametrize(("left_out", "told"), [("wait_stream", "does not wait for"), ("", "was freed while")])
+def test_what_is_left_out_is_found(image_dir: Path, left_out: str, told: str):
+    """The wait for the copy; or that the network's stream uses its memory."""
+    shares = OnGpu.record_stream if left_out else lambda *_: None
+    with PretendedGpu(without=left_out) as gpu, patch.object(OnGpu, "record_stream", shares):
+        trained_on(image_dir, gpu)
+        assert told in "".join(gpu.detector.found)
