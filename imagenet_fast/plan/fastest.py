@@ -12,261 +12,301 @@ from typing import Any, Literal
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Device
-from imagenet_fast.plan.dry_run import needed_gb
+from imagenet_fast.plan.network import straggling
 from imagenet_fast.plan.prediction import (
     MODEL_ERROR,
-    Planned,
+    Result,
     Situation,
+    Step,
     planned_engines,
+    predict_step,
     training_images,
 )
-from imagenet_fast.plan.stragglers import straggling
+from imagenet_fast.plan.report import needed_gb
+from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.sync_config import Sync
 
 FEW_IMAGES = 32
-"""Batch norms of fewer images than this are not published to reach 75.9 %: NVIDIA's largest submission has 32."""
+"""Batch norms of fewer images are not published to reach 75.9 %: NVIDIA's largest submissions have 32."""
 EVALUATED = 50_000
 """Images of ImageNet's validation set."""
-_WAYS = 4  # numbers of GPUs of a point that are predicted with every engine
-_EXACT = "ddp,lazy,hybrid,dear,ring"
+_EXACT = "lazy,hybrid,dear,ring,ddp,allreduce"
+"""In this order: one is taken instead of those before it if it is faster by more than the model's error."""
 _INEXACT = "lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
 
+Target = Literal["resnet50", "alexnet"]
 HeldBack = Literal["compute", "network", "stragglers", "input", "memory", "batch-norm span"]
 
 
 @dataclass(frozen=True)
-class Point:
+class Training:
     """A published training: its settings as published, and the epochs that it took to the target."""
 
     name: str
     recipe: Recipe
     epochs: tuple[float, float, float]
-    """Mean, fewest and most in its runs."""
-    span: int | None
-    """Images of which its batch norms took their statistics; None: not known."""
+    """Mean, fewest and most of its runs."""
     source: str
 
 
 @dataclass(frozen=True)
 class Way:
-    """A point on a number of GPUs with an engine, and the prediction."""
+    """A published training on a number of GPUs with an engine, and the prediction."""
 
-    point: str
+    training: str
+    """The training: a shipped recipe, or LARS with the batch of one of MLCommons' reference convergence points."""
     gpus: int
     engine: str
+    """Engine and wire dtype."""
     exact: bool
-    """Whether the accuracy of such gradients is the published one; of others it is not published."""
+    """Whether its accuracy is the published one; with engines that are not exact it is not published."""
+    global_batch: int
     micro_batch: int
+    """Images that a GPU computes at once."""
     epochs: int
-    """Epochs to the evaluation that shows the target."""
+    """Epochs up to the evaluation that shows the target."""
     minutes: float
-    """Steps and evaluations."""
+    """Minutes of steps and evaluations up to there."""
     least: float
-    """With the better ends of the NICs, stragglers and epochs."""
+    """The same with the fewest epochs of the published runs, and the better end of NICs and stragglers."""
     most: float
-    """With the worse ends."""
+    """The same with the most epochs and the worse end."""
     gpu_hours: float
     usd: float | None
+    """None: the cluster has no ``usd_per_gpu_hour``."""
     node_images_per_s: float
-    """Images that a node's loaders must give."""
+    """Images a second that a node's loaders must give."""
     held_back_by: HeldBack
-    """What costs most time beyond the GPUs' compute, or has led to fewer GPUs or images a GPU."""
+    """What costs most time, if it is more than the model's error; else ``compute``.
+
+    ``memory`` stands for gradients that are accumulated, and ``batch-norm span`` for GPUs that stay idle, since norms
+    would see fewer than 32 images.
+    """
 
 
-def points(model: Literal["resnet50", "alexnet"]) -> Iterator[Point]:
-    """Yield every published training of ``model``."""
+def published_trainings(model: Target) -> list[Training]:
+    """Return every published training of ``model``."""
     tables = tomllib.loads(Path(__file__).with_name("points.toml").read_text(encoding="utf-8"))
+    found = [_lars(table) for table in tables["lars"]] if model == "resnet50" else []
     for table in tables["recipe"]:
-        recipe = load_recipe(find_recipe(table["name"]), "lazy")
-        if recipe.model.kind.removesuffix("_bn") == model:
-            source = f"recipes/{table['name']}.toml cites it"
-            yield Point(table["name"], recipe, table["epochs"], None, source)
-    if model == "resnet50":
-        yield from map(_lars, tables["lars"])
+        if table["model"] == model:
+            recipe = load_recipe(find_recipe(table["name"]), "lazy", ["parallel.tensor=1"])
+            found.append(
+                Training(table["name"], recipe, table["epochs"], f"recipes/{table['name']}.toml, which cites its runs")
+            )
+    return found
 
 
-def _lars(table: dict[str, Any]) -> Point:
-    batch, version = table["batch"], table.get("version", "4.0")
+def _lars(table: dict[str, Any]) -> Training:
+    batch, mean = table["batch"], table["epochs"][0]
     settings = {
-        "ranks": 1, "global_batch": batch, "epochs": table["length"], "eval_every": 4,
-        "first_eval": (math.ceil(table["epochs"][0]) - 1) % 4 + 1, "optim.lr": table["lr"],
-        "optim.momentum": table.get("momentum", 0.9), "optim.weight_decay": table["weight_decay"],
-        "schedule.warmup_epochs": table["warmup"],
+        "global_batch": batch, "epochs": table["length"], "first_eval": (math.ceil(mean) - 1) % 4 + 1,
+        "optim.lr": table["lr"], "optim.momentum": table.get("momentum", 0.9),
+        "optim.weight_decay": table["weight_decay"], "schedule.warmup_epochs": table["warmup"], "ranks": 1,
     }  # fmt: skip
-    recipe = load_recipe(
-        find_recipe("resnet50-512gpu-20k"), "lazy", [f"{key}={value}" for key, value in settings.items()]
-    )
-    source = f"MLCommons' reference convergence point of batch {batch}, version {version}"
-    return Point(f"LARS {batch}", recipe, table["epochs"], table["span"], source)
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    return Training(
+        f"LARS {batch}", load_recipe(find_recipe("resnet50-512gpu-20k"), "lazy", overrides), table["epochs"],
+        f"MLCommons' reference convergence point of batch {batch}, version {table.get('version', '4.0')}, whose norms "
+        f"saw {table['span']} images",
+    )  # fmt: skip
 
 
-def ways(found: Sequence[Point], cluster: Cluster, device: Device, most: int, cheapest: bool) -> list[Way]:
-    """Return the best way of each point on at most ``most`` GPUs, the best first.
+@dataclass(frozen=True)
+class Search:
+    """A search for the best ways to train on a cluster."""
 
-    Behind them are the ways with engines that are not exact, where one is faster than the point's exact way by more
-    than the model's error.
+    cluster: Cluster
+    device: Device
+    cheapest: bool
+    """Whether the fewest GPU hours are best, and not the fewest minutes."""
 
-    Raises:
-        UserError: No point can be trained on the cluster. The message says why not.
-    """
-    exact: list[Way] = []
-    others: list[Way] = []
-    refused = f"no published training can be split over {most} GPUs; give another number by --gpus"
-    for point in found:
-        numbers = _numbers_of_gpus(point, cluster, most)
-        limited = bool(numbers) and 2 * numbers[-1] <= most
-        try:
-            tried = [_fastest(point, cluster, device, gpus, "ddp", limited) for gpus in numbers]
-            if not tried:
+    def cost(self, way: Way) -> float:
+        """Return what is best if it is least."""
+        return way.gpu_hours if self.cheapest else way.minutes
+
+    def ways(self, found: Sequence[Training], most: int) -> tuple[list[Way], list[str]]:
+        """Return the best way of each training on at most ``most`` GPUs, and a sentence for each that has none.
+
+        The best comes first. Where engines that are not exact are faster by more than the model's error, the best of
+        them has a row, too.
+
+        Raises:
+            UserError: No training has a way. The message says why the first has none.
+        """
+        exact, inexact = (planned_engines(names, "bf16") for names in (_EXACT, _INEXACT))
+        best: list[Way] = []
+        refused: list[str] = []
+        for training in found:
+            try:
+                plans = self._plans(training, most)
+                own = self._best(plans, exact)
+                assert own is not None
+                other = self._best(plans, inexact, (1 - MODEL_ERROR) * self.cost(own))
+            except UserError as error:
+                refused.append(f"{training.name} is left out: {error}")
                 continue
-            gpus = min(tried, key=lambda way: _cost(way, cheapest)).gpus
-            own, other = (_fastest(point, cluster, device, gpus, names, limited) for names in (_EXACT, _INEXACT))
-        except UserError as error:
-            refused = str(error)
-            continue
-        exact.append(own)
-        if _cost(other, cheapest) < (1 - MODEL_ERROR) * _cost(own, cheapest):
-            others.append(other)
-    if not exact:
-        raise UserError(refused)
-    return [way for kind in (exact, others) for way in sorted(kind, key=lambda way: _cost(way, cheapest))]
+            best += [own] if other is None else [own, other]
+        if not best:
+            raise UserError(refused[0])
+        return sorted(best, key=self.cost), refused
 
+    def remarks(self, best: Sequence[Way], refused: Sequence[str]) -> Iterator[str]:
+        """Yield what is to be said of a table: the winner, what is left out, and what is assumed.
 
-def rivals(found: Sequence[Way]) -> list[Way]:
-    """Return the exact ways that may be as fast as the first: their bands reach into its own."""
-    return [way for way in found[1:] if way.exact and way.least < found[0].most]
-
-
-def remarks(found: Sequence[Point], best: Sequence[Way], cluster: Cluster, most: int) -> Iterator[str]:
-    """Yield what is to be said of a table: the winner, what is left out, and what is assumed."""
-    first = best[0]
-    near = ", ".join(way.point for way in rivals(best))
-    yield (
-        f"no clear winner: the bands of {near} reach into that of {first.point}" if near
-        else f"{first.point} on {first.gpus} GPUs under {first.engine} is the fastest"
-    )  # fmt: skip
-    there = {way.point for way in best}
-    for point in found:
-        if point.name not in there:
-            yield f"{point.name} is left out: its batch of {point.recipe.global_batch} cannot be split over {most} GPUs"
-    if cluster.input.images_per_s is None:
+        There is no clear winner if bands of others reach into that of the first.
+        """
+        first, *others = (way for way in best if way.exact)
+        scale = {way.training: way.gpus / first.gpus if self.cheapest else 1.0 for way in others}
+        near = [way.training for way in others if scale[way.training] * way.least < first.most]
+        named = f"{first.training} on {first.gpus} GPU{'s' * (first.gpus > 1)} under {first.engine}"
         yield (
-            "input.images_per_s of the cluster is unknown: loaders must give the images/s of the last column; measure "
-            "them by `imagenet-fast bench data`"
+            f"no clear winner: the bands of {', '.join(near)} reach into that of {named}" if near
+            else f"{named} is the {'cheapest' if self.cheapest else 'fastest'}"
+        )  # fmt: skip
+        yield from refused
+        if self.cluster.input.images_per_s is None:
+            yield (
+                "input.images_per_s of the cluster is unknown, so no row waits for images: a node's loaders must give "
+                "those of the last column, and the most that MLPerf's logs show is 63,600"
+            )
+        yield (
+            "predicted, not run: accuracy and epochs are those of the published runs; start and reading are left out"
         )
-    yield "predicted, not run: accuracy is that of the published runs, and start and the reading of the data are left out"
+
+    def _plans(self, training: Training, most: int) -> list[_Plan]:
+        """Return the training on each number of GPUs that it can be trained on, the one first that may cost least.
+
+        Raises:
+            UserError: There is none. The message says why.
+        """
+        batch, each = training.recipe.global_batch, self.cluster.gpus_per_node
+        shares = {
+            n: batch // n for n in range(1, most + 1)
+            if batch % n == 0 and batch // n >= FEW_IMAGES and (n <= each or n % each == 0)
+        }  # fmt: skip
+        situation = Situation(training.recipe, self.cluster, self.device, "strong")
+        empty_gb, memory_gb = needed_gb(situation, 0), self.device.memory_gb or math.inf
+        fit = max(0, (memory_gb - empty_gb) / (needed_gb(situation, 1) - empty_gb))
+        rate, plans = self.cluster.input.images_per_s or math.inf, []
+        for gpus, share in shares.items():
+            parts = [n for n in range(FEW_IMAGES, share + 1) if share % n == 0 and n <= fit]
+            if parts:
+                step = situation.step(Batching(gpus, parts[-1], share // parts[-1]))
+                slowest_s = step.compute_s * straggling(self.cluster.stragglers.sigma[1], gpus)
+                idle = 1 - gpus / most if gpus == max(shares) and share < 2 * FEW_IMAGES else 0.0
+                images = share * min(gpus, each)
+                plans.append(_Plan(self, training, gpus, step, slowest_s, images, images / rate, idle))
+        if not plans:
+            raise UserError(f"{memory_gb:g} GB of a GPU hold {fit:.0f} of its images, and norms need {FEW_IMAGES}")
+        return sorted(plans, key=lambda plan: plan.cost(plan.slowest_s))
+
+    def _best(self, plans: Sequence[_Plan], engines: Sequence[Sync], limit: float = math.inf) -> Way | None:
+        """Return the best way with one of ``engines`` that costs less than ``limit``, or None."""
+        best = None
+        for plan in plans:
+            if plan.cost(plan.slowest_s) >= limit:
+                break  # nor can those behind it
+            engine, result = plan.fastest(engines)
+            if plan.cost(result.step_s) < limit:
+                limit, best = plan.cost(result.step_s), plan.way(engine, result)
+        return best
 
 
-def as_recipe(found: Sequence[Point], way: Way, cluster: str) -> str:
-    """Return the complete recipe of ``way`` as TOML, with a header that cites its source."""
-    point = next(point for point in found if point.name == way.point)
-    mean, fewest, most = point.epochs
+@dataclass(frozen=True)
+class _Plan:
+    """A training on a number of GPUs."""
+
+    search: Search
+    training: Training
+    gpus: int
+    step: Step
+    slowest_s: float
+    """Seconds that a step computes on the slowest rank: no engine is faster."""
+    node_images: int
+    """Images of a step that a node's loaders must give."""
+    loading_s: float
+    """The seconds in which they give them; 0 if their rate is not known."""
+    idle: float
+    """Share of the GPUs that norms of too few images leave idle."""
+
+    def cost(self, step_s: float) -> float:
+        """Return the search's cost of a way with steps of ``step_s``."""
+        minutes = self.minutes(step_s, self.training.epochs[0])
+        return self.gpus * minutes / 60 if self.search.cheapest else minutes
+
+    def minutes(self, step_s: float, epochs: float) -> float:
+        """Return the minutes up to the evaluation that shows what ``epochs`` have reached."""
+        recipe, device, last = self.training.recipe, self.search.device, self.shown(epochs)
+        evaluations = sum(map(recipe.evaluates_after, range(1, last + 1)))
+        images = math.ceil(EVALUATED / self.gpus)
+        forward_s = device.compute(recipe.model.kind).seconds(images, recipe.data.evaluated_size) / 3
+        steps = last * (training_images(recipe) // recipe.global_batch)
+        return (steps * max(step_s, self.loading_s) + evaluations * forward_s) / 60
+
+    def shown(self, epochs: float) -> int:
+        """Return the first epoch after ``epochs`` that an evaluation follows."""
+        recipe = self.training.recipe
+        return next(n for n in range(math.ceil(epochs), recipe.epochs + 1) if recipe.evaluates_after(n))
+
+    def _predicted(self, engine: Sync, which: int, sigma: float, fuse: float | None = None) -> Result:
+        cluster = self.search.cluster
+        layout = cluster.layout(self.gpus, self.search.device.on_gpu)
+        return predict_step(engine, self.step, cluster.network(layout, which), sigma, fuse)
+
+    def fastest(self, engines: Sequence[Sync]) -> tuple[Sync, Result]:
+        """Return the first of ``engines`` than which no other is faster by more than the model's error."""
+        found: tuple[Sync, Result] | None = None
+        for engine in engines:
+            result = self._predicted(engine, 1, self.search.cluster.stragglers.sigma[1])
+            if found is None or result.step_s < (1 - MODEL_ERROR) * found[1].step_s:
+                found = engine, result
+            if (1 - MODEL_ERROR) * found[1].step_s <= self.slowest_s:
+                break
+        assert found is not None
+        return found
+
+    def way(self, engine: Sync, result: Result) -> Way:
+        """Return the way with an engine whose step is predicted as ``result``."""
+        recipe, cluster, gpus = self.training.recipe, self.search.cluster, self.gpus
+        low, _, high = cluster.stragglers.sigma
+        mean, fewest, most = self.training.epochs
+        worst, best = (self._predicted(engine, *end, result.fuse).step_s for end in ((0, high), (2, low)))
+        minutes = self.minutes(result.step_s, mean)
+        hours = gpus * minutes / 60
+        accumulated = self.search.device.compute(recipe.model.kind).c0 / 1e3 * (self.step.accumulation - 1)
+        costs: dict[HeldBack, float] = {
+            "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - self.step.compute_s,
+            "input": self.loading_s - result.step_s, "memory": accumulated,
+            "batch-norm span": self.idle * self.step.compute_s, "compute": MODEL_ERROR * self.step.compute_s,
+        }  # fmt: skip
+        return Way(
+            self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
+            recipe.global_batch, self.step.batch, self.shown(mean), minutes, self.minutes(best, fewest),
+            self.minutes(worst, most), hours,
+            None if cluster.usd_per_gpu_hour is None else hours * cluster.usd_per_gpu_hour,
+            self.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
+        )  # fmt: skip
+
+
+def first_exact(ways: Sequence[Way]) -> Way:
+    """Return the first way whose accuracy is published."""
+    return next(way for way in ways if way.exact)
+
+
+def as_recipe(known: Sequence[Training], way: Way, cluster: str) -> str:
+    """Return the complete recipe of a way as TOML, with a header that cites its source."""
+    training = next(training for training in known if training.name == way.training)
+    mean, fewest, most = training.epochs
     engine, wire = way.engine.rsplit(" ", 1)
-    tables = point.recipe.model_dump(exclude_none=True)
+    tables = training.recipe.model_dump(exclude_none=True)
     tables |= {"ranks": way.gpus, "micro_batch": way.micro_batch, "sync": {"kind": engine, "wire": wire}}
-    recipe = parse_recipe(way.point, tables)
+    recipe = parse_recipe(way.training, tables)
     return (
-        f"# {way.point} on {way.gpus} GPUs of {cluster}, by `imagenet-fast plan --fastest`: predicted, not run.\n"
-        f"# Source: {point.source}: {mean:g} epochs to {recipe.target_top1:g} % on average, {fewest:g} to {most:g} in\n"
-        f"# its runs. Predicted: {way.minutes:.3g} minutes ({way.least:.3g} to {way.most:.3g}).\n{to_toml(recipe)}"
+        f"# {way.training}, for {way.gpus} GPUs of {cluster}, by `imagenet-fast plan --fastest`: predicted, not run.\n"
+        f"# Source: {training.source}.\n"
+        f"# Its runs took {mean:g} epochs to {recipe.target_top1:g} % on average, {fewest:g} to {most:g}.\n"
+        f"# Predicted: {way.minutes:.3g} minutes ({way.least:.3g} to {way.most:.3g}).\n{to_toml(recipe)}"
     )
-
-
-def _cost(way: Way, cheapest: bool) -> float:
-    return way.gpu_hours if cheapest else way.minutes
-
-
-def _numbers_of_gpus(point: Point, cluster: Cluster, most: int) -> list[int]:
-    """Return numbers of GPUs, in whole nodes, over which the batch can be split and norms see enough images, rising.
-
-    There are the four largest, and below them about one for each power of two.
-    """
-    each, batch = cluster.gpus_per_node, point.recipe.global_batch
-    fewest = min(FEW_IMAGES, point.span or FEW_IMAGES)
-    fit = [n for n in range(1, most + 1) if batch % n == 0 and batch // n >= fewest and (n <= each or n % each == 0)]
-    below = {n.bit_length(): n for n in fit[:-_WAYS]}
-    return [*below.values(), *fit[-_WAYS:]]
-
-
-def _fastest(point: Point, cluster: Cluster, device: Device, gpus: int, engines: str, limited: bool) -> Way:
-    """Return the fastest of the ways with ``engines``.
-
-    Raises:
-        UserError: Memory does not hold what norms need, or something that is needed is unknown.
-    """
-    share = point.recipe.global_batch // gpus
-    written = point.recipe.model_copy(update={"ranks": gpus, "micro_batch": share})
-    micro_batch = _largest_that_fits(Situation(written, cluster, device, "strong"), share)
-    situation = Situation(written.model_copy(update={"micro_batch": micro_batch}), cluster, device, "strong")
-    rows = situation.rows(planned_engines(engines, "bf16"), gpus)
-    return _way(point, situation, min(rows, key=lambda row: row.step_s), limited)
-
-
-def _largest_that_fits(situation: Situation, share: int) -> int:
-    """Return the largest part of a GPU's share of the batch that its memory holds.
-
-    Raises:
-        UserError: Not even one image fits.
-    """
-    memory_gb = situation.device.memory_gb or math.inf
-    sizes = [n for n in range(1, share + 1) if share % n == 0 and needed_gb(situation, n) <= memory_gb]
-    if not sizes:
-        raise UserError(f"{memory_gb:g} GB of a {situation.device.name} hold no image of {situation.recipe.model.kind}")
-    return max(sizes)
-
-
-def _way(point: Point, situation: Situation, row: Planned, limited: bool) -> Way:
-    recipe, cluster = situation.recipe, situation.cluster
-    mean, fewest, most = point.epochs
-    micro_batch, share = recipe.micro_batch, row.batch
-    epochs = next(n for n in range(math.ceil(mean), recipe.epochs + 1) if recipe.evaluates_after(n))
-    per_epoch = training_images(recipe) // recipe.global_batch
-    evaluations = sum(map(recipe.evaluates_after, range(1, epochs + 1)))
-    forward_s = row.compute_s * math.ceil(EVALUATED / row.gpus) / share / 3  # a third of a step's work
-    busy_s = row.step_s - row.compute_s * (1 - _smaller_images(situation))
-    step_s = max(busy_s, _loading_s(situation, row))
-    seconds = epochs * per_epoch * step_s + evaluations * forward_s
-    costs: dict[HeldBack, float] = {
-        "network": row.exposed_s,
-        "stragglers": row.compute_s * (straggling(cluster.stragglers.sigma[1], row.gpus) - 1),
-        "input": step_s - busy_s,
-        "compute": MODEL_ERROR * row.compute_s,
-    }
-    held_back: HeldBack = max(costs, key=costs.__getitem__)
-    if micro_batch < share and micro_batch < FEW_IMAGES:
-        held_back = "memory"
-    elif limited and held_back == "compute":
-        held_back = "batch-norm span"
-    hours, (better, worse) = (
-        row.gpus * seconds / 3600,
-        (row.efficiency / row.efficiency_high, row.efficiency / row.efficiency_low),
-    )
-    return Way(
-        point.name, row.gpus, f"{row.engine} {row.wire}", row.exact and row.wire in ("fp32", "bf16", "fp16"),
-        micro_batch, epochs, seconds / 60, seconds * better * fewest / mean / 60,
-        seconds * worse * most / mean / 60, hours,
-        None if cluster.usd_per_gpu_hour is None else hours * cluster.usd_per_gpu_hour,
-        row.batch * min(row.gpus, cluster.gpus_per_node) / step_s, held_back,
-    )  # fmt: skip
-
-
-def _smaller_images(situation: Situation) -> float:
-    """Return the mean compute of a recipe whose images grow, over that at the last size."""
-    recipe = situation.recipe
-    knots = recipe.data.sizes
-    if not knots:
-        return 1.0
-    compute = situation.device.compute(recipe.model.kind)[0]
-    ends = [*(epoch for epoch, _ in knots[1:]), recipe.epochs + 1.0]
-    spent = sum(
-        (end - begin) * compute.seconds(recipe.micro_batch, pixels)
-        for (begin, pixels), end in zip(knots, ends, strict=True)
-    )
-    return spent / recipe.epochs / compute.seconds(recipe.micro_batch, knots[-1][1])
-
-
-def _loading_s(situation: Situation, row: Planned) -> float:
-    """Return the seconds in which a node's loaders give the images of a step; 0 if their rate is not known."""
-    given = situation.cluster.input.images_per_s
-    return 0.0 if given is None else row.batch * min(row.gpus, situation.cluster.gpus_per_node) / given

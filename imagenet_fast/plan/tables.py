@@ -28,19 +28,18 @@ def duration(seconds: float) -> str:
 def plan_table(rows: Sequence[Planned]) -> Table:
     """Build a table with one row per engine and point of a sweep; ``*`` marks what ``auto`` would take.
 
-    ``+`` is exposed communication, ``MB`` goes through the NICs of a node, ``eff.`` is against one GPU with its band,
-    and ``node`` against one node.
+    ``+`` is exposed communication, ``MB`` goes through the NICs of a node, ``eff.`` is against one GPU with its band.
     """
     return compact_table(
         ("engine",),
-        ("GPUs", "Gbit/s", "ms", "compute", "+", "MB", "images/s", "eff.", "band", "node", "steps", "train"),
+        ("GPUs", "Gbit/s", "ms", "compute", "+", "MB", "images/s", "eff.", "band", "steps", "train"),
         (
             (
                 f"{row.engine} {row.wire}{' *' if row.chosen else ''}", str(row.gpus),
                 NOTHING if row.nic_gbit is None else f"{row.nic_gbit:g}", f"{1e3 * row.step_s:.2f}",
                 f"{1e3 * row.compute_s:.2f}", f"{1e3 * row.exposed_s:.2f}", f"{row.nic_bytes / 1e6:.1f}",
                 f"{row.images_per_s:,.0f}", f"{row.efficiency:.1%}",
-                f"{100 * row.efficiency_low:.0f}-{100 * row.efficiency_high:.0f}", f"{row.efficiency_of_node:.1%}",
+                f"{100 * row.efficiency_low:.0f}-{100 * row.efficiency_high:.0f}",
                 str(row.steps), duration(row.train_s),
             )
             for row in rows
@@ -72,7 +71,7 @@ def fastest_table(ways: Sequence[Way]) -> Table:
         ("GPUs", "micro", "epochs", "min", "band", "GPU h", *(["USD"] if priced else []), "images/s a node"),
         (
             (
-                way.point, way.engine + ("" if way.exact else ", accuracy not published"), way.held_back_by,
+                way.training, way.engine + ("" if way.exact else ", accuracy not published"), way.held_back_by,
                 str(way.gpus), str(way.micro_batch), str(way.epochs), f"{way.minutes:.3g}",
                 f"{way.least:.3g}-{way.most:.3g}", f"{way.gpu_hours:.3g}",
                 *([f"{way.usd:.3g}"] if way.usd is not None else []), f"{way.node_images_per_s:,.0f}",
