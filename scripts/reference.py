@@ -26,6 +26,7 @@ from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
+from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
 from imagenet_fast.plan.rows import Row
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
@@ -55,7 +56,7 @@ ROWS: dict[str, type] = {
     "data": LoadingRate,
 }
 """The rows that each benchmark writes."""
-PLAN_ROWS: dict[str, type] = {"plan": Planned, "plan --rows": Row}
+PLAN_ROWS: dict[str, type] = {"plan": Planned, "plan --fastest": Way, "plan rows": Row}
 """The rows that predictions write."""
 
 
