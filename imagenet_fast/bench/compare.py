@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,8 +85,8 @@ def contestants(
     seeded: Sequence[int | None] = seeds or [None]
     runs = []
     for engine, layout in product(engines, asked):
-        own = tuple(_for(engine, override) for override in overrides if _concerns(engine, override))
-        settled = own if layout is None else laid_out(find_recipe(recipe), engine, own, layout, ranks)
+        own = _own(engine, overrides)
+        settled = tuple(own) if layout is None else laid_out(find_recipe(recipe), engine, own, layout, ranks)
         named = [engine] if layout is None or len(engines) > 1 else []
         named += [layout.name] if layout is not None else []
         for seed in seeded:
@@ -94,15 +95,11 @@ def contestants(
     return runs
 
 
-def _concerns(engine: str, override: str) -> bool:
-    """Return whether ``override`` applies to ``engine``, or to all engines."""
-    table = override.partition(".")[0]
-    return table == engine or table not in engine_names()
-
-
-def _for(engine: str, override: str) -> str:
-    """Return ``override`` with the prefix ``ENGINE.`` replaced by ``sync.``, if it has that prefix."""
-    return f"sync.{override.removeprefix(f'{engine}.')}" if override.startswith(f"{engine}.") else override
+def _own(engine: str, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that apply to ``engine``: those of all, and its own with ``sync.`` for ``ENGINE.``."""
+    others = set(engine_names()) - {engine}
+    kept = [override for override in overrides if override.partition(".")[0] not in others]
+    return [re.sub(rf"^{engine}\.", "sync.", override) for override in kept]
 
 
 @dataclass(frozen=True)

@@ -170,10 +170,11 @@ def timeline(
     """
     from rich.console import Console
 
-    from imagenet_fast.bench.timeline import draw_timelines, read_timeline, timeline_table
+    from imagenet_fast.bench.rows import table
+    from imagenet_fast.bench.timeline import draw_timelines, read_timeline
 
     steps = [read_timeline(trace) for trace in traces]
-    Console().print(timeline_table(steps))
+    Console().print(table(steps))
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")
