@@ -1,9 +1,9 @@
 """Measure benchmarks, and write docs/benchmarks.md from their results.
 
-scripts/benchmarks.sh             list the benchmarks
-scripts/benchmarks.sh NAME        measure one again: rewrite docs/results/NAME.json and the page
-scripts/benchmarks.sh --page      write the page
-scripts/benchmarks.sh --check     exit with 1 if the page is not up to date
+python scripts/benchmarks.py             list the benchmarks
+python scripts/benchmarks.py NAME        measure one again: rewrite docs/results/NAME.json and the page
+python scripts/benchmarks.py --page      write the page
+python scripts/benchmarks.py --check     exit with 1 if the page is not up to date
 
 A file in docs/results declares a benchmark (question, how to read it, commands, columns) and holds what was measured
 (date, machine, versions, rows). To add one, write the first half, and its name into benchmarks.md.
@@ -248,14 +248,16 @@ def main(arguments: Sequence[str]) -> int:
     """List, measure, write or compare; return the exit code."""
     match arguments:
         case []:
-            print("Benchmarks (scripts/benchmarks.sh NAME measures one again):\n")
+            print("Benchmarks (python scripts/benchmarks.py NAME measures one again):\n")
             for name in names():
                 print(f"  {name:16}{read(name)['question']}")
         case ["--page"]:
             PAGE.write_text(page(), encoding="utf-8")
         case ["--check"]:
             if not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page():
-                print("docs/benchmarks.md is not up to date; run `scripts/benchmarks.sh --page`", file=sys.stderr)
+                print(
+                    "docs/benchmarks.md is not up to date; run `python scripts/benchmarks.py --page`", file=sys.stderr
+                )
                 return 1
         case [name] if name in names():
             try:
@@ -267,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
             PAGE.write_text(page(), encoding="utf-8")
         case _:
             asked = " ".join(arguments)
-            print(f"error: there is no benchmark {asked}; `scripts/benchmarks.sh` lists them", file=sys.stderr)
+            print(f"error: there is no benchmark {asked}; `python scripts/benchmarks.py` lists them", file=sys.stderr)
             return 2
     return 0
 

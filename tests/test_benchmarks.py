@@ -92,7 +92,7 @@ def test_benchmarks_are_listed_by_question_and_others_refused(capsys: pytest.Cap
     listed = capsys.readouterr().out
     assert all(f"{name} " in listed and result["question"] in listed for name, result in RESULTS.items())
     assert benchmarks.main(["no-such"]) == 2
-    sentence = "error: there is no benchmark no-such; `scripts/benchmarks.sh` lists them\n"
+    sentence = "error: there is no benchmark no-such; `python scripts/benchmarks.py` lists them\n"
     assert capsys.readouterr() == ("", sentence)
 
 

@@ -10,13 +10,13 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
+from imagenet_fast.bench.forks import RankPool
 from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.distributed.forks import RankPool
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire

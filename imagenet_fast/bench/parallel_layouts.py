@@ -39,7 +39,7 @@ def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
     return listed("--layout", text, lambda name: _parse(text, name, ranks))
 
 
-def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> tuple[str, ...]:
+def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> list[str]:
     """Return overrides that give the recipe ``layout``, and micro-batches if it has a pipeline.
 
     Args:
@@ -65,7 +65,7 @@ def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLay
         check_axes(load_recipe(path, engine, settled), ranks)
     except UserError as error:
         raise UserError(f"--layout {layout.name} with {engine}: {error}") from None
-    return tuple(settled)
+    return settled
 
 
 def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> None:

@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
+from imagenet_fast.cli.app import App
 from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, listed, names
 
-bench_app = typer.Typer(help="Measure what this node can do.", no_args_is_help=True)
+bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
 
 ModelOption = Annotated[Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"], typer.Option(help="Model.")]
 ImageSizeOption = Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")]

@@ -15,7 +15,7 @@ from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import all_reduce_sum, first_of_node
+from imagenet_fast.distributed.reductions import first_of_node, gather_rows
 from imagenet_fast.metrics.accuracy import Accuracy
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
@@ -75,8 +75,8 @@ def evaluate(
     model.train(modes[model])  # a network of one's own may do more in it
     for module, training in modes.items():
         module.training = training  # frozen norms, for example, stay frozen
-    *hits, bad_images, images_seen, cut_off = all_reduce_sum(
-        *correct.flatten().tolist(), float(bad), float(seen), float(stopped), device=world.device
+    *hits, bad_images, images_seen, cut_off = (
+        gather_rows([*correct.flatten().tolist(), float(bad), float(seen), float(stopped)]).sum(0).tolist()
     )
     if cut_off:
         raise StopRequested

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between, wait_for
+from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.network import link_bytes
@@ -156,17 +156,16 @@ class Meter:
     def _record(self, interval: _Interval, record: MetricLogger) -> None:
         """Record the interval: means of losses and bytes over ranks, maxima of data waits: if one waits, all do."""
         here.enter("record")
-        wait_for(interval.ended)
+        seconds = seconds_between(interval.begun, interval.ended)  # waits until the losses are on the host
         waits = [seconds_between(begun, there) for begun, there in interval.fetches]
         counted = waits[interval.at_start :]
         passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended) if counted else 0.0
         loss, streak, *scaling = interval.own.tolist()
         sent = sum(stats.sent_bytes for stats in interval.steps)
         ended = 0 < self._most <= streak
-        seconds = seconds_between(interval.begun, interval.ended)
         exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
         own = [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - sum(exposed)]
-        rows = gather_rows(own, self._world)
+        rows = gather_rows(own)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
         waited, of_it, passed = rows.amax(0)[4:7].tolist()
         self._outcome.add_wait(of_it, passed)
