@@ -36,7 +36,9 @@ def run_directory(text: str) -> Path:
 
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Also write the rows to this file, as JSON."),
+    typer.Option(
+        "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
+    ),
 ]
 PngOption = Annotated[
     Path | None,
@@ -160,6 +162,17 @@ EngineKeysArgument = Annotated[
         help="As in train. ENGINE.KEY=VALUE changes a key of that engine only.",
     ),
 ]
+
+
+def show(table: object, rows: object = None, json_file: Path | None = None) -> None:
+    """Print a table, and write its rows as JSON if a file is given."""
+    from rich.console import Console
+
+    from imagenet_fast.metrics.json_io import write_json
+
+    Console().print(table)
+    if json_file is not None:
+        write_json(rows, json_file)
 
 
 def written_out(shorthands: dict[str, object]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,14 +14,29 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import gather_rows
-from imagenet_fast.doctor.report import CheckResult, by_host, check
+from imagenet_fast.doctor import host_checks, loader_check
+from imagenet_fast.doctor.report import CheckResult, by_host, check, write_results
+from imagenet_fast.recipe.job import DoctorJob
 
 _SHORT, _LONG, _LONG_ON_GPUS = 2**13, 2**25, 2**27  # bytes; a fast network needs long messages to be full
 _REPEATS, _ROUNDS = 20, 5
 _DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
 _POOR = 0.5  # of a card's rated speed
+
+
+def examine_all(job: DoctorJob, world: DistContext, folder: Path) -> None:
+    """Check every node and what is between them; rank 0 writes the results to ``folder``. Every rank must call it."""
+    own = []
+    here.enter("data")
+    if world.is_local_main:  # when all have come: to look through the data of a slow server may take long
+        own = host_checks.examine(job.data, job.out, world.local_size, job.timeout)
+        own += loader_check.try_loaders(job.data, world.local_size)
+    found = gather_results(own, world, socket.gethostname())
+    if world.is_main:
+        write_results(found, folder)
 
 
 def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:

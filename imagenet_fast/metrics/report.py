@@ -20,7 +20,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult, read_outcome
-from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+from imagenet_fast.metrics.tables import compact_table, number
 
 SETTLING_STEPS = 10
 """First steps of a run that are left out of step times and traffic.
@@ -133,48 +133,62 @@ def distinct_names(runs: Sequence[PastRun]) -> list[str]:
     ]
 
 
-def report_table(runs: list[PastRun]) -> Table:
-    """Return a table with one row per run.
+_COLUMNS = {
+    "top1": ("top-1 %", ".2f"), "top1_mirror": ("mirror %", ".2f"), "top1_shift": ("shift %", ".2f"),
+    "loss": ("loss", ".4f"), "time_to_accuracy_s": ("target s", ".1f"), "steps": ("steps", "d"),
+    "step_s": ("s/step", ".3f"), "images_per_s": ("img/s", ".0f"), "data_wait_pct": ("wait %", ".1f"),
+    "sent_MB": ("MB/step", ".2f"), "link_MB": ("link MB", ".2f"),
+}  # fmt: skip
+"""Heading and format of the numbers of a row."""
 
-    Columns that are empty for all runs are left out. Names are folded if the terminal is too narrow.
 
-    - top-1 %: validation accuracy.
-    - mirror %: accuracy by the mean logits of each image and its mirror image.
-    - shift %: accuracy by the mean logits of shifted images, too.
+def report_rows(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
+    """Return one row per run: its name, status and directory, and these numbers, of which unknown ones are None.
+
+    - top1, top1_mirror, top1_shift: validation accuracy in percent; by the mean logits of each image and its mirror
+      image; by those of shifted images, too.
     - loss: of the last log interval.
-    - target s: seconds to the target.
+    - time_to_accuracy_s: seconds to the target.
     - steps: steps done.
-    - s/step: median seconds per step, without the first ``SETTLING_STEPS`` steps.
-    - img/s: images per second over the whole training.
-    - wait %: share of training spent waiting for data, if it is too large.
-    - MB/step, link MB: MB that a rank sends per step, counted by the program and by the kernel; means without the first
+    - step_s: median seconds per step, without the first ``SETTLING_STEPS`` steps.
+    - images_per_s: over the whole training.
+    - data_wait_pct: percent of training spent waiting for data, if it is too much.
+    - sent_MB, link_MB: MB that a rank sends per step, counted by the program and by the kernel; means without the first
       ``SETTLING_STEPS`` steps.
     """
-    rows = [_numbers(run) for run in runs]
-    filled = [heading for heading in rows[0] if any(row[heading] != NOTHING for row in rows)] if rows else []
-    named = zip(distinct_names(runs), runs, rows, strict=True)
+    named = zip(distinct_names(runs), runs, strict=True)
+    return [{"run": name, "status": run.status, "folder": str(run.folder), **_numbers(run)} for name, run in named]
+
+
+def report_table(runs: Sequence[PastRun]) -> Table:
+    """Return a table of ``report_rows``.
+
+    Columns that are empty for all runs are left out. Names are folded if the terminal is too narrow.
+    """
+    rows = report_rows(runs)
+    filled = {key: shown for key, shown in _COLUMNS.items() if any(row[key] is not None for row in rows)}
     return compact_table(
         ("run", "status"),
-        filled,
-        ((name, run.status, *(row[heading] for heading in filled)) for name, run, row in named),
+        [heading for heading, _ in filled.values()],
+        ((row["run"], row["status"], *(number(row[key], form) for key, (_, form) in filled.items())) for row in rows),
     )
 
 
-def _numbers(run: PastRun) -> dict[str, str]:
-    """Return a row by heading; for a run that has not ended, or lost rank 0, use its events."""
+def _numbers(run: PastRun) -> dict[str, float | None]:
+    """Return the numbers of a row; for a run that has not ended, or lost rank 0, from its events."""
     outcome = run.outcome if run.outcome is not None and run.outcome.steps else None
     sent_MB = run.by_step("sync", "sent_MB", SETTLING_STEPS) or run.by_step("sync", "sent_MB")
     link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
     return {
-        "top-1 %": number(outcome.top1 if outcome else run.last("top1", "eval"), ".2f"),
-        "mirror %": number(outcome.top1_mirror if outcome else run.last("top1_mirror", "eval"), ".2f"),
-        "shift %": number(outcome.top1_shift if outcome else run.last("top1_shift", "eval"), ".2f"),
-        "loss": number(run.last("loss", "train"), ".4f"),
-        "target s": number(outcome.time_to_accuracy_s if outcome else None, ".1f"),
-        "steps": number(outcome.steps if outcome else run.last("step"), "d"),
-        "s/step": number(run.step_s, ".3f"),
-        "img/s": number(outcome.images_per_s if outcome else None, ".0f"),
-        "wait %": number(outcome.data_wait_pct if outcome and outcome.is_starved else None, ".1f"),
-        "MB/step": number(fmean(sent_MB) if sent_MB else None, ".2f"),
-        "link MB": number(fmean(link_MB) if link_MB else None, ".2f"),
+        "top1": outcome.top1 if outcome else run.last("top1", "eval"),
+        "top1_mirror": outcome.top1_mirror if outcome else run.last("top1_mirror", "eval"),
+        "top1_shift": outcome.top1_shift if outcome else run.last("top1_shift", "eval"),
+        "loss": run.last("loss", "train"),
+        "time_to_accuracy_s": outcome.time_to_accuracy_s if outcome else None,
+        "steps": outcome.steps if outcome else run.last("step"),
+        "step_s": run.step_s,
+        "images_per_s": outcome.images_per_s if outcome else None,
+        "data_wait_pct": outcome.data_wait_pct if outcome and outcome.is_starved else None,
+        "sent_MB": fmean(sent_MB) if sent_MB else None,
+        "link_MB": fmean(link_MB) if link_MB else None,
     }

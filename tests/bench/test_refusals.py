@@ -59,7 +59,7 @@ pipeline --schedules gpipe,zbv -> --schedules: schedule zbv is not one of gpipe,
 pipeline --schedules 1f1b --micro-batches 2 -> 1f1b has a micro-batch for each of 4 stages at least
 pipeline --device cuda --stages 19 -> GPUs for 19 stages
 pipeline --device tpu -> neither cpu nor cuda
-pipeline --image-size 32 --micro-batches 2,32 -> a single value of each channel
+pipeline --image-size 32 --micro-batches 2,32 -> see one value a channel
 pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet comes in 8 pieces, too few for 9 stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 stages

@@ -17,7 +17,15 @@ import tomli_w
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe.load import (
+    engine_names,
+    find_recipe,
+    load_recipe,
+    parse_engines,
+    parse_recipe,
+    recipe_names,
+    to_toml,
+)
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import AllReduceSync, AutoSync, DdpSync, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.recipe.validation import lint
@@ -64,8 +72,10 @@ sync.kind=hybrid; clip_norm=1.0 -> sync.kind 'hybrid' updates a layer before the
 sync.kind=auto; compile=true -> sync.kind 'auto' with sync.defer waits for single layers
 sync.kind=lazy; sync.wire=int8; clip_norm=1.0 ->
     sync.kind 'lazy' in sync.wire 'int8' adds up gradients over steps, so it cannot clip
-sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 -> it cannot drop one that overflows
-sync.kind=sparse; clip_norm=1.0 -> it cannot clip the norm of one (clip_norm 1.0)
+sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 ->
+    overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take sync.wire 'bf16'
+sync.kind=sparse; clip_norm=1.0 ->
+    it cannot clip the norm of one (clip_norm 1.0); set clip_norm to 0, or take another engine
 sync.kind=sparse; precision.kind=fp16 -> it cannot drop one that overflows
 sync.kind=auto; sync.defer=false; sync.inexact=true; clip_norm=1.0 ->
     sync.kind 'auto' with sync.inexact adds up gradients over steps, so it cannot clip
@@ -77,6 +87,7 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=lars -> optim.kind '
 sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=true ->
     optim.nesterov true is another; turn it off
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
+sync.kind=hybrid; sync.polizy=by-size -> unknown key sync.polizy; did you mean sync.policy?
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.tensor=0 -> parallel.tensor is 0: input should be greater than 0
 parallel.pipeline=0 -> parallel.pipeline is 0: input should be greater than 0
@@ -105,7 +116,7 @@ parallel.pipeline=2; parallel.schedule=gpipe; compile=true -> parallel.pipeline 
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=ddp ->
     parallel.tensor 2 averages some parameters over other ranks than others, and sync.kind 'ddp' has one
 parallel.pipeline=2; parallel.schedule=gpipe; sync.kind=ddp ->
-    parallel.pipeline 2 averages some parameters over other ranks
+    sync.kind 'ddp' has one group of ranks for all; take another engine, such as sync.kind 'lazy', or set parallel
 parallel.micro_batches=4 -> parallel: micro_batches 4 are those of a pipeline, and pipeline is 1
 parallel.schedule=gpipe -> parallel: schedule 'gpipe' is that of a pipeline, and pipeline is 1
 parallel.pipeline=4; parallel.micro_batches=3 ->
@@ -181,6 +192,18 @@ def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the
     assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
     assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
     assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
+
+
+def test_an_engine_that_does_not_send_the_recipes_codes_sends_bf16_and_says_so(tmp_path: Path):
+    path = tmp_path / "coded.toml"
+    path.write_text(tomli_w.dumps(tables(sync={"kind": "lazy", "wire": "int8"})))
+    told: list[str] = []
+    sent = {kind: load_recipe(path, kind, tell=told.append).sync.wire for kind in engine_names()}
+    assert {kind for kind, wire in sent.items() if wire == "bf16"} == {"sparse", "powersgd", "ddp"}
+    assert set(sent.values()) == {"int8", "bf16"}
+    assert told[-1] == "--sync ddp does not send in int8, which sync.wire is; it sends in bf16"
+    assert len(told) == 3
+    assert 'sync.wire is "int8"' in refusal_of(load_recipe, path, overrides=["sync.kind=ddp"])
 
 
 def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
