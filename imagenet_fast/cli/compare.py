@@ -170,10 +170,11 @@ def timeline(
     step of median length is taken. Trace files come from `train --trace` and
     `bench sync --trace DIR`.
     """
-    from imagenet_fast.bench.timeline import draw_timelines, read_timeline, timeline_rows, timeline_table
+    from imagenet_fast.bench.rows import show as show_rows
+    from imagenet_fast.bench.timeline import draw_timelines, read_timeline
 
     steps = [read_timeline(trace) for trace in traces]
-    show(timeline_table(steps), timeline_rows(steps), json_file)
+    show_rows(steps, json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")
