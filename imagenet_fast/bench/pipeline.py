@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from imagenet_fast.bench.forks import report_progress
 from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
-from imagenet_fast.distributed.forks import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import linear_partition, segments_of

@@ -8,7 +8,16 @@ from typing import Annotated
 
 import typer
 
-from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption, run_directory
+from imagenet_fast.cli.options import (
+    NO_KEYS,
+    DataOption,
+    EngineKeysArgument,
+    NprocOption,
+    PngOption,
+    RecipeOption,
+    SetOption,
+    run_directory,
+)
 from imagenet_fast.errors import UserError, listed
 
 # Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
@@ -40,18 +49,9 @@ def compare(
         str | None, typer.Option(metavar="1,2", help="Seeds to compare, one run each. Default: the recipe's seed.")
     ] = None,
     data: DataOption = None,
-    overrides: Annotated[
-        list[str],
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="As in train. ENGINE.KEY=VALUE changes a key of that engine only."
-        ),
-    ] = [],  # noqa: B006
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc", "--hosts", min=1, help="Number of ranks, all on this node. Default: one per GPU, or 2 on CPUs."
-        ),
-    ] = None,
+    keys: EngineKeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
+    nproc: NprocOption = None,
     rate: Annotated[
         str | None,
         typer.Option(
@@ -98,7 +98,7 @@ def compare(
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
     engines = listed("--sync", usual if sync is None else sync, str)
-    runs = contestants(recipe, ranks, engines, seeded, overrides, layouts)
+    runs = contestants(recipe, ranks, engines, seeded, [*overrides, *keys], layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
     failed = [run for run in ended if run.failed]

@@ -7,10 +7,11 @@ from typing import Annotated, cast, get_args
 
 import typer
 
+from imagenet_fast.cli.app import App
 from imagenet_fast.cli.options import in_a_directory
 from imagenet_fast.errors import UserError
 
-data_app = typer.Typer(help="Get data sets, prepare and check them.", no_args_is_help=True)
+data_app = App(help="Get data sets, prepare and check them.", no_args_is_help=True)
 
 
 def _shard_bytes(text: str) -> int:

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from imagenet_fast import __version__
+from imagenet_fast.cli.app import App
 from imagenet_fast.cli.bench import bench_app
 from imagenet_fast.cli.compare import compare, report, timeline
 from imagenet_fast.cli.data import data_app
@@ -35,12 +36,12 @@ from imagenet_fast.cli.plan import plan
 from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-recipes_app = typer.Typer(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
+recipes_app = App(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")

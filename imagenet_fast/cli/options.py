@@ -126,16 +126,44 @@ OnBadImageOption = Annotated[
         "another, and an evaluation counts it as wrong.",
     ),
 ]
-SetOption = Annotated[
+
+
+def _key_values(words: list[str]) -> list[str]:
+    """Return the words that no option takes; raise UserError for one without ``=``."""
+    for word in words:
+        if "=" not in word:
+            raise UserError(
+                f"{word} is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is named by --recipe "
+                f"{word}"
+            )
+    return words
+
+
+NO_KEYS: list[str] = []
+"""Default of keys to change: none."""
+KeysArgument = Annotated[
     list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optim.lr=0.5. Can be repeated."
+    typer.Argument(
+        metavar="KEY=VALUE",
+        callback=_key_values,
+        help="Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent.",
+    ),
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="The same, one key at a time. Can be repeated.")
+]
+EngineKeysArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY=VALUE",
+        callback=_key_values,
+        help="As in train. ENGINE.KEY=VALUE changes a key of that engine only.",
     ),
 ]
 
 
 def written_out(shorthands: dict[str, object]) -> list[str]:
-    """Return recipe keys given as options of their own in the form of --set: KEY=VALUE.
+    """Return recipe keys given as options of their own in the form KEY=VALUE.
 
     None means that the option was not given; it is left out.
     """

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from imagenet_fast.cli.options import (
+    NO_KEYS,
     WEIGHTS,
     DataOption,
     ElasticNodesOption,
     EndpointOption,
     JoinTimeoutOption,
+    KeysArgument,
     NodesOption,
     NprocOption,
     OnBadImageOption,
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 def train(
     recipe: OptionalRecipeOption = None,
     data: DataOption = None,
-    overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     sync: SyncOption = None,
     nproc: NprocOption = None,
     nodes: ElasticNodesOption = None,
@@ -110,7 +113,7 @@ def train(
     from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
-    overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
+    overrides = [*overrides, *keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
     name, written, begun = recipe_of(run or Path(), recipe, overrides, sync)
@@ -150,7 +153,8 @@ def evaluate(
     weights: WeightsOption,
     data: DataOption = None,
     recipe: WeightsRecipeOption = None,
-    overrides: SetOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     on_bad_image: OnBadImageOption = None,
     nproc: NprocOption = None,
     nodes: NodesOption = None,
@@ -171,7 +175,7 @@ def evaluate(
     from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
-    overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
+    overrides = [*overrides, *keys, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
     srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()

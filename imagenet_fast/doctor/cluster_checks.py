@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import gather_rows
-from imagenet_fast.doctor.report import CheckResult, by_host, check
+from imagenet_fast.doctor import host_checks, loader_check
+from imagenet_fast.doctor.report import CheckResult, by_host, check, write_results
+from imagenet_fast.recipe.job import DoctorJob
 
 _SHORT, _LONG, _LONG_ON_GPUS = 2**13, 2**25, 2**27  # bytes; a fast network needs long messages to be full
 _REPEATS, _ROUNDS = 20, 5
 _DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
 
 
-def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:
-    """Return what local rank 0 of every node found, and the results between ranks. Every rank must call it.
+def examine_all(job: DoctorJob, world: DistContext, folder: Path) -> None:
+    """Check every node and what is between them; rank 0 writes the results to ``folder``. Every rank must call it."""
+    own = []
+    here.enter("data")
+    if world.is_local_main:  # when all have come: to look through the data of a slow server may take long
+        own = host_checks.examine(job.data, job.out, world.local_size, job.timeout)
+        own += loader_check.try_loaders(job.data, world.local_size)
+    found = gather_results(own, world, socket.gethostname())
+    if world.is_main:
+        write_results(found, folder)
 
-    Args:
-        own: The results of this node; used on local rank 0 only.
-        world: The ranks.
-        host: The host name of this node.
-    """
+
+def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:
+    """Return what local rank 0 of every node (``own``, on its ``host``) found, and the results between ranks."""
     told: list[tuple[str, list[CheckResult]] | None] = [None] * world.size
     dist.all_gather_object(told, (host, own) if world.is_local_main else None)
     found: dict[str, list[CheckResult]] = {}
@@ -42,7 +53,7 @@ def _network(world: DistContext) -> Iterator[CheckResult]:
     size = _LONG_ON_GPUS if world.device.type == "cuda" else _LONG
     seconds = _seconds(_SHORT, _REPEATS, world), _seconds(size, 1, world)
     dist.barrier()
-    told = gather_rows([*seconds, time.time()], world)
+    told = gather_rows([*seconds, time.time()])
     latency_s, long_s, latest = told.amax(0).tolist()
     rate = 8 * 2 * (world.size - 1) / world.size * size / long_s
     measured = f"{rate / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"

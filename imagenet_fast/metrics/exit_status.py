@@ -7,12 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from imagenet_fast.atomic_io import check_place
-from imagenet_fast.distributed.board import call_within
 from imagenet_fast.distributed.ranks import RankInfo
-from imagenet_fast.distributed.watchdog import leave_failure, reported_failure, watch_board
+from imagenet_fast.distributed.watchdog import first_reason
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
@@ -21,8 +18,6 @@ OPENED, TOLD = "opened", "told"
 
 ``OPENED``: rank 0 has started to write the run directory. ``TOLD``: rank 0 has printed how the run ended.
 """
-
-_TELLING_S = 2.0  # limit for the report to a store that may be gone
 
 
 class Ending:
@@ -75,13 +70,10 @@ class Ending:
 
         Report it to the other ranks, which may not have received the signal.
         """
-        reported = reported_failure() if dist.is_initialized() else ""
-        if reported and not reported.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
-            self.fail(reported)
-            return
         self._stop(why)
-        if dist.is_initialized():
-            call_within(_TELLING_S, lambda: _tell(self.outcome.message))
+        first = first_reason(self.outcome.message)
+        if not first.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
+            self.fail(first)
 
     def late(self) -> int:
         """Write the outcome when the time after a signal is up; return the exit code.
@@ -132,8 +124,3 @@ class Ending:
             f"{STOPPED_WORDS} in step {self.outcome.steps + 1}, and not saved {why or 'since it came again'}; "
             f"{self._job.resuming} {then}"
         )
-
-
-def _tell(message: str) -> None:
-    with suppress(dist.DistError):
-        leave_failure(watch_board(), message)

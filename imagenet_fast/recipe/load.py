@@ -56,7 +56,7 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
     Args:
         path: The TOML file.
         sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept.
-        overrides: ``KEY=VALUE`` pairs, applied after ``sync``.
+        overrides: ``KEY=VALUE`` pairs, applied after ``sync``; the value ``none`` is that of an absent key.
 
     Raises:
         UserError: The file cannot be read, or a value is wrong. The message names the first wrong key and a fix.
@@ -138,21 +138,21 @@ def _override(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *folders, leaf = key.strip().split(".")
     if not equals or not leaf or "" in folders:
-        raise UserError(f"--set {override} is not KEY=VALUE; write for example --set optim.lr=0.5")
+        raise UserError(f"{override} is not KEY=VALUE; write for example optim.lr=0.5")
     try:
-        found = tomllib.loads(f"value = {text}")
+        found = {"value": None} if text.strip() == "none" else tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         found = {"value": text}
     except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
-        raise UserError(f"--set {_shortened(override)} cannot be read ({error}); correct it") from None
+        raise UserError(f"{_shortened(override)} cannot be read ({error}); correct it") from None
     if found.keys() != {"value"}:
-        raise UserError(f"--set {_shortened(override)} sets several keys; give each a --set of its own")
+        raise UserError(f"{_shortened(override)} sets several keys; write one KEY=VALUE for each")
     value = found["value"]
     table = tables
     for folder in folders:
         table = table.setdefault(folder, {})
         if not isinstance(table, dict):
-            raise UserError(f"--set {override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
+            raise UserError(f"{override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
     table[leaf] = value
 
 
@@ -200,6 +200,8 @@ def _explain(error: ErrorDetails) -> str:
             prefix, otherwise = key.removesuffix(path[-1]), f"the keys here are {_keys(table)}"
             near = did_you_mean(path[-1], table.model_fields, otherwise, 1, 0.4, prefix)
             return f"unknown key {key}; {near}"
+        case _ if error["input"] is None:  # KEY=none
+            return f"{key} cannot be none, which is for keys that may be absent; give it a value, or leave it out"
         case "union_tag_invalid":
             return f"{tag} is {_shortened(repr(context['tag']))}; it must be one of {context['expected_tags']}"
         case "union_tag_not_found":

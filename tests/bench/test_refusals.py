@@ -67,6 +67,7 @@ pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 st
 data --loaders dali,disk -> --loaders dali,disk: a loader is one of synthetic, folder, pixels, dali
 step --checkpoint-every 2 --steps 3 -> --steps has no effect beside --checkpoint-every
 profile here.txt -> here.txt does not end in .json
+kernels --model resnet50 -> bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels`
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,lazy:bf16 -> names lazy:bf16 twice (lazy and lazy:bf16 are the same); leave one out

@@ -73,5 +73,5 @@ def test_an_export_without_the_trained_blur_warns(tmp_path: Path, capsys: pytest
     trained = ResNet(kind="resnet18", blurpool="conv")
     given, out = tmp_path / "trained.safetensors", tmp_path / "exported.safetensors"
     write_weights(build_model(trained, 10).state_dict(), given, {"model": trained.model_dump()})
-    write_weights_for_others(given, "cifar10-resnet18", "safetensors", out)
+    write_weights_for_others(given, "cifar10-resnet18", [], "safetensors", out)
     assert "was trained with model.blurpool 'conv', and this network has 'off'" in capsys.readouterr().err

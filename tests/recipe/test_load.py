@@ -168,6 +168,14 @@ def test_set_overrides_any_key_in_tomls_own_notation():
     assert recipe.sync == AllReduceSync(wire="fp16")
 
 
+def test_none_is_the_value_of_a_key_that_is_absent():
+    for name, key, value in (("demo", "target_top1", None), ("resnet50-8gpu", "first_eval", None)):
+        recipe = load_recipe(find_recipe(name), overrides=[f"{key}= none"])
+        assert getattr(recipe, key) == value
+        assert key not in to_toml(recipe)
+        assert getattr(load_recipe(find_recipe(name)), key) is not None
+
+
 def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the_warmup():
     demo = find_recipe("demo")
     assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
@@ -258,12 +266,16 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         ("sync.collective=foo", "sync.collective is \"foo\": input should be 'native', "),
         ("data.sizes=x", 'data.sizes is "x": input should be a valid '),
         ("timeout.step_s=1e15", "step_s is 1000000000000000.0: input should be less than or equal to 100000000"),
-        ("epochs", "--set epochs is not KEY=VALUE; write for example --set optim.lr=0.5"),
-        ("=3", "--set =3 is not KEY=VALUE"),
-        (".optim.lr=1", "--set .optim.lr=1 is not KEY=VALUE"),
-        ("optim..lr=1", "--set optim..lr=1 is not KEY=VALUE"),
-        ("epochs.more=3", "--set epochs.more=3: epochs is a value, not a table; the keys are"),
-        ("seed=1\nepochs=2", "sets several keys; give each a --set of its own"),
+        ("epochs", "epochs is not KEY=VALUE; write for example optim.lr=0.5"),
+        ("=3", "=3 is not KEY=VALUE"),
+        (".optim.lr=1", ".optim.lr=1 is not KEY=VALUE"),
+        ("optim..lr=1", "optim..lr=1 is not KEY=VALUE"),
+        ("epochs=none", "epochs cannot be none, which is for keys that may be absent; give it a value, or"),
+        ("sync.collective=none", "sync.collective cannot be none, which"),
+        ("optim=none", "optim cannot be none, which"),
+        ("optim.lrr=none", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("epochs.more=3", "epochs.more=3: epochs is a value, not a table; the keys are"),
+        ("seed=1\nepochs=2", "sets several keys; write one KEY=VALUE for each"),
         (f"seed={'9' * 5000}", "cannot be read (Exceeds the limit"),
         (f"data.sizes={'[' * 3000}", "cannot be read ("),
         (os.fsdecode(b"data.cache=/tmp/\xff"), "a path or name in it is not UTF-8; choose another"),
