@@ -164,7 +164,7 @@ def doctor(
     from imagenet_fast.doctor.report import findings_table, read_results, refused
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout
 

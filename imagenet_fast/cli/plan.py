@@ -111,7 +111,7 @@ def plan(
         ) from None
     _print_plan(situation, engines, predicted, points is None)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import write_json
+        from imagenet_fast.metrics.tables import write_json
 
         write_json([asdict(row) for row in predicted], json_file)
     if figure is not None:
@@ -178,7 +178,7 @@ def _print_plan(situation: Situation, engines: Any, predicted: list[Planned], al
 def _show_rows(json_file: Path | None) -> None:
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.rows import all_rows, summary
     from imagenet_fast.plan.tables import rows_table
 
@@ -200,8 +200,7 @@ def _validate(model: str, engines: Any, json_file: Path | None) -> None:
 
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.json_io import write_json
-    from imagenet_fast.metrics.tables import compact_table
+    from imagenet_fast.metrics.tables import compact_table, write_json
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.published import Shaped
     from imagenet_fast.plan.rows import shaped_step_s

@@ -153,13 +153,6 @@ def failure_on(board: Board, deadline: float = 0.0) -> str:
     return board.read("failure", deadline) or ""
 
 
-def reported_failure() -> str:
-    """Return the reason that ``report_failure`` left in the default store, or an empty string."""
-    with suppress(dist.DistError):
-        return failure_on(watch_board())
-    return ""
-
-
 def is_broken_connection(error: Exception) -> bool:
     """Return whether ``error`` means that a backend, or a collective of ours, could not reach another rank."""
     error = _first_cause(error)

@@ -16,7 +16,7 @@ from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import all_reduce_sum, first_of_node
-from imagenet_fast.metrics.accuracy import Accuracy
+from imagenet_fast.metrics.run_result import Accuracy
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights

@@ -52,7 +52,7 @@ schedule = {{ kind = "cosine" }}
 sync = {{ kind = "lazy" }}
 """
 FILES = (
-    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "events.out*",
+    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "events.out*",
     "checkpoints", "checkpoints/final.safetensors", "checkpoints/step-* newest", "checkpoints/step-* newest/*.json",
     "checkpoints/step-* newest/shared*", "checkpoints/step-* newest/rank*", "checkpoints/step-* oldest",
     "checkpoints/step-* oldest/*.json", "checkpoints/step-* oldest/shared*",
