@@ -155,7 +155,7 @@ def compare(
         seed = [f"seed={run.seed}"] if run.seed is not None else []
         recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
-        RunDir(folder / run.label).check_writable(otherwise="")
+        RunDir(folder / run.label).check_writable()
         doubtful |= dict.fromkeys(lint(recipe))
     for doubt in doubtful:
         warn(doubt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import torch
 
@@ -67,7 +67,7 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
         "imagenet_fast": __version__,
         "command": job.command,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {name: found.version for name in packages for found in distributions(name=name)},
         "host": platform.node(),
         "system": platform.platform(),
         "cores": usable_cores(),
@@ -77,10 +77,3 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

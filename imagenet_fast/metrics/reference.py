@@ -15,7 +15,7 @@ import numpy as np
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.recipe.job import Job, recipe_tables
+from imagenet_fast.recipe.job import Job
 
 _TABLE = json.loads(Path(__file__).with_name("reference_points.json").read_text(encoding="utf-8"))
 _TARGET: float = _TABLE["target_top1"]
@@ -51,9 +51,7 @@ def judge_by_reference(run: PastRun) -> str:
         for e in run.events
         if e["event"] == "eval" and isinstance(e.get("epoch"), int) and isinstance(e.get("top1"), int | float)
     ]
-    means = _other_means(job)
-    others = f"; the reference has other means than {', '.join(means)}" if means else ""
-    return _verdict(batch, evaluations, images // batch * batch / images, run.status) + others
+    return _verdict(batch, evaluations, images // batch * batch / images, run.status)
 
 
 def _misfit(job: Job, images: int, batch: int) -> str | None:
@@ -91,17 +89,3 @@ def _verdict(batch: int, evaluations: list[tuple[int, float]], passes: float, st
     else:
         verdict = "better than the field" if round(reached * passes) < fewest else "normal"
     return f"{verdict}: {said}, and {field}"
-
-
-def _other_means(job: Job) -> list[str]:
-    """Return the keys of the recipe by which the run is trained otherwise than the reference."""
-    tables = recipe_tables(job.recipe)
-    others = []
-    for key, known in _TABLE["means"].items():
-        table, _, name = key.rpartition(".")
-        own = (tables[table] if table else tables).get(name, known)
-        if own != known:
-            others.append(f"{key} '{own}'" if isinstance(own, str) else key)
-    if (engine := job.recipe.sync.kind) in ("sparse", "powersgd"):
-        others.append(f"sync.kind '{engine}'")
-    return others

@@ -67,13 +67,8 @@ class RunDir:
         results = (self.events, self.outcome, self.final_weights, *self.checkpoints.glob(f"{_CHECKPOINT}*"))
         return any(path.exists() for path in results)
 
-    def check_writable(self, resume: bool = False, otherwise: str = "go on with it by --resume auto, ") -> None:
-        """Raise UserError if the directory cannot be written, or holds a run and ``resume`` is False.
-
-        Args:
-            resume: Whether the run in it is to go on.
-            otherwise: Begins what the message says to do about a run that is there.
-        """
+    def check_writable(self, resume: bool = False) -> None:
+        """Raise UserError if the directory cannot be written, or holds a run that is not to ``resume``."""
         folder = nearest = self.folder
         whole = str(folder.absolute())
         try:
@@ -84,7 +79,7 @@ class RunDir:
             ) from None
         try:
             if not resume and self.holds_run():
-                raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
+                raise UserError(f"{folder} already holds a run; give another --out, remove it, or resume it by `train`")
             places = (self.checkpoints, folder, *folder.absolute().parents)
             nearest = next(place for place in places if os.path.lexists(place))
             if not nearest.is_dir():
