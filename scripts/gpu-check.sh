@@ -150,7 +150,6 @@ step alexnet 512 21
 step alexnet 512 54 --compile
 step resnet50 128 77 --compile # as it is, it is among the engines
 gpu_only section "a step as one CUDA graph" 35 "$python" scripts/graphed_step.py --steps 10
-bench "kernels of an optimizer's step" 18 kernels --model resnet50
 bench "loaders" 30 data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
 for workers in ${long:+1 2 4 8 16}; do
     bench "DALI by $workers threads" 0 data --rounds 1 --loaders dali --batch 256 --seconds 10 --workers "$workers"

@@ -23,7 +23,6 @@ from imagenet_fast.bench.collectives import AllReduceTime
 from imagenet_fast.bench.comm_volume import Count
 from imagenet_fast.bench.dataloaders import LoadingRate
 from imagenet_fast.bench.engines import EngineTime
-from imagenet_fast.bench.optimizer_kernels import StepKernels
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
@@ -54,7 +53,6 @@ ROWS: dict[str, type] = {
     "collectives": AllReduceTime,
     "pipeline": PipelineTime,
     "data": LoadingRate,
-    "kernels": StepKernels,
 }
 """The rows that each benchmark writes."""
 PLAN_ROWS: dict[str, type] = {"plan": Planned, "plan --rows": Row}
@@ -143,7 +141,7 @@ def _flag_row(param: Any) -> str:
     if param.opts[0].startswith("-"):
         names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
     else:
-        names = f"`{param.metavar or param.name.upper()}`"
+        names = f"`{param.metavar or _type(param)}`"
     value = "" if getattr(param, "is_flag", True) else f"`{param.metavar or _type(param)}`"
     default = param.default
     empty = default in (None, (), [], False, "") or callable(default)

@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals, signals_held
+from imagenet_fast.launch.signals import ENDS, GRACE_S, interrupt_on_signals
 from imagenet_fast.metrics.report import PastRun, read_run
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
@@ -153,10 +153,11 @@ def compare(
     doubtful: dict[str, None] = {}  # an ordered set
     for run in runs:
         seed = [f"seed={run.seed}"] if run.seed is not None else []
-        recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
+        doubts: list[str] = []
+        recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed], doubts.append)
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
         RunDir(folder / run.label).check_writable()
-        doubtful |= dict.fromkeys(lint(recipe))
+        doubtful |= dict.fromkeys([*doubts, *lint(recipe)])
     for doubt in doubtful:
         warn(doubt)
     codes: dict[Contestant, int] = {}
@@ -226,6 +227,25 @@ def _start(
     A terminal's Ctrl-C does not reach that group, so the process receives only the signal that this process sends.
     """
     return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Answer signals only after the block, in which a process is started.
+
+    Python drops what a handler raises while it forks, and the signal would be lost.
+    """
+    held: list[int] = []
+    before = {number: answer for number in ENDS if callable(answer := signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, lambda came, frame: held.append(came))
+    try:
+        yield
+    finally:
+        for number, answer in before.items():
+            signal.signal(number, answer)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: float) -> int:

@@ -21,6 +21,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
+from imagenet_fast.bench.forks import end_with_starter, start_fork_server
 from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.data import dali
 from imagenet_fast.data.build import open_loader
@@ -32,7 +33,6 @@ from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
-from imagenet_fast.distributed.forks import end_with_starter, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, listed
 from imagenet_fast.recipe.batching import Batching

@@ -22,17 +22,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from imagenet_fast.bench.forks import report_progress
 from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.layer_profiler import record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
-from imagenet_fast.distributed.forks import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import linear_partition, segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
+from imagenet_fast.recipe.batching import Batching, check_norms
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
@@ -136,6 +137,7 @@ def bench_pipeline(
         if schedule not in (chosen for chosen, _ in runs):
             raise UserError(f"--schedules: {refused[schedule, micro_batches[0]]}")
     size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
+    check_norms(recipe, Batching(stages, smallest, 1))
     with torch.device("meta"):  # refuse an impossible split here, not on a rank
         split_model(
             build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,

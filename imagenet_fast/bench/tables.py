@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime
-    from imagenet_fast.bench.comm_volume import Count
     from imagenet_fast.bench.dataloaders import LoadingRate
     from imagenet_fast.bench.engines import EngineTime
-    from imagenet_fast.bench.optimizer_kernels import StepKernels
     from imagenet_fast.bench.pipeline import PipelineTime
     from imagenet_fast.bench.presets import BatchRow, Rung
     from imagenet_fast.bench.train_step import StepTime
@@ -62,7 +60,7 @@ def setting(time: EngineTime) -> str:
     return f"{model}, {hosts}{ranks}, {'loopback' if time.rate is None else time.rate}"
 
 
-def common_wire(times: Sequence[EngineTime | Count]) -> str:
+def common_wire(times: Sequence[EngineTime]) -> str:
     """Return the most frequent wire dtype."""
     return mode(t.wire for t in times)
 
@@ -139,31 +137,6 @@ def batch_table(rows: Sequence[BatchRow]) -> Table:
             ("predicted", "hybrid.predicted_s", ".3f"),
         ],
         batch_title(rows),
-    )
-
-
-def count_table(counts: Sequence[Count]) -> Table:
-    """Build a table with one row per engine and number of ranks."""
-    main, each = common_wire(counts), counts[0].ranks_per_node
-    return rows_table(
-        counts,
-        [
-            ("engine", lambda c: c.engine if c.wire == main else f"{c.engine} {c.wire}"),
-            ("collective", "collective", ""),
-        ],
-        [
-            ("ranks", "ranks", "d"),
-            ("calls", "calls", "d"),
-            ("messages", "messages", "d"),
-            ("smallest B", "smallest_message", "d"),
-            ("kernels", "kernels", "d"),
-            ("host ms", "host_ms", ".2f"),
-            ("update ms", "update_ms", ".1f"),
-            ("NIC MB", "nic_bytes", ".1f", 1e-6),
-            ("vs least", lambda c: f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else NOTHING),
-        ],
-        f"{counts[0].model}, nodes of {each} rank{'s' if each > 1 else ''}, {main}: counted, without a network",
-        "A step of the busiest rank. NIC MB: sent by a node to others. vs least: NIC MB divided by the least possible.",
     )
 
 
@@ -273,20 +246,5 @@ def checkpoint_table(times: Sequence[StepTime]) -> Table:
             ("stall ms", "stood_s", ".1f", 1e3),
             ("copy ms", "copied_s", ".1f", 1e3),
             ("longest wait ms", "waited_s", ".1f", 1e3),
-        ],
-    )
-
-
-def kernel_table(rows: Sequence[StepKernels]) -> Table:
-    """Build a table with one row per optimizer."""
-    return rows_table(
-        rows,
-        [("optimizer", "optimizer", "")],
-        [
-            ("tensors", "tensors", "d"),
-            ("operators", "operators", "d"),
-            ("kernels", "kernels", "d"),
-            ("copies", "copies", "d"),
-            ("us on the GPU", "device_s", ".0f", 1e6),
         ],
     )

@@ -143,19 +143,25 @@ def covered_ms(stretches: Iterable[Stretch]) -> float:
     return total
 
 
+def timeline_rows(steps: Sequence[StepTimeline]) -> list[dict[str, Any]]:
+    """Return one row per step: milliseconds in all, computing, waiting, and with a busy wire."""
+    return [
+        {
+            "trace": step.label, "step_ms": step.step_ms, "compute_ms": covered_ms([*step.backward, *step.forward]),
+            "wait_ms": covered_ms(step.waits), "wire_ms": covered_ms(step.messages), "messages": len(step.messages),
+        }
+        for step in steps
+    ]  # fmt: skip
+
+
 def timeline_table(steps: Sequence[StepTimeline]) -> Table:
-    """Return a table with one row per step: milliseconds in all, computing, waiting, and with a busy wire."""
-    return compact_table(
-        ("trace",),
-        ("step ms", "compute", "wait", "wire busy", "messages"),
-        (
-            (
-                step.label, f"{step.step_ms:.0f}", f"{covered_ms([*step.backward, *step.forward]):.0f}",
-                f"{covered_ms(step.waits):.0f}", f"{covered_ms(step.messages):.0f}", str(len(step.messages)),
-            )
-            for step in steps
-        ),
-    )  # fmt: skip
+    """Return the table of ``timeline_rows``."""
+    headings = ("step ms", "compute", "wait", "wire busy", "messages")
+    lines = (
+        (row["trace"], *(f"{value:.0f}" for key, value in row.items() if key != "trace"))
+        for row in timeline_rows(steps)
+    )
+    return compact_table(("trace",), headings, lines)
 
 
 def draw_timelines(steps: Sequence[StepTimeline], png: Path, until_ms: float | None = None) -> None:

@@ -36,7 +36,9 @@ def run_directory(text: str) -> Path:
 
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Also write the rows to this file, as JSON."),
+    typer.Option(
+        "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
+    ),
 ]
 PngOption = Annotated[
     Path | None,
@@ -126,16 +128,55 @@ OnBadImageOption = Annotated[
         "another, and an evaluation counts it as wrong.",
     ),
 ]
-SetOption = Annotated[
+
+
+def _key_values(words: list[str]) -> list[str]:
+    """Return the words that no option takes; raise UserError for one without ``=``."""
+    for word in words:
+        if "=" not in word:
+            raise UserError(
+                f"{word} is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is named by --recipe "
+                f"{word}"
+            )
+    return words
+
+
+NO_KEYS: list[str] = []
+"""Default of keys to change: none."""
+KeysArgument = Annotated[
     list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optim.lr=0.5. Can be repeated."
+    typer.Argument(
+        metavar="KEY=VALUE",
+        callback=_key_values,
+        help="Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent.",
+    ),
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="The same, one key at a time. Can be repeated.")
+]
+EngineKeysArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY=VALUE",
+        callback=_key_values,
+        help="As in train. ENGINE.KEY=VALUE changes a key of that engine only.",
     ),
 ]
 
 
+def show(table: object, rows: object = None, json_file: Path | None = None) -> None:
+    """Print a table, and write its rows as JSON if a file is given."""
+    from rich.console import Console
+
+    from imagenet_fast.metrics.tables import write_json
+
+    Console().print(table)
+    if json_file is not None:
+        write_json(rows, json_file)
+
+
 def written_out(shorthands: dict[str, object]) -> list[str]:
-    """Return recipe keys given as options of their own in the form of --set: KEY=VALUE.
+    """Return recipe keys given as options of their own in the form KEY=VALUE.
 
     None means that the option was not given; it is left out.
     """

@@ -7,19 +7,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from imagenet_fast.atomic_io import check_place
-from imagenet_fast.distributed.board import call_within
 from imagenet_fast.distributed.ranks import RankInfo
-from imagenet_fast.distributed.watchdog import leave_failure, watch_board
+from imagenet_fast.distributed.watchdog import first_reason
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
 OPENED = "opened"
 """File in a launcher's directory: rank 0 has started to write the run directory."""
-
-_TELLING_S = 2.0  # limit for the report to a store that may be gone
 
 
 class Ending:
@@ -67,8 +62,9 @@ class Ending:
         Report it to the other ranks, which may not have received the signal.
         """
         self._stop(why)
-        if dist.is_initialized():
-            call_within(_TELLING_S, self._tell)
+        first = first_reason(self.outcome.message)
+        if not first.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
+            self.fail(first)
 
     def late(self) -> int:
         """Write the outcome when the time after a signal is up; return the exit code.
@@ -109,19 +105,7 @@ class Ending:
                 outcome.write(self._handover)
 
     def _stop(self, why: str) -> None:
-        saved = self.saved_step()
-        if self.outcome.steps <= saved:
-            self.outcome.status, self.outcome.message = "preempted", f"{NOTHING_LOST}; {self._job.resuming} goes on"
-            return
+        steps, saved, resuming = self.outcome.steps, self.saved_step(), self._job.resuming
         then = f"goes on from the checkpoint of step {saved}" if saved else "begins again, as no checkpoint was written"
-        self.outcome.status = "interrupted"
-        self.outcome.message = (
-            f"{STOPPED_WORDS} in step {self.outcome.steps + 1}, and not saved {why or 'since it came again'}; "
-            f"{self._job.resuming} {then}"
-        )
-
-    def _tell(self) -> None:
-        with suppress(dist.DistError):
-            first = leave_failure(watch_board(), self.outcome.message)
-            if not first.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
-                self.fail(first)
+        lost = f"{STOPPED_WORDS} in step {steps + 1}, and not saved {why or 'since it came again'}; {resuming} {then}"
+        self.fail(lost if steps > saved else f"{NOTHING_LOST}; {resuming} goes on")

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from importlib.metadata import distributions
 
 import torch
+import torch.distributed as dist
 
 from imagenet_fast import __version__
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.cores import usable_cores
-from imagenet_fast.distributed.groups import backend_name
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import MetricLogger, take_back
@@ -72,7 +72,8 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
         "system": platform.platform(),
         "cores": usable_cores(),
         "ranks": world.size,
-        "backend": backend_name(world.device),
+        # By its class: torch's name "nccl" denotes another one since 2.15.
+        "backend": type(dist.distributed_c10d._get_default_group()._get_backend(world.device)).__name__,
         "bf16": world.bf16,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},

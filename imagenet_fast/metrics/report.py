@@ -19,7 +19,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.events import Event, read_events
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, read_outcome
-from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+from imagenet_fast.metrics.tables import compact_table, number
 
 SETTLING_STEPS = 10
 """First steps of a run that are left out of step times and traffic.
@@ -109,38 +109,55 @@ def distinct_names(runs: Sequence[PastRun]) -> list[str]:
     return [f"{run.label} ({run.folder})" if labels[run.label] > 1 else run.label for run in runs]
 
 
-def report_table(runs: list[PastRun]) -> Table:
-    """Return a table with one row per run; columns that are empty for all runs are left out.
+_COLUMNS = {
+    "top1": ("top-1 %", ".2f"), "top1_mirror": ("mirror %", ".2f"), "top1_shift": ("shift %", ".2f"),
+    "loss": ("loss", ".4f"), "time_to_accuracy_s": ("target s", ".1f"), "steps": ("steps", "d"),
+    "step_s": ("s/step", ".3f"), "images_per_s": ("img/s", ".0f"), "data_wait_pct": ("wait %", ".1f"),
+    "sent_MB": ("MB/step", ".2f"), "link_MB": ("link MB", ".2f"),
+}  # fmt: skip
+"""Heading and format of the numbers of a row."""
 
-    ``loss`` is of the last log interval, ``s/step`` the median of the steps after the first ``SETTLING_STEPS``, and
-    ``img/s`` of the whole training. ``wait %`` is there if it is too large. ``MB/step`` and ``link MB`` are what a rank
-    sends per step, counted by the program and by the kernel: means of the steps that ``s/step`` is of.
+
+def report_rows(runs: Sequence[PastRun]) -> list[dict[str, Any]]:
+    """Return one row per run: its name, status and directory, and numbers, of which unknown ones are None.
+
+    ``loss`` is of the last log interval, ``step_s`` the median of the steps after the first ``SETTLING_STEPS``, and
+    ``images_per_s`` of the whole training. ``data_wait_pct`` is there if it is too much. ``sent_MB`` and ``link_MB``
+    are what a rank sends per step, counted by the program and by the kernel: means of the steps that ``step_s`` is of.
     """
-    rows = [_numbers(run) for run in runs]
-    filled = [heading for heading in rows[0] if any(row[heading] != NOTHING for row in rows)] if rows else []
-    named = zip(distinct_names(runs), runs, rows, strict=True)
+    named = zip(distinct_names(runs), runs, strict=True)
+    return [{"run": name, "status": run.status, "folder": str(run.folder), **_numbers(run)} for name, run in named]
+
+
+def report_table(runs: Sequence[PastRun]) -> Table:
+    """Return a table of ``report_rows``.
+
+    Columns that are empty for all runs are left out. Names are folded if the terminal is too narrow.
+    """
+    rows = report_rows(runs)
+    filled = {key: shown for key, shown in _COLUMNS.items() if any(row[key] is not None for row in rows)}
     return compact_table(
         ("run", "status"),
-        filled,
-        ((name, run.status, *(row[heading] for heading in filled)) for name, run, row in named),
+        [heading for heading, _ in filled.values()],
+        ((row["run"], row["status"], *(number(row[key], form) for key, (_, form) in filled.items())) for row in rows),
     )
 
 
-def _numbers(run: PastRun) -> dict[str, str]:
-    """Return a row by heading."""
+def _numbers(run: PastRun) -> dict[str, float | None]:
+    """Return the numbers of a row."""
     wait_pct = run.last("data_wait_pct", "end")
     sent_MB = run.by_step("sync", "sent_MB", SETTLING_STEPS) or run.by_step("sync", "sent_MB")
     link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
     return {
-        "top-1 %": number(run.last("top1", "eval"), ".2f"),
-        "mirror %": number(run.last("top1_mirror", "eval"), ".2f"),
-        "shift %": number(run.last("top1_shift", "eval"), ".2f"),
-        "loss": number(run.last("loss", "train"), ".4f"),
-        "target s": number(run.last("time_to_accuracy_s", "end"), ".1f"),
-        "steps": number(run.last("step"), "d"),
-        "s/step": number(run.step_s, ".3f"),
-        "img/s": number(run.last("images_per_s", "end") or None, ".0f"),
-        "wait %": number(wait_pct if wait_pct and wait_pct > BEARABLE_WAIT_PCT else None, ".1f"),
-        "MB/step": number(fmean(sent_MB) if sent_MB else None, ".2f"),
-        "link MB": number(fmean(link_MB) if link_MB else None, ".2f"),
+        "top1": run.last("top1", "eval"),
+        "top1_mirror": run.last("top1_mirror", "eval"),
+        "top1_shift": run.last("top1_shift", "eval"),
+        "loss": run.last("loss", "train"),
+        "time_to_accuracy_s": run.last("time_to_accuracy_s", "end"),
+        "steps": run.last("step"),
+        "step_s": run.step_s,
+        "images_per_s": run.last("images_per_s", "end") or None,
+        "data_wait_pct": wait_pct if wait_pct and wait_pct > BEARABLE_WAIT_PCT else None,
+        "sent_MB": fmean(sent_MB) if sent_MB else None,
+        "link_MB": fmean(link_MB) if link_MB else None,
     }

@@ -35,13 +35,20 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
     """
     match model:
         case TorchvisionModel():
-            network = _built(model, _torchvision(model.name), num_classes=classes)
+            build = _torchvision(model.name)
         case TimmModel():
-            network = _built(model, _timm(model.name), num_classes=classes)
+            build = _timm(model.name)
         case PythonModel():
-            network = _built(model, _function(model.name), classes)
+            build = _function(model.name)
         case _:
             assert_never(model)
+    try:
+        network = build(classes, **model.options)
+    except (Exception, SystemExit) as error:  # of code that is not ours
+        options = f" with {model.options}" if model.options else ""
+        raise UserError(
+            f"model.name '{model.name}' cannot be built{options}: {_where(error)}; correct it, or model.options"
+        ) from None
     if not isinstance(network, nn.Module):
         raise UserError(
             f"model.name '{model.name}' returned a {type(network).__name__}; let it return a torch.nn.Module"
@@ -156,21 +163,6 @@ def _unused(network: nn.Module, logits: Tensor) -> str:
     return ""
 
 
-def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **named_classes: int) -> Any:
-    """Call ``builder`` with the number of classes and the recipe's options."""
-    try:
-        return builder(*classes, **named_classes, **model.options)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # of code that is not ours
-        inside = isinstance(model, PythonModel) and error.__traceback__ is not None and error.__traceback__.tb_next
-        told = f"cannot be built: {_where(error)}"
-        if isinstance(error, TypeError) and not inside:
-            given = f"model.options {model.options}" if model.options else "the number of classes"
-            told = f"does not take {given} ({first_line(error)})"
-        raise UserError(f"model.name '{model.name}' {told}; correct it") from None
-
-
 def _untrainable(network: nn.Module) -> str:
     """Return the end of an error message if the parameters cannot be trained, else an empty string."""
     if isinstance(network, torch.jit.ScriptModule):
@@ -216,7 +208,8 @@ def _torchvision(name: str) -> Callable[..., Any]:
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"torchvision has no classifier '{name}'; {did_you_mean(name, known, _CORRECT)}")
-    return lambda **options: models.get_model(name, weights=None, **(_OPTIONS.get(name, {}) | options))
+    usual = _OPTIONS.get(name, {})
+    return lambda classes, **options: models.get_model(name, weights=None, num_classes=classes, **usual | options)
 
 
 def _timm(name: str) -> Callable[..., Any]:
@@ -228,7 +221,7 @@ def _timm(name: str) -> Callable[..., Any]:
         ) from None
     if not timm.is_model(name):
         raise UserError(f"timm has no model '{name}'; {did_you_mean(name, timm.list_models(), _CORRECT)}")
-    return lambda **options: timm.create_model(name, pretrained=False, **options)
+    return lambda classes, **options: timm.create_model(name, pretrained=False, num_classes=classes, **options)
 
 
 def _function(name: str) -> Callable[..., Any]:

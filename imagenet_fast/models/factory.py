@@ -9,7 +9,7 @@ from typing import assert_never
 
 from torch import nn
 
-from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.alexnet import CompilableSequential, alexnet, alexnet_bn
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
 from imagenet_fast.models.compiler import check_compiler
@@ -38,9 +38,9 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            network = AlexNet(classes, model.dropout)
+            network = alexnet(classes, model.dropout)
         case schema.AlexNetBN():
-            network = AlexNetBN(classes, model.dropout, model.pool5_norm)
+            network = alexnet_bn(classes, model.dropout, model.pool5_norm)
         case schema.ResNet():
             if model.kind == "resnet18":
                 network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)

@@ -77,8 +77,8 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
     if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
         return
     raise UserError(
-        f"micro_batch is 1, and of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value "
-        "a channel, which has no variance; --set micro_batch=2 with a global_batch of 2 or more a rank, or give "
+        f"of a micro-batch of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value a "
+        "channel, which has no variance; take larger micro-batches, with a global_batch of 2 or more a rank, or "
         f"images of more than {largest} pixels"
     )
 

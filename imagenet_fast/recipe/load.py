@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from imagenet_fast.errors import UserError, did_you_mean, listed
+from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
+from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync
 
@@ -50,13 +51,17 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"there is no recipe '{name}'; {near}")
 
 
-def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path, sync: str | None = None, overrides: Sequence[str] = (), tell: Callable[[str], object] = warn
+) -> Recipe:
     """Read and validate a recipe.
 
     Args:
         path: The TOML file.
-        sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept.
-        overrides: ``KEY=VALUE`` pairs, applied after ``sync``.
+        sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept, or bf16
+            taken instead of 8-bit codes if the engine does not send these.
+        overrides: ``KEY=VALUE`` pairs, applied after ``sync``; the value ``none`` is that of an absent key.
+        tell: Called with a warning if bf16 is taken.
 
     Raises:
         UserError: The file cannot be read, or a value is wrong. The message names the first wrong key and a fix.
@@ -70,6 +75,9 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
         tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if isinstance(old, dict) and "wire" in old else {})
     for override in overrides:
         _override(tables, override)
+    if sync is not None and (wire := _impossible_wire(tables["sync"])) is not None:
+        tell(f"--sync {sync} does not send in {wire}, which sync.wire is; it sends in bf16")
+        tables["sync"]["wire"] = "bf16"
     return parse_recipe(path.name, tables)
 
 
@@ -88,7 +96,16 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
 
 def engine_names() -> list[str]:
     """Return the values that ``sync.kind`` can have."""
-    return [get_args(member.model_fields["kind"].annotation)[0] for member in get_args(get_args(Sync)[0])]
+    return _tags_with("sync", "kind")
+
+
+def _impossible_wire(table: Any) -> str | None:
+    """Return the wire of a ``[sync]`` table if it is of 8-bit codes, and the table's engine does not send these."""
+    if not isinstance(table, dict) or table.get("wire") not in get_args(Codes):
+        return None
+    wire: str = table["wire"]
+    field = _member("sync", str(table.get("kind"))).model_fields.get("wire")
+    return None if field is None or wire in get_args(field.annotation) else wire
 
 
 class _OnlySync(Table):
@@ -138,21 +155,21 @@ def _override(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *folders, leaf = key.strip().split(".")
     if not equals or not leaf or "" in folders:
-        raise UserError(f"--set {override} is not KEY=VALUE; write for example --set optim.lr=0.5")
+        raise UserError(f"{override} is not KEY=VALUE; write for example optim.lr=0.5")
     try:
-        found = tomllib.loads(f"value = {text}")
+        found = {"value": None} if text.strip() == "none" else tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         found = {"value": text}
     except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
-        raise UserError(f"--set {_shortened(override)} cannot be read ({error}); correct it") from None
+        raise UserError(f"{_shortened(override)} cannot be read ({error}); correct it") from None
     if found.keys() != {"value"}:
-        raise UserError(f"--set {_shortened(override)} sets several keys; give each a --set of its own")
+        raise UserError(f"{_shortened(override)} sets several keys; write one KEY=VALUE for each")
     value = found["value"]
     table = tables
     for folder in folders:
         table = table.setdefault(folder, {})
         if not isinstance(table, dict):
-            raise UserError(f"--set {override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
+            raise UserError(f"{override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
     table[leaf] = value
 
 
@@ -200,6 +217,8 @@ def _explain(error: ErrorDetails) -> str:
             prefix, otherwise = key.removesuffix(path[-1]), f"the keys here are {_keys(table)}"
             near = did_you_mean(path[-1], table.model_fields, otherwise, 1, 0.4, prefix)
             return f"unknown key {key}; {near}"
+        case _ if error["input"] is None:  # KEY=none
+            return f"{key} cannot be none, which is for keys that may be absent; give it a value, or leave it out"
         case "union_tag_invalid":
             return f"{tag} is {_shortened(repr(context['tag']))}; it must be one of {context['expected_tags']}"
         case "union_tag_not_found":
@@ -243,13 +262,11 @@ def _shortened(found: str) -> str:
 
 
 def _member(field: str, tag: str) -> type[BaseModel]:
-    """Return the table of the union at ``field`` whose literal tag is ``tag``."""
-    for member in get_args(Recipe.model_fields[field].annotation):
-        for inner in member.model_fields.values():
-            if get_origin(inner.annotation) is Literal and tag in get_args(inner.annotation):
-                found: type[BaseModel] = member
-                return found
-    return Recipe
+    """Return the table of the union at ``field`` whose tag is ``tag``; the recipe if there is none."""
+    members = get_args(Recipe.model_fields[field].annotation)
+    tagged = (one for one in members if tag in get_args(one.model_fields[_discriminator(field)].annotation))
+    found: type[BaseModel] = next(tagged, Recipe)
+    return found
 
 
 def _discriminator(field: str) -> str:

@@ -5,12 +5,13 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from imagenet_fast.recipe.base import Fraction, Percent, Table
 from imagenet_fast.recipe.data_config import Data
+from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.network import ExternalModel, Network
 from imagenet_fast.recipe.optim_config import Lars, Optim, Schedule
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
@@ -272,15 +273,17 @@ class Recipe(Table):
         gradients for later steps does not have the gradients of one step.
         """
         sync = self.sync
+        other = "another engine, such as sync.kind 'lazy'"
         if sync.defers:
             if self.clip_norm:
                 raise ValueError(
                     f"{sync.as_written} updates a layer before the gradients of all others have come, so it cannot "
-                    f"clip their global norm (clip_norm {self.clip_norm})"
+                    f"clip their global norm (clip_norm {self.clip_norm}); set clip_norm to 0, or take {other}"
                 )
             if self.compile:
                 raise ValueError(
-                    f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true)"
+                    f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true); "
+                    f"set compile to false, or take {other}"
                 )
         if sync.velocity_momentum is not None and (isinstance(self.optim, Lars) or self.optim.nesterov):
             which = "optim.kind 'lars'" if isinstance(self.optim, Lars) else "optim.nesterov true"
@@ -289,11 +292,17 @@ class Recipe(Table):
                 "is another; turn it off, or take optim.kind 'sgd' without nesterov"
             )
         if sync.keeps:
+            other = "sync.wire 'bf16'" if sync.wire in get_args(Codes) else other
             why = f"{sync.as_written} adds up gradients over steps, so it cannot"
             if self.clip_norm:
-                raise ValueError(f"{why} clip the norm of one (clip_norm {self.clip_norm})")
+                raise ValueError(
+                    f"{why} clip the norm of one (clip_norm {self.clip_norm}); set clip_norm to 0, or take {other}"
+                )
             if isinstance(self.precision, Float16):
-                raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")
+                raise ValueError(
+                    f"{why} drop one that overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take "
+                    f"{other}"
+                )
 
     def _check_parallel(self) -> None:
         """Refuse axes that do not fit the model, the sync engine or torch.compile."""
@@ -331,5 +340,5 @@ class Recipe(Table):
         if not self.sync.ours:
             raise ValueError(
                 f"{asked} averages some parameters over other ranks than others, and {self.sync.as_written} has one "
-                "group of ranks for all"
+                "group of ranks for all; take another engine, such as sync.kind 'lazy', or set parallel to {}"
             )

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.forks import freeze_gc
+from imagenet_fast.distributed.cores import freeze_gc
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError
 from tests.pages import ROOT

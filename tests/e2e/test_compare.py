@@ -31,7 +31,7 @@ def test_engines_are_compared_over_a_network_of_ones_own(tmp_path: Path, monkeyp
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")  # of this node's network, where the hosts of the other have eth0
     changes = ("precision.kind=fp32", "data.train_images=32", "data.val_images=8", "epochs=1")
     sparse = ("sparse.dense_epochs=0", "sparse.ramp_epochs=0", "sparse.sparsity=0.5")
-    options = ("--sync", "lazy,sparse", "--hosts", "2", "--rate", "1gbit", "--out", str(out))
+    options = ("--sync", "lazy,sparse", "--nproc", "2", "--rate", "1gbit", "--out", str(out))
     printed = in_process("compare", "--recipe", "smoke", *options, *setting(*changes, *sparse))
     outcomes = {name: outcome_of(out / name) for name in ("lazy", "sparse")}
     assert all(outcome["status"] == "finished" and outcome["steps"] == 1 for outcome in outcomes.values())
@@ -78,7 +78,7 @@ def test_layouts_are_compared_in_one_table(tmp_path: Path):
 def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
     out = tmp_path / "my runs"
     process = subprocess.Popen(
-        [*COMMAND, "compare", "--recipe", "smoke", "--hosts", "2", "--sync", "allreduce,lazy,ring,dear",
+        [*COMMAND, "compare", "--recipe", "smoke", "--nproc", "2", "--sync", "allreduce,lazy,ring,dear",
          "--out", str(out), *setting("data.train_images=64", "epochs=4", "log_every=1", "target_top1=0.999"),
          *setting("first_eval=4")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment(),

@@ -23,7 +23,6 @@ from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.nodes import LaunchConfig
-from imagenet_fast.launch.signals import interrupt_on_signals, signals_held
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job
@@ -208,16 +207,6 @@ def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatc
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.usefixtures("own_signals", "subprocesses")
-def test_a_signal_while_a_process_starts_is_answered_after_it():
-    """Python drops what a handler raises in what it calls as it forks."""
-    interrupt_on_signals()
-    started: list[bytes] = []
-    with pytest.raises(KeyboardInterrupt):
-        _start_and_signal(started)
-    assert b"default_int_handler" in started[0], "and the process gets its own"
-
-
 @pytest.mark.ci
 @pytest.mark.usefixtures("root")
 @pytest.mark.parametrize(
@@ -252,10 +241,3 @@ def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once(tmp_path:
         launcher = ["sh", "-c", '"$@" $$ & kill -KILL $$', "sh", *rank]
         told = environment(**place, MASTER_PORT=str(port))
         subprocess.run(launcher, env=told, capture_output=True, timeout=20)  # the rank holds the pipes until it ends
-
-
-def _start_and_signal(started: list[bytes]) -> None:
-    with signals_held():
-        os.kill(os.getpid(), signal.SIGINT)
-        told = [sys.executable, "-c", "import signal; print(signal.getsignal(2))"]
-        started.append(subprocess.run(told, capture_output=True, check=True).stdout)

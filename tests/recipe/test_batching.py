@@ -128,7 +128,7 @@ def test_one_small_image_at_a_time_has_no_variance(model: dict[str, Any], size: 
     """To the pixel, as torch finds it."""
     changes = {"ranks": 1, "global_batch": 2, "micro_batch": images}
     recipe = parse_recipe("test", tables(model=model, data__image_size=size, **changes))
-    told = f"micro_batch is 1, and of 1 image of {size} pixels the last batch norms .*; --set micro_batch=2 with"
+    told = f"micro-batch of 1 image of {size} pixels the last batch norms .*; take larger micro-batches"
     with nullcontext() if fits else pytest.raises(UserError, match=told):
         check_norms(recipe, split_batch(recipe, 1))
     with torch.device("meta"), nullcontext() if fits else pytest.raises(ValueError, match="more than 1 value per"):
@@ -139,7 +139,7 @@ def test_one_small_image_at_a_time_has_no_variance(model: dict[str, Any], size: 
 def test_a_job_whose_pipeline_takes_one_small_image_at_a_time_is_refused(micro_batch: int):
     pipeline = {"pipeline": 2, "micro_batches": 4}
     recipe = parse_recipe("test", tables(parallel=pipeline, global_batch=8, micro_batch=micro_batch))
-    with nullcontext() if micro_batch == 2 else pytest.raises(UserError, match="micro_batch is 1, and of 1 image"):
+    with nullcontext() if micro_batch == 2 else pytest.raises(UserError, match="micro-batch of 1 image"):
         plan_job("test", recipe, 2)
 
 

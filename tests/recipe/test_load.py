@@ -17,7 +17,15 @@ import tomli_w
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
+from imagenet_fast.recipe.load import (
+    engine_names,
+    find_recipe,
+    load_recipe,
+    parse_engines,
+    parse_recipe,
+    recipe_names,
+    to_toml,
+)
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import AllReduceSync, AutoSync, DdpSync, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.recipe.validation import lint
@@ -64,8 +72,10 @@ sync.kind=hybrid; clip_norm=1.0 -> sync.kind 'hybrid' updates a layer before the
 sync.kind=auto; compile=true -> sync.kind 'auto' with sync.defer waits for single layers
 sync.kind=lazy; sync.wire=int8; clip_norm=1.0 ->
     sync.kind 'lazy' in sync.wire 'int8' adds up gradients over steps, so it cannot clip
-sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 -> it cannot drop one that overflows
-sync.kind=sparse; clip_norm=1.0 -> it cannot clip the norm of one (clip_norm 1.0)
+sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 ->
+    overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take sync.wire 'bf16'
+sync.kind=sparse; clip_norm=1.0 ->
+    it cannot clip the norm of one (clip_norm 1.0); set clip_norm to 0, or take another engine
 sync.kind=sparse; precision.kind=fp16 -> it cannot drop one that overflows
 sync.kind=auto; sync.defer=false; sync.inexact=true; clip_norm=1.0 ->
     sync.kind 'auto' with sync.inexact adds up gradients over steps, so it cannot clip
@@ -77,6 +87,7 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=lars -> optim.kind '
 sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=true ->
     optim.nesterov true is another; turn it off
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
+sync.kind=hybrid; sync.polizy=by-size -> unknown key sync.polizy; did you mean sync.policy?
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.tensor=0 -> parallel.tensor is 0: input should be greater than 0
 parallel.pipeline=0 -> parallel.pipeline is 0: input should be greater than 0
@@ -105,7 +116,7 @@ parallel.pipeline=2; parallel.schedule=gpipe; compile=true -> parallel.pipeline 
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=ddp ->
     parallel.tensor 2 averages some parameters over other ranks than others, and sync.kind 'ddp' has one
 parallel.pipeline=2; parallel.schedule=gpipe; sync.kind=ddp ->
-    parallel.pipeline 2 averages some parameters over other ranks
+    sync.kind 'ddp' has one group of ranks for all; take another engine, such as sync.kind 'lazy', or set parallel
 parallel.micro_batches=4 -> parallel: micro_batches 4 are those of a pipeline, and pipeline is 1
 parallel.schedule=gpipe -> parallel: schedule 'gpipe' is that of a pipeline, and pipeline is 1
 parallel.pipeline=4; parallel.micro_batches=3 ->
@@ -168,11 +179,31 @@ def test_set_overrides_any_key_in_tomls_own_notation():
     assert recipe.sync == AllReduceSync(wire="fp16")
 
 
+def test_none_is_the_value_of_a_key_that_is_absent():
+    for name, key, value in (("demo", "target_top1", None), ("resnet50-8gpu", "first_eval", None)):
+        recipe = load_recipe(find_recipe(name), overrides=[f"{key}= none"])
+        assert getattr(recipe, key) == value
+        assert key not in to_toml(recipe)
+        assert getattr(load_recipe(find_recipe(name)), key) is not None
+
+
 def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the_warmup():
     demo = find_recipe("demo")
     assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
     assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
     assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
+
+
+def test_an_engine_that_does_not_send_the_recipes_codes_sends_bf16_and_says_so(tmp_path: Path):
+    path = tmp_path / "coded.toml"
+    path.write_text(tomli_w.dumps(tables(sync={"kind": "lazy", "wire": "int8"})))
+    told: list[str] = []
+    sent = {kind: load_recipe(path, kind, tell=told.append).sync.wire for kind in engine_names()}
+    assert {kind for kind, wire in sent.items() if wire == "bf16"} == {"sparse", "powersgd", "ddp"}
+    assert set(sent.values()) == {"int8", "bf16"}
+    assert told[-1] == "--sync ddp does not send in int8, which sync.wire is; it sends in bf16"
+    assert len(told) == 3
+    assert 'sync.wire is "int8"' in refusal_of(load_recipe, path, overrides=["sync.kind=ddp"])
 
 
 def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
@@ -258,12 +289,16 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         ("sync.collective=foo", "sync.collective is \"foo\": input should be 'native', "),
         ("data.sizes=x", 'data.sizes is "x": input should be a valid '),
         ("timeout.step_s=1e15", "step_s is 1000000000000000.0: input should be less than or equal to 100000000"),
-        ("epochs", "--set epochs is not KEY=VALUE; write for example --set optim.lr=0.5"),
-        ("=3", "--set =3 is not KEY=VALUE"),
-        (".optim.lr=1", "--set .optim.lr=1 is not KEY=VALUE"),
-        ("optim..lr=1", "--set optim..lr=1 is not KEY=VALUE"),
-        ("epochs.more=3", "--set epochs.more=3: epochs is a value, not a table; the keys are"),
-        ("seed=1\nepochs=2", "sets several keys; give each a --set of its own"),
+        ("epochs", "epochs is not KEY=VALUE; write for example optim.lr=0.5"),
+        ("=3", "=3 is not KEY=VALUE"),
+        (".optim.lr=1", ".optim.lr=1 is not KEY=VALUE"),
+        ("optim..lr=1", "optim..lr=1 is not KEY=VALUE"),
+        ("epochs=none", "epochs cannot be none, which is for keys that may be absent; give it a value, or"),
+        ("sync.collective=none", "sync.collective cannot be none, which"),
+        ("optim=none", "optim cannot be none, which"),
+        ("optim.lrr=none", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("epochs.more=3", "epochs.more=3: epochs is a value, not a table; the keys are"),
+        ("seed=1\nepochs=2", "sets several keys; write one KEY=VALUE for each"),
         (f"seed={'9' * 5000}", "cannot be read (Exceeds the limit"),
         (f"data.sizes={'[' * 3000}", "cannot be read ("),
         (os.fsdecode(b"data.cache=/tmp/\xff"), "a path or name in it is not UTF-8; choose another"),
