@@ -1,11 +1,10 @@
-"""Disturb small runs on two ranks at random by signals, kills, damaged files and second launches; then let them end.
+"""Disturb small runs on two ranks at random by signals, kills and damaged files; then let them end.
 
-    .venv/bin/python scripts/fuzz_jobs.py [--count 50] [--seed 1] [--first 0] [--kills] [--out DIR]
+    .venv/bin/python scripts/fuzz_jobs.py [--count 50] [--seed 1] [--first 0] [--out DIR]
 
 Each round must end with the bytes of an undisturbed run, or with a one-sentence error. If a round does not, its
 program and faults are printed, its run and logs are kept in DIR, and the exit code is 1. Everything in a round is drawn
-from SEED/NUMBER, except timing. A round takes about half a minute on two cores. With --kills, each round kills one
-launch, and engines, wires and loaders come in turn.
+from SEED/NUMBER, except timing. A round takes about half a minute on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ def main() -> int:
     options.add_argument("--count", type=int, default=50)
     options.add_argument("--seed", type=int, default=1)
     options.add_argument("--first", type=int, default=0, help="The number of the first round.")
-    options.add_argument("--kills", action="store_true", help="Only kill, mostly as checkpoints are written.")
     options.add_argument("--out", type=Path, default=Path("runs/fuzz"))
     chosen = options.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # raises, so that no job is left behind
@@ -36,7 +34,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     wrong = 0
     for number in range(chosen.first, chosen.first + chosen.count):
-        program = draw_program(f"{chosen.seed}/{number}", chosen.kills)
+        program = draw_program(f"{chosen.seed}/{number}")
         begun = time.monotonic()
         played = play(out, program)
         wrong += bool(played.faults)

@@ -104,16 +104,6 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         KeyboardInterrupt: If a signal stopped this process.
     """
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
-    path = launcher_dir / f"{job.task}.json"
-    write_job(job, path)
-    code, cause = _run_ranks(path, nodes, grace_s)
-    if code:
-        cause, code = first_error_in(launcher_dir) or (cause, code)
-    return code, cause
-
-
-def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str]:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -123,6 +113,9 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     from imagenet_fast.distributed.heartbeat import describe_exit
     from imagenet_fast.distributed.join import meet
 
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
+    path = launcher_dir / f"{job.task}.json"
+    write_job(job, path)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -141,18 +134,19 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s), str(os.getpid())]
+    torchrun.training_script_args = [str(path), str(nodes.join_timeout_s), str(os.getpid())]
+    code, cause = 0, ""
     try:
         run(torchrun)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return code, describe_exit(rank, end, job.parent)
+        cause = describe_exit(rank, end, launcher_dir)
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError as error:
-        return 1, _why_ended(error, nodes)
+        code, cause = 1, _why_ended(error, nodes)
     except RendezvousError as error:
         raise JobAborted(_why_ended(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
@@ -160,7 +154,9 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
             raise
     finally:
         interrupt_on_signals()  # torchrun leaves its own handlers, whose exception nobody would catch
-    return 0, ""
+    if code:
+        cause, code = first_error_in(launcher_dir) or (cause, code)
+    return code, cause
 
 
 def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:

@@ -47,11 +47,23 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     """Split the recipe's global batch over ``ranks`` ranks, by accumulating gradients where needed.
 
     The micro-batch is the recipe's own, or a smaller one that divides each rank's share. A pipeline reads as many
-    micro-batches at once as it processes concurrently (``parallel.micro_batches``).
+    micro-batches at once as it processes concurrently (``parallel.micro_batches``). Keys of a recipe, and the split::
+
+        global_batch  ranks  micro_batch  pipeline  micro_batches  on ranks   images at once x accumulation x readers
+                  64      8            0         1              1         8     8 x 1 x 8
+                  64      8            0         1              1         2     8 x 4 x 2
+                  64      8            0         1              1        16     4 x 1 x 16
+                  64      8            4         1              1         8     4 x 2 x 8
+                  60      4            8         1              1         3     5 x 4 x 3
+                 100      1           16         1              1         2    10 x 5 x 2
+                  64      8            0         2              4         8    16 x 1 x 4
+                  64      8            0         2              4         2    16 x 4 x 1
+                  64      8            4         2              4         4    16 x 2 x 2
+                  64      8            0         1              1         3    48 and 72 would have one
 
     Raises:
         UserError: The ranks do not divide over the recipe's axes, or no split needs at most twice the fewest possible
-            accumulation steps. The message names the nearest layouts, or global batches, that have one.
+            accumulation steps. The message names the nearest global batches that have one.
     """
     check_axes(recipe, ranks)
     batch = recipe.global_batch
