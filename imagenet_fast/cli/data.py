@@ -148,7 +148,7 @@ def verify(
     for line in summary(found, data):
         print(line)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import write_json
+        from imagenet_fast.metrics.tables import write_json
 
         write_json(as_json(found), json_file)
         print(f"written to {json_file}")

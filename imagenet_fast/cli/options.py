@@ -188,7 +188,7 @@ def show(table: object, rows: object = None, json_file: Path | None = None) -> N
     """Print a table, and write its rows as JSON if a file is given."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
 
     Console().print(table)
     if json_file is not None:

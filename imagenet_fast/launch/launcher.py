@@ -17,7 +17,7 @@ from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
-from imagenet_fast.metrics.exit_status import OPENED, TOLD
+from imagenet_fast.metrics.exit_status import OPENED
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
@@ -54,7 +54,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
             interrupted = True
         ignore_signals()  # what is left takes milliseconds, and is to be written
         left = read_outcome(launcher_dir)
-        has_run, told = (launcher_dir / OPENED).exists(), (launcher_dir / TOLD).exists()  # by rank 0, if it is here
+        has_run = (launcher_dir / OPENED).exists()  # rank 0 is here
     if left is None and not has_run:
         if interrupted:
             raise KeyboardInterrupt
@@ -77,7 +77,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         if code != 2:
             there = f"; what there is of the run lies in {job.folder}" if has_run else ""
             print(f"failed: {outcome.message}{there}")
-    if outcome.status in ("preempted", "interrupted") and not told:
+    if outcome.status in ("preempted", "interrupted") and not (has_run and outcome.run_s):  # else rank 0 has told it
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
         with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full

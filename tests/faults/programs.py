@@ -36,7 +36,7 @@ SETTINGS = {
 Whichever engine ``auto`` chooses, two ranks add the same numbers.
 """
 FILES = (
-    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "events.out*",
+    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "events.out*",
     "checkpoints", "checkpoints/final.safetensors", "checkpoints/step-* newest", "checkpoints/step-* newest/*.json",
     "checkpoints/step-* newest/shared*", "checkpoints/step-* newest/rank*", "checkpoints/step-* oldest",
     "checkpoints/step-* oldest/*.json", "checkpoints/step-* oldest/shared*",
