@@ -102,7 +102,8 @@ def planned_engines(text: str | None, wire: str, overrides: Sequence[str] = ()) 
     return engines
 
 
-class PlannedSlot(NamedTuple):
+@dataclass(frozen=True)
+class PlannedSlot:
     """A slot of a model that is not there."""
 
     index: int
