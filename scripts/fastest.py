@@ -77,7 +77,6 @@ def held_out() -> Iterator[str]:
 def best_ones() -> Iterator[str]:
     """Yield the lines of README's table."""
     yield from (
-        "",
         "| on | fastest published training | engine | GPUs | epochs | minutes (band) |",
         "|---|---|---|---|---|---|",
     )
@@ -85,7 +84,6 @@ def best_ones() -> Iterator[str]:
         way = first_exact(ways(*place))
         band = f"{way.minutes:.3g} ({way.least:.3g}-{way.most:.3g})"
         yield f"| {name} | {way.training} | `{way.engine}` | {way.gpus} | {way.epochs} | {band} |"
-    yield ""
 
 
 SECTIONS = {"fastest": tables, "held out": held_out, "best": best_ones}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
+from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ _SEARCH = ("model", "write")
 def plan(
     context: typer.Context,
     words: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
-            metavar="[rows|validate] [KEY=VALUE]...",
+            metavar="[rows|validate] [KEY=VALUE]",
             help="rows: compare the model with published and measured steps. validate: as root, measure the engines on "
-            "the shaped test network. KEY=VALUE: as --set.",
+            "the shaped test network. KEY=VALUE: as in train; ENGINE.KEY=VALUE for an engine of --sync.",
         ),
-    ] = None,
+    ] = NO_KEYS,
     recipe: Annotated[
         str | None,
         typer.Option(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Required without --fastest."),
@@ -60,10 +60,7 @@ def plan(
     scaling: Annotated[
         Literal["weak", "strong"], typer.Option(help="Keep each GPU's share of the batch, or the global batch.")
     ] = "weak",
-    overrides: Annotated[
-        list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for an engine of --sync."),
-    ] = [],  # noqa: B006
+    overrides: SetOption = NO_KEYS,
     fastest: Annotated[
         bool, typer.Option("--fastest", help="Which published training reaches its target first on up to --gpus GPUs?")
     ] = False,
@@ -92,7 +89,7 @@ def plan(
     if rows or validate:
         word = "rows" if rows else "validate"
         raise UserError(f"--{word} is a word behind plan now: `imagenet-fast plan {word}`")
-    what, *changes = [*words] if words and words[0] in ("rows", "validate") else ["", *(words or [])]
+    what, *changes = words if words[:1] in (["rows"], ["validate"]) else ["", *words]
     if what == "rows":
         others = (*_PLAN, *_SEARCH, "cluster", "gpus", "sweep", "fastest", "cheapest", "png")
         refuse_beside(context, others, "does not go with plan rows, which has its own; leave one of them out")

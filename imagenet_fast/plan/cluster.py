@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -98,11 +99,12 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _kinds_of_keys(self) -> Cluster:
-        tables: dict[str, type[Table]] = {"": Cluster, **_TABLES}
         for key in self.kinds:
-            table, _, name = key.rpartition(".")
-            if table not in tables or name not in tables[table].model_fields:
-                raise ValueError(f'kinds has a key "{key}" that no cluster has; write it as "nodes" or "nic.gbit"')
+            try:
+                attrgetter(key)(self)
+            except AttributeError:
+                message = f'kinds has a key "{key}" that no cluster has; write it as "nodes" or "nic.gbit"'
+                raise ValueError(message) from None
         return self
 
     def layout(self, gpus: int, on_gpu: bool) -> RankLayout:

@@ -119,10 +119,7 @@ def find_device(name: str, batch: int | None) -> Device:
                 f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
             )
         return DEVICES[name]
-    try:
-        profile = load_profile(name)
-    except UserError as error:
-        raise UserError(f"device: {error}") from None
+    profile = load_profile(name)
     if batch is None:
         raise UserError(f"device {name} is a layer profile; write the images of its step as device_batch")
     layers = PROFILES.get(profile.model)

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.cluster import Cluster
@@ -89,29 +89,15 @@ class Way:
 def published_trainings(model: Target) -> list[Training]:
     """Return every published training of ``model``."""
     tables = tomllib.loads(Path(__file__).with_name("points.toml").read_text(encoding="utf-8"))
-    found = [_lars(table) for table in tables["lars"]] if model == "resnet50" else []
-    for table in tables["recipe"]:
-        if table["model"] == model:
-            recipe = load_recipe(find_recipe(table["name"]), "lazy", ["parallel.tensor=1"])
-            found.append(
-                Training(table["name"], recipe, table["epochs"], f"recipes/{table['name']}.toml, which cites its runs")
-            )
-    return found
+    return [_training(name, **table) for name, table in tables.items() if table.pop("model") == model]
 
 
-def _lars(table: dict[str, Any]) -> Training:
-    batch, mean = table["batch"], table["epochs"][0]
-    settings = {
-        "global_batch": batch, "epochs": table["length"], "first_eval": (math.ceil(mean) - 1) % 4 + 1,
-        "optim.lr": table["lr"], "optim.momentum": table.get("momentum", 0.9),
-        "optim.weight_decay": table["weight_decay"], "schedule.warmup_epochs": table["warmup"], "ranks": 1,
-    }  # fmt: skip
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    return Training(
-        f"LARS {batch}", load_recipe(find_recipe("resnet50-512gpu-20k"), "lazy", overrides), table["epochs"],
-        f"MLCommons' reference convergence point of batch {batch}, version {table.get('version', '4.0')}, whose norms "
-        f"saw {table['span']} images",
-    )  # fmt: skip
+def _training(
+    name: str, recipe: str, epochs: tuple[float, float, float], source: str, settings: dict[str, object] | None = None
+) -> Training:
+    changed = {"ranks": 1, "parallel.tensor": 1, **(settings or {})}
+    overrides = [f"{key}={value}" for key, value in changed.items()]
+    return Training(name, load_recipe(find_recipe(recipe), "lazy", overrides), epochs, source)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, rivals, training_images
 from imagenet_fast.recipe.batching import explain, scale_recipe
@@ -19,6 +20,10 @@ HOST_S = 150e-6
 """Assumed seconds that eager PyTorch's host needs a layer, for forward, backward and update."""
 CONTEXT_GB = 1.5
 """Assumed memory of a CUDA context, NCCL and the allocator's rest."""
+_INPUTS = (
+    ("nodes", "nic.gbit", "nic.count", "nic.efficiency", "nic.latency_us"),
+    ("inside.gb_per_s", "inside.latency_us", "stragglers.sigma", "input.images_per_s"),
+)
 
 
 def dry_run(situation: Situation, row: Planned) -> Iterator[str]:
@@ -120,24 +125,16 @@ def verdict(rows: Sequence[Planned]) -> str:
 
 def inputs(situation: Situation) -> Iterator[str]:
     """Yield each input with its kind: measured, published, fitted or assumed."""
-    cluster, kinds = situation.cluster, situation.cluster.kinds
-    nic, inside = cluster.nic, cluster.inside
-
-    def said(key: str, value: object) -> str:
-        return f"{key} {'unknown' if value is None else value} ({kinds.get(key, 'assumed')})"
-
+    cluster, model = situation.cluster, situation.recipe.model.kind
     yield f"cluster: {cluster.source}"
-    yield ", ".join([
-        said("nodes", cluster.nodes), said("nic.gbit", nic.gbit), said("nic.count", nic.count),
-        said("nic.efficiency", list(nic.efficiency)), said("nic.latency_us", nic.latency_us),
-    ])  # fmt: skip
-    yield ", ".join([
-        said("inside.gb_per_s", inside.gb_per_s), said("inside.latency_us", inside.latency_us),
-        said("stragglers.sigma", list(cluster.stragglers.sigma)),
-        said("input.images_per_s", cluster.input.images_per_s),
-    ])  # fmt: skip
-    compute = situation.device.compute(situation.recipe.model.kind)
+    for keys in _INPUTS:
+        values = zip(keys, attrgetter(*keys)(cluster), strict=True)
+        yield ", ".join(
+            f"{key} {'unknown' if value is None else value} ({cluster.kinds.get(key, 'assumed')})"
+            for key, value in values
+        )
+    compute = situation.device.compute(model)
     yield (
-        f"device {situation.device.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of "
-        f"{situation.recipe.model.kind} ({compute.kind}: {compute.source})"
+        f"device {situation.device.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of {model} "
+        f"({compute.kind}: {compute.source})"
     )

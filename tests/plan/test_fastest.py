@@ -14,6 +14,7 @@ import pytest
 from imagenet_fast.plan.cluster import Cluster, load_cluster
 from imagenet_fast.plan.devices import find_device
 from imagenet_fast.plan.fastest import FEW_IMAGES, Search, Way, first_exact, published_trainings
+from imagenet_fast.plan.prediction import Situation, planned_engines
 from imagenet_fast.plan.rows import published
 from imagenet_fast.recipe.load import load_recipe
 from scripts.fastest import logged, way_row
@@ -70,6 +71,18 @@ def test_engines_that_are_not_exact_have_marked_rows_and_never_win():
     assert "int8" in found[0].engine
     assert (first_exact(found).training, first_exact(found).held_back_by) == (found[0].training, "network")
     assert "lazy int8, accuracy not published" in planned("--fastest --cluster cloud-25g").output
+
+
+def test_what_is_not_simulated_could_not_have_won_by_more_than_the_models_error():
+    machine, device = load_cluster("cloud-25g"), find_device("v100", None)
+    engines = planned_engines("lazy,hybrid,dear,ring,ddp", "bf16")
+    for training in (known for known in RESNET if known.name in ("resnet50-8gpu-mild", "LARS 1632")):
+        way = first_exact(Search(machine, device, False).ways([training], 16)[0])
+        for gpus in (4, 8, 16):
+            written = training.recipe.model_copy(update={"ranks": gpus, "micro_batch": 0})
+            rows = Situation(written, machine, device, "strong").rows(engines, gpus)
+            least = min(row.train_s for row in rows) * way.epochs / training.recipe.epochs / 60
+            assert way.minutes < 1.03 * least, "evaluations take less than 1 %"
 
 
 def test_the_cheapest_takes_fewer_gpus():
