@@ -40,7 +40,7 @@ def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
     return listed("--layout", text, lambda name: _parse(text, name, ranks))
 
 
-def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> tuple[str, ...]:
+def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> list[str]:
     """Return overrides that give the recipe ``layout``, and micro-batches if it has a pipeline.
 
     Args:
@@ -67,7 +67,7 @@ def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLay
         check_axes(load(settled), ranks)
     except UserError as error:
         raise UserError(f"--layout {layout.name} with {engine}: {error}") from None
-    return tuple(settled)
+    return settled
 
 
 def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> None:

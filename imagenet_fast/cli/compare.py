@@ -127,8 +127,7 @@ def report(
     png: PngOption = None,
     json_file: JsonOption = None,
     reference: Annotated[
-        bool,
-        typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch."),
+        bool, typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch.")
     ] = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
@@ -170,10 +169,11 @@ def timeline(
     step of median length is taken. Trace files come from `train --trace` and
     `bench sync --trace DIR`.
     """
-    from imagenet_fast.bench.timeline import draw_timelines, read_timeline, timeline_rows, timeline_table
+    from imagenet_fast.bench.rows import show as show_rows
+    from imagenet_fast.bench.timeline import draw_timelines, read_timeline
 
     steps = [read_timeline(trace) for trace in traces]
-    show(timeline_table(steps), timeline_rows(steps), json_file)
+    show_rows(steps, json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")

@@ -120,10 +120,7 @@ JoinTimeoutOption = Annotated[
 RecipeOption = Annotated[
     str,
     typer.Option(
-        "--recipe",
-        metavar="NAME|PATH",
-        autocompletion=_recipe_names,
-        help="Name of a shipped recipe, or a TOML file.",
+        "--recipe", metavar="NAME|PATH", autocompletion=_recipe_names, help="Name of a shipped recipe, or a TOML file."
     ),
 ]
 OptionalRecipeOption = Annotated[

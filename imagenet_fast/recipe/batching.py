@@ -8,7 +8,7 @@ from itertools import count
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.recipe.schema import AlexNetBN, CifarNet, Recipe, ResNet
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
 
 _LISTED = 5  # most node counts that an error message lists
@@ -84,7 +84,7 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
 
     That happens for a micro-batch of 1 image that is so small that its last feature maps are one pixel.
     """
-    largest = _largest_with_a_pixel(recipe)
+    largest = recipe.model.one_pixel_image
     size = min([recipe.data.image_size, *(size for _, size in recipe.data.sizes)])
     if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
         return
@@ -95,41 +95,21 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
     )
 
 
-def _largest_with_a_pixel(recipe: Recipe) -> int:
-    """Return the largest image size, in pixels, with 1x1 maps in a batch norm; 0 if there is none."""
-    match recipe.model:
-        case ResNet():
-            return 32
-        case AlexNetBN(pool5_norm=True):
-            return 98
-        case CifarNet():
-            return 16
-        case _:
-            return 0
-
-
 def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
     """Raise UserError unless the global batch can be split over every number of nodes in ``nodes``.
 
-    The message lists the numbers of nodes that work, and a larger global batch that works for all, if there is one.
+    The message lists the numbers of nodes that work.
     """
-    batch = recipe.global_batch
-
-    def fits(batch: int, count: int) -> bool:
-        return _split(recipe, batch, count * ranks_each) is not None
-
-    there = [count for count in nodes if fits(batch, count)]
+    there = [count for count in nodes if _split(recipe, recipe.global_batch, count * ranks_each) is not None]
     if len(there) == len(nodes):
         return
-    missing = next(count for count in nodes if not fits(batch, count))
-    unit = math.lcm(recipe.ranks, max(1, nodes[-1] * ranks_each // recipe.parallel.pipeline))
-    larger = next((b for b in range(unit, 2 * batch, unit) if b > batch and all(fits(b, n) for n in nodes)), None)
+    missing = next(count for count in nodes if count not in there)
     listed = ", ".join(map(str, there[:_LISTED])) + (f" and {more} more" if (more := len(there) - _LISTED) > 0 else "")
     over = f"only over {listed}" if there else "nor over any other number of them"
     raise UserError(
-        f"global_batch {batch} does not divide over {_count(missing, 'node')} x {_count(ranks_each, 'rank')}, "
-        f"{over}, and --nodes {nodes[0]}:{nodes[-1]} allows each from {nodes[0]} to {nodes[-1]}; choose another range"
-        + (f", or --set global_batch={larger}" if larger else "")
+        f"global_batch {recipe.global_batch} does not divide over {_count(missing, 'node')} x "
+        f"{_count(ranks_each, 'rank')}, {over}, and --nodes {nodes[0]}:{nodes[-1]} allows each from {nodes[0]} to "
+        f"{nodes[-1]}; choose another range, or another global_batch"
     )
 
 

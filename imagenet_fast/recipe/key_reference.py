@@ -63,7 +63,8 @@ def _keys(table: Schema, tables: Schema, path: str) -> Iterator[Key]:
 
 def _keys_of_kinds(kinds: list[Schema], choice: str, tables: Schema, path: str) -> Iterator[Key]:
     """Yield the key that chooses a table's kind, then its other keys: one where several kinds have the same."""
-    types, meanings = [], []
+    types: list[str] = []
+    meanings: list[str] = []
     merged: dict[Key, list[str]] = {}
     for kind in kinds:
         chosen = kind["properties"][choice]

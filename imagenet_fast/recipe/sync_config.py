@@ -95,7 +95,7 @@ class KeepingTable(PoolTable):
     @property
     def awaits(self) -> Awaits:
         """The point at which a step of the engine ``timing`` waits for its transfers."""
-        return engines()[self.timing]().awaits
+        return engines()[self.timing].model_validate({}).awaits
 
     @property
     def as_written(self) -> str:

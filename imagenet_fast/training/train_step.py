@@ -175,7 +175,7 @@ def build_step(
         model = division.own
     average = ModelEma(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
-        compile_blocks(model, len(recipe.data.training_sizes))
+        compile_blocks(model)
     if division is None:
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:

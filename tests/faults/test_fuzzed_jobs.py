@@ -1,4 +1,4 @@
-"""Programs of disturbances with real jobs: those with a name, and a few rounds of scripts/fuzz_jobs.py."""
+"""Programs of disturbances with real jobs: those with a name, and a few random ones."""
 
 from __future__ import annotations
 

@@ -61,7 +61,6 @@ epoch=1 -> unknown key epoch; did you mean epochs?
 optim.kind=lars; optim.nesterov=true ->
     optim.nesterov is for optim.kind 'sgd', not 'lars'; leave it out, or replace the whole table, as by --set 'optim={
 optim.lr=-1 -> optim.lr is -1: input should be greater than 0
-epochs=true -> epochs is true: input should be a valid integer
 sync.kind=rng -> sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'
 model.kind=vgg -> model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50', 'cifarnet'
 optim={lr=1.0} -> optim.kind is missing
@@ -98,16 +97,12 @@ model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=i
     parallel.pipeline 5 with schedule interleaved cuts alexnet into 10 stages, and it comes in 8 pieces
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
     sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds
-model.kind=resnet50; parallel.pipeline=20; parallel.schedule=gpipe -> into 20 stages, and it comes in 19 pieces
 checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
-checkpoint=5 -> checkpoint is 5:
 parallel.tensor=2 -> parallel.tensor 2 divides AlexNet's large fully connected layers, and model.
 model.kind=alexnet; data.image_size=63; parallel.tensor=3 ->
     tensor 3 does not divide the 4096 units of alexnet's fully connected layers; the nearest that do are 2 and 4
-model.kind=alexnet; data.image_size=63; parallel.tensor=8192 -> the nearest that do are 4096
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; compile=true ->
     amid what would be compiled as one piece (compile
-parallel.pipeline=2; parallel.schedule=gpipe; compile=true -> parallel.pipeline 2 sends activations
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=ddp ->
     parallel.tensor 2 averages some parameters over other ranks than others, and sync.kind 'ddp' has one
 parallel.pipeline=2; parallel.schedule=gpipe; sync.kind=ddp ->
