@@ -28,6 +28,7 @@ from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
+from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
 from imagenet_fast.plan.rows import Row
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
@@ -56,7 +57,8 @@ ROWS: dict[str, type] = {
     "bench pipeline": PipelineTime,
     "bench data": LoadingRate,
     "plan": Planned,
-    "plan --rows": Row,
+    "plan --fastest": Way,
+    "plan rows": Row,
 }
 """The rows that each benchmark and prediction writes."""
 

@@ -25,7 +25,6 @@ from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.launch.signals import ENDS, GRACE_S, interrupt_on_signals
 from imagenet_fast.metrics.report import PastRun, read_run
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 from imagenet_fast.recipe.validation import lint
@@ -152,7 +151,7 @@ def compare(
         doubts: list[str] = []
         recipe = load_recipe(find_recipe(name), run.engine, run.overrides, doubts.append)
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
-        RunDir(folder / run.label).check_writable(otherwise="")
+        RunDir(folder / run.label).check_writable()
         doubtful |= dict.fromkeys([*doubts, *lint(recipe)])
     for doubt in doubtful:
         warn(doubt)
@@ -188,9 +187,8 @@ def _past(job: Job, label: str) -> PastRun:
     try:
         past = read_run(job.folder)
     except UserError:
-        return PastRun(job.folder, read_outcome(job.folder), [], label)
-    unknown = RunResult.of(job.name, job.recipe, job.batching)  # no steps, failed
-    return replace(past, name=label, outcome=past.outcome or unknown)
+        past = PastRun(job.folder, [], "failed")
+    return replace(past, name=label, status="failed" if past.status == "not ended" else past.status)
 
 
 def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:

@@ -385,7 +385,7 @@ def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | 
     """Print dataclass rows as a table, and write them as JSON if a file is given."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
 
     Console().print(table(rows))
     if json_file is not None:

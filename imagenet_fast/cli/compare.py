@@ -127,8 +127,7 @@ def report(
     png: PngOption = None,
     json_file: JsonOption = None,
     reference: Annotated[
-        bool,
-        typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch."),
+        bool, typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch.")
     ] = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""

@@ -88,8 +88,7 @@ def prepare(
         int | None, typer.Option(min=1, max=100, help="With --resize: quality of the JPEG files. Default: 95.")
     ] = None,
     subset: Annotated[
-        bool,
-        typer.Option("--subset", help="Accept fewer images or classes than all of ImageNet. No md5 is checked."),
+        bool, typer.Option("--subset", help="Accept fewer images or classes than all of ImageNet. No md5 is checked.")
     ] = False,
     no_md5: Annotated[
         bool, typer.Option("--no-md5", help="Accept tars that differ from those of image-net.org.")
@@ -149,7 +148,7 @@ def verify(
     for line in summary(found, data):
         print(line)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import write_json
+        from imagenet_fast.metrics.tables import write_json
 
         write_json(as_json(found), json_file)
         print(f"written to {json_file}")

@@ -38,9 +38,7 @@ from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
 app = App(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 recipes_app = App(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")

@@ -66,7 +66,7 @@ def report_failure(error: Exception) -> str:
 def first_reason(own: str, broken: bool = False) -> str:
     """Return the first reason to end that any rank has left in the default store; if there is none, leave ``own``.
 
-    If the connections between ranks are ``broken``, it is looked for lost ranks instead, which takes at most 10 s.
+    If connections between ranks are ``broken``, lost ranks are looked for before, which takes at most 10 s.
     """
     found = [own]
 

@@ -17,7 +17,7 @@ from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_config import Sync, engines
 
 
 def recipe_folder() -> Path:
@@ -96,7 +96,7 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
 
 def engine_names() -> list[str]:
     """Return the values that ``sync.kind`` can have."""
-    return _tags_with("sync", "kind")
+    return list(engines())
 
 
 def _impossible_wire(table: Any) -> str | None:
@@ -104,8 +104,8 @@ def _impossible_wire(table: Any) -> str | None:
     if not isinstance(table, dict) or table.get("wire") not in get_args(Codes):
         return None
     wire: str = table["wire"]
-    field = _member("sync", str(table.get("kind"))).model_fields.get("wire")
-    return None if field is None or wire in get_args(field.annotation) else wire
+    engine = engines().get(str(table.get("kind")))
+    return None if engine is None or wire in get_args(engine.model_fields["wire"].annotation) else wire
 
 
 class _OnlySync(Table):
@@ -189,29 +189,29 @@ def _first(error: ValidationError) -> ErrorDetails:
 
 def _explain(error: ErrorDetails) -> str:
     """Return one pydantic error as a sentence with the key's path and a fix."""
-    location = [str(part) for part in error["loc"]]
-    table: type[BaseModel] = Recipe
-    path = location
-    if len(location) > 1 and location[0] in Recipe.model_fields:
-        annotation = Recipe.model_fields[location[0]].annotation
-        if isinstance(annotation, type) and issubclass(annotation, Table):
-            table = annotation
-        else:  # a union: pydantic puts the member's tag into the path
-            table = _member(location[0], location[1])
-            path = [location[0], *location[2:]]
+    path = [str(part) for part in error["loc"]]
+    kinds = _kinds(path[0]) if len(path) > 1 else {}
+    given = path.pop(1) if len(kinds) > 1 else ""  # pydantic puts the kind into the path
+    table = kinds.get(given, Recipe)
     key = ".".join(path)
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
     match error["type"]:
         case "extra_forbidden" if (
-            len(path) == 2 and "options" not in table.model_fields and (others := _tags_with(path[0], path[1]))
+            len(path) == 2
+            and "options" not in table.model_fields
+            and (others := [kind for kind, other in kinds.items() if path[1] in other.model_fields])
         ):
-            field, given, by = path[0], location[1], _discriminator(path[0])
+            field, by = path[0], _discriminator(path[0])
             return (
                 f"{key} is for {field}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace "
                 f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
             )
-        case "extra_forbidden" if len(path) == 1 and (tables := _tables_with(key)):
+        case "extra_forbidden" if len(path) == 1 and (
+            tables := [
+                name for name in Recipe.model_fields if any(key in t.model_fields for t in _kinds(name).values())
+            ]
+        ):
             return f"unknown key {key}; did you mean {' or '.join(f'{name}.{key}' for name in tables)}?"
         case "extra_forbidden":
             prefix, otherwise = key.removesuffix(path[-1]), f"the keys here are {_keys(table)}"
@@ -250,36 +250,24 @@ def _fix(key: str, error: ErrorDetails) -> str:
             return "correct it"
 
 
-def _tables_with(key: str) -> list[str]:
-    """Return the names of the recipe's tables that have ``key``."""
-    unions = {name: get_args(field.annotation) or (field.annotation,) for name, field in Recipe.model_fields.items()}
-    return [name for name, members in unions.items() if any(key in getattr(one, "model_fields", ()) for one in members)]
-
-
 def _shortened(found: str) -> str:
     """Return ``found`` cut to 100 characters, for an error message."""
     return found if len(found) <= 100 else f"{found[:100]} ..."
 
 
-def _member(field: str, tag: str) -> type[BaseModel]:
-    """Return the table of the union at ``field`` whose tag is ``tag``; the recipe if there is none."""
-    members = get_args(Recipe.model_fields[field].annotation)
-    tagged = (one for one in members if tag in get_args(one.model_fields[_discriminator(field)].annotation))
-    found: type[BaseModel] = next(tagged, Recipe)
-    return found
+def _kinds(field: str) -> dict[str, type[BaseModel]]:
+    """Return the tables that ``field`` of a recipe can be, by kind; one without kinds as ""; none for a value."""
+    if field not in Recipe.model_fields:
+        return {}
+    annotation, by = Recipe.model_fields[field].annotation, _discriminator(field)
+    if by:
+        return {kind: one for one in get_args(annotation) for kind in get_args(one.model_fields[by].annotation)}
+    return {"": annotation} if isinstance(annotation, type) and issubclass(annotation, Table) else {}
 
 
 def _discriminator(field: str) -> str:
     """Return the key that chooses the table of the union at ``field``; empty if there is no union."""
     return str(Recipe.model_fields[field].discriminator or "") if field in Recipe.model_fields else ""
-
-
-def _tags_with(field: str, key: str) -> list[str]:
-    """Return the tags of those tables of the union at ``field`` that have ``key``; none if there is no union."""
-    if not (discriminator := _discriminator(field)):
-        return []
-    members = [member for member in get_args(Recipe.model_fields[field].annotation) if key in member.model_fields]
-    return [tag for member in members for tag in get_args(member.model_fields[discriminator].annotation)]
 
 
 def _keys(table: type[BaseModel]) -> str:

@@ -22,9 +22,8 @@ class AlexNet(Network):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
     sharded_width: ClassVar[int] = 4096
-    """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has no such layers."""
+    smallest_image: ClassVar[int] = 63
     most_stages: ClassVar[int] = 8
-    """Largest number of pipeline stages that the model can be split into."""
 
     kind: Literal["alexnet"]
     dropout: Fraction = 0.5
@@ -38,6 +37,7 @@ class AlexNetBN(Network):
     """
 
     sharded_width: ClassVar[int] = 4096
+    smallest_image: ClassVar[int] = 67
     most_stages: ClassVar[int] = 8
 
     kind: Literal["alexnet_bn"]
@@ -46,11 +46,17 @@ class AlexNetBN(Network):
     pool5_norm: bool = False
     """Whether to add a batch norm after the last pooling layer, pool5."""
 
+    @property
+    def one_pixel_image(self) -> int:
+        """Largest side of images, in pixels, whose last batch norm sees maps of one pixel; 0: none."""
+        return 98 if self.pool5_norm else 0
+
 
 class ResNet(Network):
     """torchvision's ResNet-18 or ResNet-50."""
 
-    sharded_width: ClassVar[int] = 0
+    smallest_image: ClassVar[int] = 32
+    one_pixel_image: ClassVar[int] = 32
 
     kind: Literal["resnet18", "resnet50"]
     zero_init_last_gamma: bool = False
@@ -68,8 +74,9 @@ class CifarNet(Network):
     Its first layer whitens patches, by weights computed from training images when a run begins.
     """
 
-    sharded_width: ClassVar[int] = 0
+    smallest_image: ClassVar[int] = 9
     most_stages: ClassVar[int] = 5
+    one_pixel_image: ClassVar[int] = 16
 
     kind: Literal["cifarnet"]
     widths: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 256, 256)
@@ -254,8 +261,7 @@ class Recipe(Table):
             raise ValueError(
                 f"compile true compiles known blocks, and model.kind '{self.model.kind}' has none; set compile to false"
             )
-        each = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32, "cifarnet": 9}
-        smallest = each.get(self.model.kind, 1)
+        smallest = self.model.smallest_image
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
         sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():

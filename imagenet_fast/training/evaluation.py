@@ -17,7 +17,7 @@ from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import first_of_node, gather_rows
-from imagenet_fast.metrics.accuracy import Accuracy
+from imagenet_fast.metrics.run_result import Accuracy
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation

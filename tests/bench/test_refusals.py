@@ -92,7 +92,7 @@ def test_what_cannot_be_measured(command: str, refusal: Callable[..., str]):
 
 NETWORKS = {
     "bench sync": "--rate 1gbit", "bench collectives": "--rate 1gbit --sizes 4KB",
-    "plan": "--validate --recipe alexnet-4host", "compare": "--rate 1gbit --recipe smoke",
+    "plan": "validate --recipe alexnet-4host", "compare": "--rate 1gbit --recipe smoke",
 }  # fmt: skip
 
 

@@ -47,7 +47,7 @@ IN_PROCESS = (
     ("timeline {run} --png {out}/timeline.png --json {out}/timeline.json", "drawn to"),
     ("export --weights {run} --out {out}/weights.safetensors", "written to"),
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both --json {out}/both.json", "drawn to"),
-    ("plan --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
+    ("plan --recipe alexnet-512gpu --cluster dgx1 --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
     ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
     ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", '"kind": "JobSet"'),
     ("launch ssh --recipe smoke --hosts a,b", "ssh"),

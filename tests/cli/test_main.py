@@ -62,8 +62,20 @@ def test_help_needs_neither_torch_nor_pydantic():
         assert command in imported.stdout
 
 
-@pytest.mark.parametrize(("words", "completed"), [("be", "bench"), ("bench st", "step"), ("train --rec", "--recipe")])
-def test_completion_names_commands_and_options(words: str, completed: str):
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("be", "bench"),
+        ("bench st", "step"),
+        ("train --rec", "--recipe"),
+        ("train --recipe resnet50-1g", "resnet50-1gpu"),
+        ("compare --recipe smo", "smoke"),
+        ("launch ssh --sync spa", "sparse"),
+        ("data prepare --format web", "webdataset"),
+        ("data fetch dig", "digits"),
+    ],
+)
+def test_completion_names_commands_options_and_choices(words: str, completed: str):
     asked = {"_IMAGENET_FAST_COMPLETE": "complete_bash", "COMP_WORDS": f"imagenet-fast {words}"}
     runner = CliRunner(env=asked | {"COMP_CWORD": str(len(words.split()))})
     assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
@@ -102,7 +114,7 @@ REFUSED = {
     "train": [
         ("--recipe dmeo", "no recipe 'dmeo'; did you mean demo?"),
         ("--recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
-        ("demo", "demo is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is named by --recipe"),
+        ("demo", "demo is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is given by"),
         ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         ("--recipe resnet50-1gpu", "--data DIR"),
         ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),
@@ -124,7 +136,7 @@ REFUSED = {
     ],
     "export": [
         ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),
-        ("--weights / --out w.safetensors", "/ is a directory without a run; give one that `train` made"),
+        ("--weights / --out w.safetensors", "/ is a directory without a run; give a file"),
         ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, which"),
         ("--weights x --out /no/w.safetensors", "--out /no/w.safetensors: there is no directory /no"),
     ],
