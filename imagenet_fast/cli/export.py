@@ -56,7 +56,8 @@ def write_weights_for_others(given: Path, named: str | None, overrides: list[str
 
     Args:
         given: The weights.
-    name, recipe, _ = recipe_of(given, named, overrides)
+        named: Recipe whose model they are for; None for that of the run.
+        overrides: Changes of that recipe.
         kind: "safetensors" or "pt2".
         out: New file.
 

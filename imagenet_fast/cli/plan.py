@@ -144,7 +144,7 @@ def _show_plan(
     recipe: str, asked: tuple[str, Cluster, int | None], sync: str | None, points: Sweep | None,
     scaling: Literal["weak", "strong"], overrides: list[str], json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
     from imagenet_fast.recipe.load import find_recipe, load_recipe
@@ -230,7 +230,7 @@ def _show_fastest(
 ) -> None:  # fmt: skip
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.fastest import Search, as_recipe, first_exact, published_trainings
     from imagenet_fast.plan.tables import fastest_table
@@ -269,7 +269,7 @@ def _show_fastest(
 def _show_rows(json_file: Path | None) -> None:
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.rows import all_rows, summary
     from imagenet_fast.plan.tables import rows_table
 
@@ -291,8 +291,7 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
 
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.json_io import write_json
-    from imagenet_fast.metrics.tables import compact_table
+    from imagenet_fast.metrics.tables import compact_table, write_json
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.rows import Shaped, shaped_step_s
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines

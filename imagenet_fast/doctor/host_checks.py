@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[
     """
     return [
         *_software(), *_graphics(), _dali(), _compiler(), *_processors(ranks),
-        *_limits(), _disk(out), *_images(data), _time_limits(timeout, os.environ),
+        *_limits(), _disk(out), *(() if data is None else _images(data)), _time_limits(timeout),
     ]  # fmt: skip
 
 
@@ -144,10 +144,8 @@ def _disk(out: Path) -> CheckResult:
     return check("runs", free >= _FREE, f"{free / _GIB:.0f} GiB free under {place}", "make room, or give another --out")
 
 
-def _images(data: Path | None) -> Iterator[CheckResult]:
+def _images(data: Path) -> Iterator[CheckResult]:
     """Check that there are images to train on. This lists all validation images, and the list is kept."""
-    if data is None:
-        return
     try:
         check_folders(data)
         val = open_validation(data)
@@ -162,13 +160,13 @@ def _images(data: Path | None) -> Iterator[CheckResult]:
     yield check("data", not missing, said, "copy them, too, or top-1 says nothing about these classes")
 
 
-def _time_limits(timeout: Timeout, environment: Mapping[str, str]) -> CheckResult:
+def _time_limits(timeout: Timeout) -> CheckResult:
     """Warn of settings that end a run before our own time-outs, which name the lost rank, or that let it hang."""
-    if environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
+    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
         fix = "unset it, or ranks hang where one is lost"
         return CheckResult("time-outs", "warn", "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0", fix)
     said = f"{timeout.first_step_s:g} s for the first step, {timeout.step_s:g} s for others"
-    beat = environment.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "480")
+    beat = os.environ.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "480")
     if beat.isdecimal() and int(beat) < timeout.first_step_s:
         fix = "unset it, or NCCL's watchdog kills ranks that only compile, and names none"
         return CheckResult("time-outs", "warn", f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is {beat}; ours are {said}", fix)

@@ -22,8 +22,7 @@ from imagenet_fast.errors import UserError, did_you_mean, first_line
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
 
 _CORRECT = "correct model.name"
-_WITHOUT_AUXILIARIES = {"aux_logits": False, "init_weights": True}
-_OPTIONS = {"googlenet": _WITHOUT_AUXILIARIES, "inception_v3": _WITHOUT_AUXILIARIES}
+_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 """Options of torchvision's models that otherwise give several outputs in training."""
 
 
@@ -238,8 +237,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(f"{cannot} ({error}); install it, or run the command where it lies") from None
     except (Exception, SystemExit) as error:  # of code that is not ours
         raise UserError(f"{cannot}: {_where(error)}; correct it") from None
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"model.name '{name}': {module_name} has no function {attribute}; correct it")
-    found: Callable[..., Any] = function
-    return found
+    return function

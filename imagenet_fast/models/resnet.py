@@ -101,7 +101,6 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for module in self.modules():
             if zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
                 last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
                 nn.init.zeros_(last.weight)

@@ -43,14 +43,6 @@ class Stage:
     """Activations that the stage receives; None: images."""
     leaving: Crossing
 
-    def __call__(self, values: Tensor) -> Tensor:
-        """Run the layers on what was received, and return what is to be sent."""
-        if self.arriving is not None:
-            values = self.arriving.arrived(values)
-        for layer in self.layers.values():
-            values = layer(values)
-        return self.leaving.leaving(values)
-
 
 class LocalStages(nn.Module):
     """The stages of one rank; its state dict is a part of the whole network's."""
@@ -91,7 +83,12 @@ class LocalStages(nn.Module):
         Returns:
             Activations to send, or logits [n, classes] of the network's last stage.
         """
-        return self.stages[number](values)
+        stage = self.stages[number]
+        if stage.arriving is not None:
+            values = stage.arriving.arrived(values)
+        for layer in stage.layers.values():
+            values = layer(values)
+        return stage.leaving.leaving(values)
 
 
 def split_model(

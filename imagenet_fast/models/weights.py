@@ -31,7 +31,6 @@ from imagenet_fast.recipe.schema import Recipe
 _KEY = "imagenet_fast"  # the only metadata key: safetensors writes several in any order, and files would differ
 _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_LONGEST_HEADER = 2**32
 _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Entries of other programs' checkpoints that hold weights.
 
@@ -73,7 +72,7 @@ def read_weights(file: Path) -> Weights:
         raise UserError(f"{file} cannot be read ({error.strerror}); give a file of weights, or a run") from None
     if start.startswith(_LFS):
         raise UserError(f"{file} is a pointer of Git LFS and not the weights; run `git lfs pull` where it lies")
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < _LONGEST_HEADER:
+    if start[8:9] == b"{":  # the header, after its length
         return _read_safetensors(file)
     if start.startswith((_ZIP, _PICKLE)):
         return _unwrap(file, _read_pickle(file))
@@ -172,7 +171,7 @@ def _read_safetensors(file: Path) -> Weights:
             said = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
     except Exception as error:  # the errors of a reader on a damaged file are not documented
-        raise UserError(f"{file} is damaged or cut off ({_first_sentence(error)}); copy or fetch it again") from None
+        raise UserError(f"{file} is damaged or cut off ({first_line(error)}); copy or fetch it again") from None
     try:
         about = json.loads(said.get(_KEY, "{}"))
     except (ValueError, RecursionError):
@@ -196,7 +195,7 @@ def _read_pickle(file: Path) -> object:
                 f"{file} is an archive without a state dict, as a .pt2 is, of which nothing is read; give a "
                 ".safetensors file, a .pth of a state dict, or a run"
             ) from None
-        reason = "" if isinstance(error, UnpicklingError) else f" ({_first_sentence(error)})"
+        reason = "" if isinstance(error, UnpicklingError) else f" ({first_line(error)})"
         raise UserError(f"{file} is damaged, or no state dict{reason}; copy or fetch it again") from None
 
 
@@ -238,19 +237,15 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_plain(name): tensor for name, tensor in tensors.items() if name != "n_averaged"}
 
 
-def _blank(model: schema.Model, classes: int) -> nn.Module:
-    """Return the network without memory for its weights."""
+def _expected(model: schema.Model, classes: int) -> dict[str, Tensor]:
+    """Return the network's tensors by their plain names, without memory where that can be had."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of each tensor that a network of a user's loads while it is made
-            return build_model(model, classes)
+            network = build_model(model, classes)
     except Exception:  # a network defined elsewhere may compute with values while it is made
-        return build_model(model, classes)
-
-
-def _expected(model: schema.Model, classes: int) -> dict[str, Tensor]:
-    """Return the network's tensors by their plain names, without memory where that can be had."""
-    return _plain_names(_blank(model, classes).state_dict(keep_vars=True))
+        network = build_model(model, classes)
+    return _plain_names(network.state_dict(keep_vars=True))
 
 
 def _head(model: schema.Model) -> dict[str, int]:
@@ -284,7 +279,3 @@ def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[
     more = f" and {len(wrong) - _LISTED} more do not fit" if len(wrong) > _LISTED else ""
     what = f"is not of the recipe's model {model.label}: {', '.join(listed)}{more}"
     return f"{weights.source} {what}; give weights of that model, or a recipe with theirs"
-
-
-def _first_sentence(error: Exception) -> str:
-    return first_line(error).partition(". ")[0]
