@@ -26,6 +26,7 @@ from imagenet_fast.bench.comm_volume import Count
 from imagenet_fast.bench.dataloaders import LoadingRate
 from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.pipeline import PipelineTime
+from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
 from imagenet_fast.plan.fastest import Way
@@ -52,8 +53,10 @@ SECTIONS = {
 ROWS: dict[str, type] = {
     "bench step": StepTime,
     "bench sync": EngineTime,
-    "bench sync --count": Count,
+    "bench count": Count,
     "bench collectives": AllReduceTime,
+    "bench published ladder": Rung,
+    "bench published batches": BatchRow,
     "bench pipeline": PipelineTime,
     "bench data": LoadingRate,
     "plan": Planned,
@@ -120,10 +123,11 @@ def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _attribute_docstrings(row: type) -> dict[str, str]:
-    """Return the strings that stand below the fields of a class."""
+    """Return the strings that stand below the fields of a dataclass and of those that it extends."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(row))).body
     assert isinstance(tree, ast.ClassDef)
-    return {
+    extended = _attribute_docstrings(row.__base__) if dataclasses.is_dataclass(row.__base__) else {}
+    return extended | {
         field.target.id: text.value.value
         for field, text in pairwise(tree.body)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.bench.netns import Host, enter, parse_rate, shaped_network
+from imagenet_fast.netlab.namespaces import Host, enter, parse_rate, shaped_network
 from tests.e2e.command import become_command
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000000, 0x1000, 0x4000, 0x40000

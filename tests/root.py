@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from imagenet_fast.bench.netns import shaped_network
 from imagenet_fast.errors import UserError
+from imagenet_fast.netlab.namespaces import shaped_network
 
 
 def require_root() -> None:

@@ -22,7 +22,7 @@ LAYERS = (
     {"launch"},
     {"training", "doctor", "plan"},
     {"parallel", "metrics"},
-    {"sync", "data", "models", "checkpoint"},
+    {"sync", "data", "models", "checkpoint", "netlab"},
     {"distributed", "cost_model"},
     {"recipe"},
     {"atomic_io", "units"},

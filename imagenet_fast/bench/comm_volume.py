@@ -10,21 +10,19 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
-from imagenet_fast.bench.forks import RankPool
-from imagenet_fast.bench.netns import parse_rate
-from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.errors import UserError
+from imagenet_fast.netlab.forks import RankPool
+from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
 from imagenet_fast.units import whole_numbers
-
-COUNTED = "lazy,dear,ring,hybrid,sparse"
 
 
 @dataclass(frozen=True)
@@ -114,9 +112,7 @@ def parse_ranks(text: str, ranks_per_node: int) -> list[int]:
     sizes = whole_numbers("--ranks", text, "8,64,512")
     for ranks in sizes:
         if ranks % ranks_per_node:
-            raise UserError(
-                f"--ranks {ranks} is no whole number of nodes of --ranks-per-node {ranks_per_node}; change one"
-            )
+            raise UserError(f"--ranks {ranks} is no whole number of nodes of --nproc {ranks_per_node}; change one")
     return sizes
 
 
@@ -133,9 +129,9 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel
 def _countable(settings: Sync) -> EngineSettings:
     """Return ``settings`` if its engine can be counted, else raise UserError."""
     if not settings.ours:
-        raise UserError(f"--sync {settings.kind} is torch's and its calls can't be counted; leave it out with --count")
+        raise UserError(f"--sync {settings.kind} is torch's and its calls can't be counted; leave it out")
     if settings.chooses:
-        raise UserError(f"--sync {settings.kind} becomes one of the other engines; with --count name those instead")
+        raise UserError(f"--sync {settings.kind} becomes one of the other engines; name those instead")
     return settings  # type: ignore[return-value]  # all others are
 
 
@@ -153,16 +149,16 @@ def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_nod
     by_rank: list[list[Call]] = []
     for rank in range(min(nodes, 2) * ranks_per_node):
         with fake_ranks(rank, ranks):
-            by_rank.append(CountedStep(profile, settings, ranks_per_node, link).noted())
+            by_rank.append(CountedStep(profile, settings, ranks_per_node, link).calls())
     busiest = max(range(len(by_rank)), key=lambda rank: (len(by_rank[rank]), _messages(by_rank[rank])))
     calls = by_rank[busiest]
     with fake_ranks(busiest, ranks):
-        step = CountedStep(profile, settings, ranks_per_node, link, noting=False)
+        step = CountedStep(profile, settings, ranks_per_node, link)
         kernels = step.kernels()
-        host_s, meta_s, update_s = step.host_s(calls, kernels)
+        host_s, meta_s, update_s = step.host_s(kernels)
         return Count(
             settings.kind, settings.wire, step.collective, profile.model, ranks, ranks_per_node,
-            len(calls), _messages(calls), min((size for call in calls for _, _, size in call.sent), default=None),
+            len(calls), _messages(calls), min((size for call in calls for _, _, size in call), default=None),
             len(kernels), 1e3 * host_s, 1e3 * meta_s, step.updates, 1e3 * update_s,
             max(_nic_bytes(by_rank, ranks_per_node)),
             2 * (nodes - 1) / nodes * step.averaged_bytes if nodes > 1 else 0.0,
@@ -170,7 +166,7 @@ def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_nod
 
 
 def _messages(calls: Sequence[Call]) -> int:
-    return sum(count for call in calls for _, count, _ in call.sent)
+    return sum(count for call in calls for _, count, _ in call)
 
 
 def _nic_bytes(by_rank: Sequence[Sequence[Call]], ranks_per_node: int) -> list[int]:
@@ -179,5 +175,5 @@ def _nic_bytes(by_rank: Sequence[Sequence[Call]], ranks_per_node: int) -> list[i
     for rank, calls in enumerate(by_rank):
         node = rank // ranks_per_node
         for call in calls:
-            leaving[node] += sum(count * size for to, count, size in call.sent if to // ranks_per_node != node)
+            leaving[node] += sum(count * size for to, count, size in call if to // ranks_per_node != node)
     return leaving

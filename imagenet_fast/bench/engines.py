@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -22,15 +20,16 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.collectives import averaging
-from imagenet_fast.bench.forks import report_progress
-from imagenet_fast.bench.hosts import run_on
-from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, time_repetitions
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
+from imagenet_fast.bench.rounds import measurement_bar
+from imagenet_fast.bench.rows import NetworkRow, column
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
-from imagenet_fast.distributed.cores import freeze_gc, usable_memory
-from imagenet_fast.errors import UserError
+from imagenet_fast.distributed.cores import freeze_gc
 from imagenet_fast.metrics.trace import Trace
+from imagenet_fast.netlab.forks import report_progress
+from imagenet_fast.netlab.ranks import Lab
+from imagenet_fast.netlab.timing import bytes_on_link, in_turns, time_repetitions
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
@@ -44,44 +43,37 @@ from imagenet_fast.sync.param_slot import slots_of
 from imagenet_fast.sync.quantization import PLAIN, is_coded
 from imagenet_fast.sync.topology import Topology
 
-ENGINES = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto"
-
 _LEARNING_STEPS = 7  # one to learn the order, five to watch, and one under the plan
-_RANK_BYTES = 10 * 2**20  # memory of an idle forked rank itself, measured with torch 2.15
 
 
 @dataclass(frozen=True)
-class EngineTime:
+class EngineTime(NetworkRow):
     """One engine's step: medians over the rounds.
 
     Times are in seconds per step. Bytes are per step and node: the mean over the nodes.
     """
 
-    engine: str
+    note = "vs DDP: DDP's time divided by the engine's. vs limit: the engine's time divided by the least possible."
+
+    engine: str = field(metadata=column("engine"))
     """Name of the engine."""
-    wire: Wire
+    wire: Wire = field(metadata=column("wire"))
     """Wire dtype."""
-    hosts: int
-    """Number of nodes."""
-    ranks_per_host: int
-    """Ranks on each node."""
-    rate: str | None
-    """Rate of each node's link, as given; None: the loopback interface."""
     scale: int
     """Factor by which tensors are smaller than in the model."""
     model: str
     """Layer profile that was replayed."""
-    step_s: float
+    step_s: float = field(metadata=column("", "s/step", ".3f"))
     """Step time."""
-    step_s_min: float
+    step_s_min: float = field(metadata=column("fastest", form=".3f"))
     """That of the fastest round."""
-    step_s_max: float
+    step_s_max: float = field(metadata=column("slowest", form=".3f"))
     """That of the slowest round."""
-    compute_s: float
+    compute_s: float = field(metadata=column("compute", form=".3f"))
     """Step time of the same model without any synchronisation."""
-    exposed_s: float
+    exposed_s: float = field(metadata=column("exposed", form=".3f"))
     """Exposed communication: ``step_s`` minus ``compute_s``."""
-    raw_s: float
+    raw_s: float = field(metadata=column("raw", form=".3f"))
     """Time of one all-reduce of as many elements of the wire dtype, with no other work: the fastest of all rounds.
 
     It is the backend's own all-reduce. If nodes have several ranks, it is our hierarchical one, because the backend
@@ -89,21 +81,26 @@ class EngineTime:
     """
     limit_s: float
     """Lower bound for such an engine, whatever its order of sends (see ``step_lower_bound``)."""
-    sent_bytes: int
+    sent_bytes: int = field(metadata=column("sent", "MB", ".1f"))
     """Bytes sent by all ranks of a node, by the engine's count; includes bytes sent inside the node."""
-    kernel_bytes: int | None
+    kernel_bytes: int | None = field(metadata=column("link", "MB", ".1f"))
     """Bytes sent by the node, by its link's counter; excludes bytes sent inside the node.
 
     None on the loopback interface, which all ranks share.
     """
     launches: float
     """Collectives that one rank starts per step."""
-    ratio_to_ddp: float
+    ratio_to_ddp: float = field(metadata=column("vs DDP", form=".2f"))
     """DDP's step time over ``step_s``, with the same wire dtype; DDP uses bf16 if that is int8 or fp8."""
-    ratio_to_limit: float
+    ratio_to_limit: float = field(metadata=column("vs limit", form=".3f"))
     """``step_s`` over ``limit_s``."""
-    predicted_s: float
+    predicted_s: float = field(metadata=column("predicted", form=".3f"))
     """Step time that the cost model predicts from the profile's times and the network measured beforehand."""
+
+    @property
+    def title(self) -> str:
+        """Describe what was replayed and where, such as ``1/4 of alexnet, 4 nodes of 2 ranks, 250mbit``."""
+        return f"{f'1/{self.scale} of ' if self.scale > 1 else ''}{self.model}, {self.network}"
 
 
 @dataclass(frozen=True)
@@ -159,9 +156,6 @@ _Blocks = dict[Sync | Declared | Wire | None, list[_Block]]
 Measured = Sync | tuple[str, Engine]
 """An engine to measure: settings from a recipe, or a name for its row and an engine."""
 
-Measure = Callable[[Profile, Sequence[Measured]], list[EngineTime]]
-"""``bench_sync`` on a given network."""
-
 
 def bench_sync(
     profile: Profile,
@@ -205,13 +199,16 @@ def bench_sync(
     chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
     wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.downscaled(scale)
-    _check_memory(small, len(chosen), hosts, ranks_per_host)
+    lab = Lab(hosts, ranks_per_host, rate)
+    lab.check_memory(
+        4 * small.elements * (2 + len(chosen)),  # the replay's, each engine's pool, the predictor's pool
+        f"{lab.ranks} ranks are as many processes, which", "free some, or ask for fewer ranks or smaller gradients",
+    )  # fmt: skip
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
-    ranks_each = hosts * ranks_per_host if rate is None else ranks_per_host
-    with shaped_network(hosts, parse_rate(rate)) if rate is not None else nullcontext() as network:
-        measured: list[tuple[_Blocks, dict[Sync | Declared, float]]] = run_on(
-            network, ranks_each, _measure, small, chosen, wires, rate is not None, rounds, steps, traces
+    with measurement_bar() as show:
+        measured: list[tuple[_Blocks, dict[Sync | Declared, float]]] = lab.run(
+            _measure, small, chosen, wires, rate is not None, rounds, steps, traces, show=show
         )
     by_rank = [blocks for blocks, _ in measured]
     predicted = measured[0][1]
@@ -232,7 +229,7 @@ def bench_sync(
             )
 
         return EngineTime(
-            settings.kind, wire, hosts, ranks_per_host, rate, scale, profile.model,
+            hosts, ranks_per_host, rate, settings.kind, wire, scale, profile.model,
             median(times), min(times), max(times), compute, median(times) - compute, raw, limit,
             round(over_ranks("sent_bytes") * ranks_per_host),
             round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
@@ -248,18 +245,6 @@ def _cast_for(wire: Wire) -> Cast:
     return "bf16" if wire == "int8" or wire == "fp8" else wire
 
 
-def _check_memory(profile: Profile, engines: int, hosts: int, ranks_per_host: int) -> None:
-    """Raise UserError if memory does not suffice for so many ranks; counts only the minimum of each rank."""
-    ranks = hosts * ranks_per_host
-    gradients = 4 * profile.elements * (2 + engines)  # the replay's, each engine's pool, the predictor's pool
-    needed, free = ranks * (_RANK_BYTES + gradients), usable_memory()
-    if needed > free:
-        raise UserError(
-            f"{ranks} ranks are as many processes, which take more than {needed / 2**30:.1f} GiB of memory, and "
-            f"{free / 2**30:.1f} are free; free some, or ask for fewer ranks or smaller gradients"
-        )
-
-
 def _measure(
     profile: Profile,
     engines: Sequence[Sync | Declared],
@@ -270,8 +255,7 @@ def _measure(
     traces: Path | None,
 ) -> tuple[_Blocks, dict[Sync | Declared, float]]:
     """Return this rank's blocks, and the cost model's prediction for every engine; every rank calls it."""
-    parts = len(engines) + rounds * (1 + len(wires) + len(engines))
-    report_progress("measuring the network", 0, parts)
+    report_progress("measuring the network", 0, len(engines))
     gradients = gradients_of(profile)
     topology = Topology(torch.device("cpu"))
     predicted = _predictions(profile, gradients, engines, topology)
@@ -283,7 +267,7 @@ def _measure(
             _raw_block, profile.elements * wire_dtype(wire).itemsize, wire_dtype(wire), topology
         )
     for number, settings in enumerate(engines):
-        report_progress(f"first steps of {settings.kind}", number, parts)
+        report_progress(f"first steps of {settings.kind}", number, len(engines))
         loop = _Loop(profile, gradients, settings, counted, topology)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
             predicted[settings] = chosen[0]
@@ -291,15 +275,12 @@ def _measure(
         if traces is not None:
             loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
     freeze_gc()
-    blocks: _Blocks = defaultdict(list)
-    for turn in range(rounds):
-        order = list(measurements)
-        begun = len(engines) + turn * len(order)
-        for number, key in enumerate(order[turn % len(order) :] + order[: turn % len(order)]):
-            report_progress(f"round {turn + 1} of {rounds}", begun + number, parts)
-            dist.barrier()
-            blocks[key].append(measurements[key]())
-    return dict(blocks), predicted
+
+    def measure(key: Sync | Declared | Wire | None) -> _Block:
+        dist.barrier()
+        return measurements[key]()
+
+    return in_turns(list(measurements), rounds, measure, report_progress), predicted
 
 
 def _predictions(
@@ -338,7 +319,7 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
     wire = PLAIN if is_coded(wire) else wire  # no backend can sum codes
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     once = averaging("native" if topology.layout.row == 1 else "hierarchical", message, topology)
-    return _Block(min(time_repetitions(once, 1, dist.barrier, warm_up=False)[0] for _ in range(3)))
+    return _Block(min(time_repetitions(once, 1, dist.barrier, warm_up=False).latency_s for _ in range(3)))
 
 
 class _Loop:
@@ -375,7 +356,7 @@ class _Loop:
 
     def block(self, steps: int) -> _Block:
         """Run a warm-up step and ``steps`` timed steps; bytes and launches are means over all of them."""
-        before = sent_bytes() if self._counted else 0
+        before = bytes_on_link(self._counted)
         dist.barrier()  # the node's ranks share the counter: none sends before all have read it
         stats = [self._step()]
         begun = time.perf_counter()
@@ -386,7 +367,7 @@ class _Loop:
         return _Block(
             seconds / steps,
             fmean(s.sent_bytes for s in stats),
-            (sent_bytes() - before) / len(stats) if self._counted else 0,
+            (bytes_on_link(self._counted) - before) / len(stats),
             fmean(s.launches for s in stats),
         )
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo  # else the first meta operation imports it, in every process
@@ -45,6 +45,7 @@ from imagenet_fast.training.optimizers import LARS
 Kernel = Callable[[], object]
 """A tensor operation with its arguments bound."""
 
+Result = TypeVar("Result")
 _META = torch.device("meta")
 _WARM_STEPS, _STEPS = 4, 20  # after _WARM_STEPS, layers' readers are known and `sparse` is past its ramp
 
@@ -62,14 +63,16 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call of the backend: the operation, its ranks, and the bytes that this rank sends to each of them."""
+Call = tuple[tuple[int, int, int], ...]
+"""The messages that one backend call sends from this rank: (destination rank, number of messages, bytes of each)."""
 
-    operation: str
-    ranks: tuple[int, ...]
-    sent: tuple[tuple[int, int, int], ...]
-    """The messages as (destination rank, number of messages, bytes of each)."""
+
+@dataclass
+class _Calls:
+    """The backend calls of a step, and the CPU seconds that they took."""
+
+    made: list[Call] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 class CountedStep:
@@ -78,9 +81,7 @@ class CountedStep:
     Gradients are passed to the hooks without autograd, in the pool's order.
     """
 
-    def __init__(
-        self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: LinkModel, noting: bool = True
-    ) -> None:
+    def __init__(self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: LinkModel) -> None:
         """Attach the engine and run its warm-up steps, inside ``fake_ranks``.
 
         Args:
@@ -88,13 +89,12 @@ class CountedStep:
             settings: The engine.
             ranks_per_node: Ranks in each node.
             link: Assumed cost of a message.
-            noting: Whether to record backend calls; recording would add to the time measured by ``host_s``.
         """
         self._model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
         self._alone = nn.Sequential(*(_Layer(layer) for layer in profile.layers))  # without a pool
         self._gradients = {p: torch.empty_like(p) for p in [*self._model.parameters(), *self._alone.parameters()]}
         self._x = torch.zeros(1)
-        self._calls: list[Call] = []
+        self._calls = _Calls()
         self.updates = 0
         """Number of the optimizer's updates in the last step; a deferring engine updates what came together at once."""
         self._update_s = 0.0  # their CPU time in the last step
@@ -105,19 +105,19 @@ class CountedStep:
         vectors = [scalar for param, scalar in self._scalar.items() if param.dim() <= 1]
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "trust_coefficient": 0.0}]
         self._lars = LARS(groups, lr=0.1)
-        noted = _CountedTopology(ranks_per_node, self._calls if noting else None)
+        counted = _CountedTopology(ranks_per_node, self._calls)
         self._travelling = settings.values_sent
         wire = wire_dtype(settings.wire)
-        self._wire = wire_for(torch.float32, wire, noted)
+        self._wire = wire_for(torch.float32, wire, counted)
         declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
-        network = NetworkProbe(noted, self._wire, link)
+        network = NetworkProbe(counted, self._wire, link)
 
         def engine(gradients: GradientBuffer) -> SyncEngine:
             if isinstance(settings, SparseSync):
                 return _Spread(settings, gradients, wire)
             return Scheduler(declaration, gradients, network, timing_of(profile, self._model, gradients.slots))
 
-        self._pool = GradientPool(self._model, engine, topology=noted)
+        self._pool = GradientPool(self._model, engine, topology=counted)
         self._pool.order.fix()  # ranks without values can't agree on another one
         model = step_model(declaration, self._pool.gradients, self._wire, network)
         timing = timing_of(profile, self._model, self._pool.slots)
@@ -129,11 +129,10 @@ class CountedStep:
         for _ in range(_WARM_STEPS):
             self._run()
 
-    def noted(self) -> list[Call]:
+    def calls(self) -> list[Call]:
         """Run one step and return its backend calls."""
-        self._calls.clear()
         self._run()
-        return list(self._calls)
+        return self._calls.made
 
     def kernels(self) -> list[Kernel]:
         """Run one step and return its tensor operations, which can be called again."""
@@ -142,25 +141,22 @@ class CountedStep:
             self._run()
         return kernels.seen
 
-    def host_s(self, calls: Sequence[Call], kernels: Sequence[Kernel]) -> tuple[float, float, float]:
+    def host_s(self, kernels: Sequence[Kernel]) -> tuple[float, float, float]:
         """Measure the CPU time of a step, without its backend calls and the optimizer's updates.
 
         Args:
-            calls: The step's backend calls; their own time is subtracted.
             kernels: The step's tensor operations.
 
         Returns:
             CPU seconds of a step, the part of them that the kernels take by themselves, and those of the updates.
         """
-        again = [_repeat(call) for call in calls]
         rows = []
         for _ in range(_STEPS):
-            calling = _seconds(lambda: [call() for call in again])
             standing_in = _seconds(lambda: [kernel() for kernel in kernels])
-            running = _seconds(self._run)
-            rows.append((running - self._update_s, _seconds(self._run_alone), calling, standing_in, self._update_s))
-        running_s, alone_s, calling_s, meta_s, update_s = (min(column) for column in zip(*rows, strict=True))
-        return running_s - alone_s - calling_s, meta_s, update_s
+            running = _seconds(self._run) - self._update_s - self._calls.seconds
+            rows.append((running, _seconds(self._run_alone), standing_in, self._update_s))
+        running_s, alone_s, meta_s, update_s = (min(column) for column in zip(*rows, strict=True))
+        return running_s - alone_s, meta_s, update_s
 
     @property
     def averaged_bytes(self) -> int:
@@ -175,6 +171,7 @@ class CountedStep:
     def _run(self) -> None:
         """Run one step without autograd, from the update of the step before, if it was deferred."""
         self.updates, self._update_s = 0, 0.0
+        self._calls.made, self._calls.seconds = [], 0.0
         self._pool.zero_grad()
         self._model(self._x)
         for slot in self._pool.slots:
@@ -239,9 +236,9 @@ class _Spread(Sparse):
 
 
 class _CountedTopology(Topology):
-    """A topology of all ranks whose streams record their calls in ``calls``; None records nothing."""
+    """A topology of all ranks whose streams record their calls."""
 
-    def __init__(self, ranks_per_node: int, calls: list[Call] | None) -> None:
+    def __init__(self, ranks_per_node: int, calls: _Calls) -> None:
         super().__init__(_META, ranks_per_node=ranks_per_node)
         self._calls = calls
 
@@ -252,7 +249,7 @@ class _CountedTopology(Topology):
 class _CountedStream(CommStream):
     """A stream of the meta device, on which operations are done at once."""
 
-    def __init__(self, ranks: tuple[int, ...], calls: list[Call] | None) -> None:
+    def __init__(self, ranks: tuple[int, ...], calls: _Calls) -> None:
         super().__init__(_META, ranks)
         self._calls = calls
 
@@ -264,35 +261,36 @@ class _CountedStream(CommStream):
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
     ) -> Work | None:
-        if self._calls is not None:
-            parts = leaving or [values.numel() // self.size] * self.size
-            sent = {rank: n * values.element_size() for rank, n in zip(self.ranks, parts, strict=True)}
-            del sent[self.ranks[self.place]]
-            self._calls.append(Call("all_to_all", self.ranks, tuple((rank, 1, n) for rank, n in sent.items() if n)))
-        return super().all_to_all(arrived, values, arriving, leaving)
+        parts = leaving or [values.numel() // self.size] * self.size
+        sent = {rank: n * values.element_size() for rank, n in zip(self.ranks, parts, strict=True) if n}
+        sent.pop(self.ranks[self.place], None)
+        messages = ((rank, 1, size) for rank, size in sent.items())
+        return self._call(messages, super().all_to_all, arrived, values, arriving, leaving)
 
     def all_gather(self, values: Tensor, direct: bool = False) -> Work | None:
-        self._record_ring("all_gather", self.size - 1, values)
-        return super().all_gather(values, direct)
+        return self._call(self._ring(self.size - 1, values), super().all_gather, values, direct)
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
-        self._record_ring("reduce_scatter", self.size - 1, values)
-        return super().reduce_scatter(values)
+        return self._call(self._ring(self.size - 1, values), super().reduce_scatter, values)
 
     def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
-        self._record_ring("all_reduce", 2 * (self.size - 1), values)
-        return super().all_reduce(values, mean)
+        return self._call(self._ring(2 * (self.size - 1), values), super().all_reduce, values, mean)
 
     def exchange(self, leaving: Sequence[tuple[int, Tensor]], arriving: Sequence[tuple[int, Tensor]]) -> None:
-        if self._calls is not None:
-            sent = tuple((self.ranks[peer], 1, values.nbytes) for peer, values in leaving)
-            self._calls.append(Call("exchange", self.ranks, sent))
-        super().exchange(leaving, arriving)
+        messages = ((self.ranks[peer], 1, values.nbytes) for peer, values in leaving)
+        self._call(messages, super().exchange, leaving, arriving)
 
-    def _record_ring(self, operation: str, hops: int, values: Tensor) -> None:
-        if self._calls is not None:
-            after = self.ranks[(self.place + 1) % self.size]
-            self._calls.append(Call(operation, self.ranks, ((after, hops, values.nbytes // self.size),)))
+    def _ring(self, hops: int, values: Tensor) -> Call:
+        """Return the messages of a ring: all of them go to the next rank."""
+        return ((self.ranks[(self.place + 1) % self.size], hops, values.nbytes // self.size),)
+
+    def _call(self, messages: Iterable[tuple[int, int, int]], call: Callable[..., Result], *arguments: Any) -> Result:
+        """Make a backend call, and record its messages and its time; the time of recording counts as the call's."""
+        begun = time.thread_time()
+        self._calls.made.append(tuple(messages))
+        result = call(*arguments)
+        self._calls.seconds += time.thread_time() - begun
+        return result
 
 
 def _return_at_once() -> None:
@@ -316,49 +314,6 @@ class _Kernels(TorchDispatchMode):
             if any(isinstance(leaf, Tensor) and leaf.device == _META for leaf in leaves):
                 self.seen.append(again)
         return result
-
-
-def _repeat(call: Call) -> Callable[[], object]:
-    """Return a function that makes the same backend call by itself."""
-    group = dist.new_group(list(call.ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "this rank is a member"
-    ranks = len(call.ranks)
-    own = call.ranks.index(dist.get_rank())
-
-    def bytes_(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=_META)
-
-    match call.operation:
-        case "all_to_all":
-            sizes = {to: size for to, _, size in call.sent}
-            parts = [sizes.get(rank, 0) for rank in call.ranks]
-            even = len(sizes) == ranks - 1 and len(set(sizes.values())) == 1
-            parts[own] = parts[own - 1] if even else 0
-            leaving, arriving = bytes_(sum(parts)), bytes_(sum(parts))
-            cuts = None if even else parts
-            return lambda: dist.all_to_all_single(arriving, leaving, cuts, cuts, group, async_op=True)
-        case "exchange":
-            leaves = [(to, bytes_(size)) for to, _, size in call.sent]
-            arrives = leaves or [(call.ranks[own - 1], bytes_(1))]
-
-            def exchange() -> None:
-                operations = [dist.P2POp(dist.irecv, t, peer, group) for peer, t in arrives]
-                operations += [dist.P2POp(dist.isend, t, peer, group) for peer, t in leaves]
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-
-            return exchange
-        case operation:
-            ((_, _, size),) = call.sent
-            whole = bytes_(size * ranks)
-            part = whole.view(ranks, -1)[own]
-            match operation:
-                case "all_gather":
-                    return lambda: dist.all_gather_into_tensor(whole, part, group, async_op=True)
-                case "reduce_scatter":
-                    return lambda: dist.reduce_scatter_tensor(part, whole, dist.ReduceOp.AVG, group, async_op=True)
-                case _:
-                    return lambda: dist.all_reduce(whole, group=group, async_op=True)
 
 
 def _seconds(act: Callable[[], object]) -> float:

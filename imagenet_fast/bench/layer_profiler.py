@@ -9,7 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.data_config import SyntheticData

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from imagenet_fast.bench.forks import report_progress
-from imagenet_fast.bench.hosts import on_gpus, run_on
 from imagenet_fast.bench.layer_profiler import model_and_batch, record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
+from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
@@ -33,6 +32,8 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import linear_partition, segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
+from imagenet_fast.netlab.forks import report_progress
+from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.batching import Batching, check_norms
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
@@ -152,9 +153,10 @@ def bench_pipeline(
     gpus = on_gpus(device, stages, "stages", "--stages")
     where = torch.device("cuda", 0) if gpus else torch.device("cpu")
     profile = shipped_profile(recipe.model.kind) or record_profile(recipe, where, _RECORDED_STEPS)
-    by_rank: list[list[_Measured]] = run_on(
-        None, stages, _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus
-    )
+    with measurement_bar() as show:
+        by_rank: list[list[_Measured]] = Lab(1, stages).run(
+            _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus, show=show
+        )
     return [
         _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
     ]

@@ -1,13 +1,24 @@
-"""Plots of past runs, and what every plot begins with."""
+"""Plots of past runs and of the rows of benchmarks, and what every plot begins with."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun, distinct_names
 from imagenet_fast.metrics.run_result import target_metric
+from imagenet_fast.units import size_text
+
+if TYPE_CHECKING:
+    from imagenet_fast.bench.collectives import AllReduceTime
+    from imagenet_fast.bench.dataloaders import LoadingRate
+    from imagenet_fast.bench.engines import EngineTime
+    from imagenet_fast.bench.pipeline import PipelineTime
+    from imagenet_fast.bench.published import BatchRow, Rung
+
+_COMPUTE_COLOUR, _EXPOSED_COLOUR = "#4c72b0", "#dd8452"
 
 
 def new_figure(png: Path, width: float, height: float) -> Any:
@@ -54,3 +65,131 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
         axes.set_xlim(left=0)
     accuracy.legend(loc="lower right", frameon=False, fontsize=8)
     figure.savefig(png)
+
+
+def draw_sync(times: Sequence[EngineTime], figure: Any) -> None:
+    """Draw one bar per engine."""
+    _draw_steps([(f"{t.engine}, {t.wire}", f"{t.step_s:.2f} s", t) for t in times], times[0].title, figure)
+
+
+def draw_ladder(rungs: Sequence[Rung], figure: Any) -> None:
+    """Draw one bar per step, with the gain of the step."""
+    gains = ["" if rung.gain is None else f", {rung.gain:.2f} times" for rung in rungs]
+    bars = [(rung.step, f"{rung.time.step_s:.2f} s{gain}", rung.time) for rung, gain in zip(rungs, gains, strict=True)]
+    _draw_steps(bars, rungs[0].title, figure)
+
+
+def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
+    """Draw bars for DDP and hybrid at each batch size, with the gain."""
+    bars = []
+    for row in rows:
+        bars.append((f"batch {row.batch}, ddp", f"{row.ddp.step_s:.2f} s", row.ddp))
+        bars.append((f"batch {row.batch}, hybrid", f"{row.hybrid.step_s:.2f} s, {-row.gain:+.0%}", row.hybrid))
+    _draw_steps(bars, rows[0].title, figure)
+
+
+def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure: Any) -> None:
+    """Draw a bar per name and note: compute, exposed communication, a mark at the limit, and the note at its end."""
+    axes = figure.subplots()
+    names, notes, times = zip(*bars, strict=True)
+    compute = [t.compute_s for t in times]
+    axes.barh(names, compute, color=_COMPUTE_COLOUR, label="compute")
+    exposed = [max(0.0, t.exposed_s) for t in times]
+    axes.barh(names, exposed, left=compute, color=_EXPOSED_COLOUR, label="exposed communication")
+    for row, (t, note) in enumerate(zip(times, notes, strict=True)):
+        axes.plot([t.limit_s] * 2, [row - 0.4, row + 0.4], color="black", label=None if row else "limit of its kind")
+        beyond = (max(t.step_s, t.limit_s), row)
+        axes.annotate(note, beyond, xytext=(4, 0), textcoords="offset points", va="center")
+    axes.invert_yaxis()
+    axes.margins(x=0.08 + 0.007 * max(map(len, notes)))
+    axes.set(xlabel="seconds a step")
+    axes.set_title(title, fontsize=9)
+    _finish(figure)
+
+
+def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
+    """Plot latency and link utilisation over message size.
+
+    If a row has no utilisation, plot bus bandwidth instead.
+    """
+    latency, use = figure.subplots(1, 2)
+    shared = all(row.utilisation is not None for row in rows)
+    sizes = sorted({row.bytes for row in rows})
+    for place, (name, backend) in enumerate(dict.fromkeys((row.collective, row.backend) for row in rows)):
+        own = [row for row in rows if (row.collective, row.backend) == (name, backend)]
+        style = {"color": f"C{place}", "marker": "osD^vP*X"[place % 8], "markersize": 4, "linewidth": 1.4}
+        label = f"{backend}'s own" if name in ("native", "mpi") else name.replace("_", " ")
+        at = [row.bytes for row in own]
+        latency.plot(at, [1e3 * row.latency_s for row in own], label=label, **style)
+        use.plot(at, [100 * (row.utilisation or 0) if shared else row.bus_bandwidth / 1e6 for row in own], **style)
+    for axes in (latency, use):
+        axes.set_xscale("log", base=2)
+        ticks = sizes[:: -(-len(sizes) // 8)]
+        axes.set_xticks(ticks, [size_text(size) for size in ticks], rotation=45, ha="right")
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.set(xlabel="message")
+    latency.set_yscale("log")
+    latency.set(ylabel="milliseconds an all-reduce")
+    use.set(ylabel="% of the link's rate" if shared else "bus bandwidth, MB/s")
+    use.set_ylim(0, max(100.0, use.get_ylim()[1]) if shared else None)
+    figure.suptitle(rows[0].title, fontsize=9)
+    _finish(figure, columns=4)
+
+
+def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
+    """Draw the timeline of one step for each schedule.
+
+    It has one line per rank, with forward passes, backward passes and idle time. Of each schedule it is the row with
+    two micro-batches per rank, or the nearest.
+    """
+    schedules = dict.fromkeys(row.schedule for row in rows)
+    panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, schedule in zip(panels, schedules, strict=True):
+        own = [row for row in rows if row.schedule == schedule]
+        _draw_timeline(min(own, key=lambda row: abs(row.micro_batches - 2 * row.stages)), axes)
+    panels[-1].set(xlabel="seconds")
+    figure.suptitle(rows[0].title, fontsize=9)
+    _finish(figure)
+
+
+def _draw_timeline(row: PipelineTime, axes: Any) -> None:
+    """Draw the passes of each rank, labelled with the numbers of its stages, from 1."""
+    ranks = range(row.stages)
+    axes.barh(ranks, [row.step_s] * row.stages, 0.8, color="#e8e8e8", label="idle")
+    for which, colour in (("forward", _COMPUTE_COLOUR), ("backward", _EXPOSED_COLOUR)):
+        for rank in ranks:
+            own = [busy for busy in row.timeline if busy.which == which and busy.stage % row.stages == rank]
+            shades = [(colour, 1.0 if busy.stage < row.stages else 0.6) for busy in own]  # later stages are paler
+            axes.broken_barh(
+                [(busy.begin_s, busy.end_s - busy.begin_s) for busy in own], (rank - 0.4, 0.8),
+                facecolors=shades, edgecolor="white", linewidth=0.5, label=None if rank else which,
+            )  # fmt: skip
+    stages = [sorted({busy.stage + 1 for busy in row.timeline if busy.stage % row.stages == rank}) for rank in ranks]
+    axes.set_yticks(ranks, [f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}" for own in stages])
+    axes.invert_yaxis()
+    bubble = f"bubble {row.bubble:.2f}, by the formula {row.expected_bubble:.2f}"
+    axes.set_title(f"{row.schedule}, {row.micro_batches} micro-batches: {bubble}", fontsize=9, loc="left")
+
+
+def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
+    """Draw one bar per loader, with an error bar from its slowest to its fastest round."""
+    axes = figure.subplots()
+    there = [rate for rate in reversed(rates) if rate.images_per_s]
+    typical = [rate.images_per_s or 0.0 for rate in there]
+    below = [(rate.images_per_s or 0.0) - (rate.slowest or 0.0) for rate in there]
+    above = [(rate.fastest or 0.0) - (rate.images_per_s or 0.0) for rate in there]
+    colours = ["tab:blue" if rate.loader in ("folder", "dali") else "tab:gray" for rate in there]
+    bars = axes.barh([rate.loader for rate in there], typical, xerr=(below, above), color=colours, ecolor="black")
+    axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
+    axes.set(xlabel="images a second", title=rates[0].title)
+    _finish(figure, columns=0)
+
+
+def _finish(figure: Any, columns: int = 3) -> None:
+    """Hide the top and right spines, and put the first axes' legend below, in ``columns``; 0: no legend."""
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+    if columns:
+        shown = figure.axes[0].get_legend_handles_labels()
+        figure.legend(*shown, loc="outside lower center", ncols=columns, frameon=False)

@@ -34,6 +34,25 @@ class Row:
 
 
 @dataclass(frozen=True)
+class NetworkRow(Row):
+    """A row that was measured between ranks, with the place first."""
+
+    hosts: int
+    """Number of nodes."""
+    ranks_per_host: int
+    """Ranks on each node."""
+    rate: str | None
+    """Rate of each node's link, as given; None: the loopback interface."""
+
+    @property
+    def network(self) -> str:
+        """The place in words, such as ``4 nodes of 2 ranks, 250mbit``."""
+        hosts = f"{self.hosts} node{'s' if self.hosts > 1 else ''}"
+        ranks = f" of {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        return f"{hosts}{ranks}, {self.rate or 'loopback'}"
+
+
+@dataclass(frozen=True)
 class Column:
     """A column: the path of the field, the heading, the unit in which it is shown, and the format."""
 
@@ -71,9 +90,9 @@ def column(heading: str, unit: str = "", form: str = "") -> dict[str, Any]:
     return {"heading": heading, "unit": unit, "form": form}
 
 
-def columns_of(*names: str) -> dict[str, Any]:
-    """Return the metadata of a field that holds a row, of which these fields are columns."""
-    return {"names": names}
+def columns_of(*names: str, heading: str = "") -> dict[str, Any]:
+    """Return the metadata of a field that holds a row, of which these fields are columns, with ``heading`` before."""
+    return {"names": names, "of": heading}
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -102,6 +121,6 @@ def _columns(row: Row, path: str = "", heading: str = "", names: Sequence[str] =
     for field in fields(row):
         match dict(field.metadata):
             case {"heading": str(own), "unit": str(unit), "form": str(form)} if not names or field.name in names:
-                yield Column(path + field.name, f"{heading}{own}", unit, form)
-            case {"names": inner}:
-                yield from _columns(getattr(row, field.name), f"{field.name}.", f"{field.name} ", inner)
+                yield Column(path + field.name, f"{heading} {own}".strip(), unit, form)
+            case {"names": inner, "of": of}:
+                yield from _columns(getattr(row, field.name), f"{field.name}.", of, inner)

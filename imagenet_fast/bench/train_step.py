@@ -193,7 +193,7 @@ def bench_step(
                 root = Path(resources.enter_context(TemporaryDirectory(prefix="bench-step-")))
                 saving = resources.enter_context(closing(Saving(variant, world, take_step.state, root)))
                 loops[name + _SAVED] = _our_loop(take_step, variant, world, saving)
-        warmups = in_rounds(list(loops), 1, lambda name: loops[name].block(_WARMUP_STEPS)[1], "first steps")
+        warmups = in_rounds(list(loops), 1, lambda name: loops[name].block(_WARMUP_STEPS)[1])
         blocks = in_rounds(list(loops), rounds, lambda name: loops[name].block(steps))
     times = {name: [block_s / steps for _, block_s in of_loop] for name, of_loop in blocks.items()}
 

@@ -11,11 +11,17 @@ from typer.models import CommandFunctionType
 
 from imagenet_fast.errors import warn
 
+_LAB = {"--hosts": "--nodes", "--ranks-per-host": "--nproc"}
 RENAMED: dict[str, dict[str, str]] = {
-    "compare": {"--hosts": "--nproc"},
+    "compare": {"--hosts": "--nproc"}, "sync": _LAB, "collectives": _LAB, "ladder": _LAB, "batches": _LAB,
+    "count": {"--ranks-per-node": "--nproc"},
     "plan": {"--rows": "rows", "--validate": "validate"},
-}
+}  # fmt: skip
 """By command: options that have another name now. The old one is read with a warning until the next version."""
+MODES: dict[str, dict[str, str]] = {
+    "sync": {"--count": "count", "--ladder": "published ladder", "--batches": "published batches --batches"}
+}
+"""By command: options that are commands of their own now, read with a warning likewise."""
 
 
 class Command(TyperCommand):
@@ -38,6 +44,18 @@ class Command(TyperCommand):
 
 class Group(TyperGroup):
     """A group of commands."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that ``args`` begin with; an option that was a mode of it may stand for another."""
+        for place, word in enumerate(args):
+            option = word.partition("=")[0]
+            if (new := MODES.get(args[0], {}).get(option)) is not None:
+                command, again, _ = new.partition(" --")
+                old = f"{ctx.info_name} {args[0]} {option}"
+                warn(f"{old} is now {ctx.info_name} {command}; the old form is read until the next version")
+                args = [*command.split(), *args[1:place], *([word] if again else []), *args[place + 1 :]]
+                break
+        return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -14,8 +13,61 @@ from imagenet_fast.cli.app import App
 from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, listed, names
 
+if TYPE_CHECKING:
+    from imagenet_fast.cost_model.layer_profile import Profile
+
 bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
 
+published_app = App(help="Measure here what papers compare.", no_args_is_help=True)
+bench_app.add_typer(published_app, name="published")
+
+ProfileOption = Annotated[
+    str,
+    typer.Option(
+        "--model",
+        metavar="NAME|FILE|random:SEED",
+        help="Layer profile: alexnet, resnet50, a .json file of `bench profile`, or a random network.",
+    ),
+]
+LabNodesOption = Annotated[
+    int,
+    typer.Option("--nodes", min=1, help="Number of nodes. With --rate each has its own link; else all are this node."),
+]
+LabNprocOption = Annotated[
+    int, typer.Option("--nproc", min=1, help="Ranks on each node, connected by its loopback interface.")
+]
+RateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATE", help="Rate of each node's link, such as 250mbit (Linux, root). Default: loopback, no limit."
+    ),
+]
+ScaleOption = Annotated[int, typer.Option(min=1, help="Shrink each gradient to 1/N of its size.")]
+ComputeOption = Annotated[
+    float | None, typer.Option(min=0, help="Compute time of a replayed step in seconds. Default: the profile's.")
+]
+WireOption = Annotated[
+    Literal["fp32", "bf16", "fp16"],
+    typer.Option(help="Wire dtype. For int8 or fp8 name engines, as lazy:int8."),
+]
+EngineKeysOption = Annotated[
+    list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="Change a key of an engine. Can be repeated.")
+]
+SizesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="A,B..C:N",
+        help="Message sizes in bytes; K, M and G are powers of 1024. B..C is a range that doubles, or grows by N.",
+    ),
+]
+DeviceOption = Annotated[
+    Literal["cpu", "cuda"] | None,
+    typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda if there is a GPU for each rank."),
+]
+StepsOption = Annotated[int, typer.Option(min=1, help="Timed steps of each engine in a round.")]
+SecondsOption = Annotated[
+    float, typer.Option(min=0, help="Time for each all-reduce in a round; it is repeated 200 times at most.")
+]
 ModelOption = Annotated[Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"], typer.Option(help="Model.")]
 ImageSizeOption = Annotated[int, typer.Option(min=16, help="Side of the images in pixels.")]
 BatchOption = Annotated[int, typer.Option(min=1, help="Images in a batch.")]
@@ -73,75 +125,24 @@ def bench_step(
 
 @bench_app.command("sync")
 def bench_sync(
-    context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            metavar="NAME|FILE|random:SEED",
-            help="Layer profile to replay: alexnet, resnet50, a .json file of `bench profile`, or a random network.",
-        ),
-    ] = "alexnet",
-    hosts: Annotated[
-        int,
-        typer.Option(min=1, help="Number of hosts. With --rate each has its own link; otherwise all are this node."),
-    ] = 4,
-    ranks_per_host: Annotated[
-        int, typer.Option(min=1, help="Ranks on each host, connected by its loopback interface.")
-    ] = 1,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Rate of each host's link, such as 250mbit (Linux, root). Default: loopback, no limit."
-        ),
-    ] = None,
-    scale: Annotated[int, typer.Option(min=1, help="Shrink each gradient to 1/N of its size.")] = 1,
-    compute: Annotated[
-        float | None, typer.Option(min=0, help="Compute time of a replayed step in seconds. Default: the profile's.")
-    ] = None,
+    model: ProfileOption = "alexnet",
+    nodes: LabNodesOption = 4,
+    nproc: LabNprocOption = 1,
+    rate: RateOption = None,
+    scale: ScaleOption = 1,
+    compute: ComputeOption = None,
     sync: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Engines to measure. NAME:WIRE sets the wire dtype of one. Default: all but powersgd; with --count: "
-            "lazy, dear, ring, hybrid and sparse.",
-        ),
-    ] = None,
-    wire: Annotated[
-        str,
-        typer.Option(help="Wire dtype: fp32, bf16 or fp16. For int8 or fp8 name engines, as lazy:int8."),
-    ] = "bf16",
-    overrides: Annotated[
-        list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="Change a key of an engine. Can be repeated.")
-    ] = [],  # noqa: B006
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; each measures everything once.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each engine in a round.")] = 2,
+        str, typer.Option(metavar="A,B", help="Engines to measure. NAME:WIRE sets the wire dtype of one.")
+    ] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto",
+    wire: WireOption = "bf16",
+    overrides: EngineKeysOption = [],  # noqa: B006
+    rounds: RoundsOption = 5,
+    steps: StepsOption = 2,
     json_file: JsonOption = None,
     png: PngOption = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Write a timeline of each engine to this directory, for ui.perfetto.dev."),
-    ] = None,
-    count: Annotated[
-        bool,
-        typer.Option("--count", help="Count the messages of a step instead of sending them, for any number of ranks."),
-    ] = False,
-    ranks: Annotated[str, typer.Option(metavar="N,M", help="With --count: total numbers of ranks.")] = "8,64,512",
-    ranks_per_node: Annotated[
-        int, typer.Option(min=1, help="With --count: ranks on each node. They share one link.")
-    ] = 8,
-    link: Annotated[
-        str, typer.Option(metavar="RATE", help="With --count: rate of each node's link, by which engines plan.")
-    ] = "56gbit",
-    ladder: Annotated[
-        bool, typer.Option("--ladder", help="Measure what each technique of GradientFlow gains, added one by one.")
-    ] = False,
-    batches: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,M",
-            help="Compare DDP and hybrid at these batch sizes, such as 16,32,64,128. --compute is for the largest.",
-        ),
     ] = None,
 ) -> None:
     """Time a training step under each engine, beside DDP and the least time possible.
@@ -149,96 +150,150 @@ def bench_sync(
     The step is replayed from a layer profile: ranks sleep instead of computing,
     and send real gradients. All ranks run on this node, over its loopback
     interface or, with --rate, over a simulated network with links of that rate.
-    With --count nothing is sent; messages and bytes are only counted.
     """
-    from imagenet_fast.cost_model.layer_profile import load_profile
+    from imagenet_fast.bench.engines import bench_sync as measure
+    from imagenet_fast.bench.plots import draw_sync
     from imagenet_fast.recipe.load import parse_engines
 
-    profile = load_profile(model)
-    if compute is not None:
-        profile = profile.scaled_to(compute)
-    if count:
-        from imagenet_fast.bench.comm_volume import COUNTED, bench_count
-        from imagenet_fast.bench.rows import show
+    engines = parse_engines(sync, wire, overrides)
+    times = partial(
+        measure, _profile(model, compute), engines, nodes, nproc, rate, scale, rounds, steps, traces=trace
+    )  # fmt: skip
+    _show(times, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
 
-        measuring = (
-            "hosts", "ranks_per_host", "rate", "scale", "rounds", "steps", "png", "trace", "ladder", "batches"
-        )  # fmt: skip
-        refuse_beside(context, measuring, "measures a network, and --count does without one; leave one of them out")
-        engines = parse_engines(sync or COUNTED, wire, overrides)
-        show(bench_count(profile, engines, ranks, ranks_per_node, link), json_file)
-        return
-    from imagenet_fast.bench.engines import ENGINES
-    from imagenet_fast.bench.engines import bench_sync as measure_all
-    from imagenet_fast.bench.figures import draw_batches, draw_ladder, draw_sync
-    from imagenet_fast.bench.presets import bench_batches, bench_ladder
-    from imagenet_fast.bench.tables import batch_table, ladder_table, sync_table
-    from imagenet_fast.units import whole_numbers
 
-    refuse_beside(context, ("ranks", "ranks_per_node", "link"), "is for --count; add that, or give --hosts and --rate")
-    measure = partial(
-        measure_all, hosts=hosts, ranks_per_host=ranks_per_host, rate=rate, scale=scale, rounds=rounds, steps=steps
-    )
-    if ladder or batches is not None:
-        asked, own = ("--ladder", ("batches",)) if ladder else ("--batches", ())
-        reason = f"does not go with {asked}, which has engines of its own; leave one of them out"
-        refuse_beside(context, ("sync", "wire", "overrides", "trace", *own), reason)
-    if ladder:
-        _show_and_draw(partial(bench_ladder, profile, measure), ladder_table, draw_ladder, (9, 4), json_file, png)
-    elif batches is not None:
-        by_batch = partial(bench_batches, profile, whole_numbers("--batches", batches, "16,32,64,128"), measure)
-        _show_and_draw(by_batch, batch_table, draw_batches, (7, 4), json_file, png)
-    else:
-        engines = parse_engines(sync or ENGINES, wire, overrides)
-        by_engine = partial(measure, profile, engines, traces=trace)
-        _show_and_draw(by_engine, sync_table, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
+@bench_app.command("count")
+def bench_count(
+    model: ProfileOption = "alexnet",
+    ranks: Annotated[str, typer.Option(metavar="N,M", help="Total numbers of ranks.")] = "8,64,512",
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks on each node. They share one link.")] = 8,
+    link: Annotated[
+        str, typer.Option(metavar="RATE", help="Rate of each node's link, by which engines plan.")
+    ] = "56gbit",
+    compute: ComputeOption = None,
+    sync: Annotated[
+        str, typer.Option(metavar="A,B", help="Engines to count. NAME:WIRE sets the wire dtype of one.")
+    ] = "lazy,dear,ring,hybrid,sparse",
+    wire: WireOption = "bf16",
+    overrides: EngineKeysOption = [],  # noqa: B006
+    json_file: JsonOption = None,
+) -> None:
+    """Count the messages, bytes and launches of a step under each engine, for any number of ranks.
+
+    Nothing is sent, and nothing waits for the times of the layer profile.
+    """
+    from imagenet_fast.bench.comm_volume import bench_count as count
+    from imagenet_fast.bench.rows import show
+    from imagenet_fast.recipe.load import parse_engines
+
+    show(count(_profile(model, compute), parse_engines(sync, wire, overrides), ranks, nproc, link), json_file)
 
 
 @bench_app.command("collectives")
 def bench_collectives(
-    sizes: Annotated[
-        str,
-        typer.Option(
-            metavar="A,B..C:N",
-            help="Message sizes in bytes; K, M and G are powers of 1024. B..C is a range that doubles, or grows by N.",
-        ),
-    ] = "2KB..64MB",
+    sizes: SizesOption = "2KB..64MB",
     collectives: Annotated[
         str | None,
         typer.Option(
             metavar="A,B",
-            help="Collectives to time: native (the backend's own), ring, ..., mpi. Default: all that can run here.",
+            help="Collectives to time: native (the backend's own), ring, ... Default: all that can run here.",
         ),
     ] = None,
-    hosts: Annotated[
-        int,
-        typer.Option(min=1, help="Number of hosts. With --rate each has its own link; otherwise all are this node."),
-    ] = 4,
-    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Rate of each host's link, such as 250mbit (Linux, root). Default: loopback, no limit."
-        ),
-    ] = None,
-    wire: Annotated[str, typer.Option(help="Wire dtype: fp32, bf16 or fp16. MPI always sends fp32.")] = "fp32",
-    device: Annotated[
-        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda if there is a GPU for each rank.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; each measures everything once.")] = 3,
-    seconds: Annotated[
-        float, typer.Option(min=0, help="Time for each all-reduce in a round; it is repeated 200 times at most.")
-    ] = 0.4,
+    nodes: LabNodesOption = 4,
+    nproc: LabNprocOption = 1,
+    rate: RateOption = None,
+    wire: WireOption = "fp32",
+    device: DeviceOption = None,
+    rounds: RoundsOption = 3,
+    seconds: SecondsOption = 0.4,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Time all-reduces by message size: gloo, NCCL, MPI and our own."""
+    """Time all-reduces by message size: the backend's own, and our collectives."""
     from imagenet_fast.bench.collectives import bench_collectives as measure
-    from imagenet_fast.bench.figures import draw_bandwidth
-    from imagenet_fast.bench.tables import bandwidth_table
+    from imagenet_fast.bench.collectives import parse_collectives, parse_sizes
+    from imagenet_fast.bench.plots import draw_bandwidth
+    from imagenet_fast.netlab.ranks import Lab
 
-    times = partial(measure, sizes, collectives, hosts, ranks_per_host, rate, wire, device, rounds, seconds)
-    _show_and_draw(times, bandwidth_table, draw_bandwidth, (11, 5), json_file, png)
+    chosen = parse_sizes(sizes), parse_collectives(collectives)
+    times = partial(measure, Lab(nodes, nproc, rate), *chosen, wire, device, rounds, seconds)
+    _show(times, draw_bandwidth, (11, 5), json_file, png)
+
+
+@published_app.command("ladder")
+def bench_ladder(
+    model: ProfileOption = "alexnet",
+    nodes: LabNodesOption = 4,
+    nproc: LabNprocOption = 1,
+    rate: RateOption = None,
+    scale: ScaleOption = 1,
+    compute: ComputeOption = None,
+    rounds: RoundsOption = 5,
+    steps: StepsOption = 2,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Measure what each technique of GradientFlow gains, added one by one, and each of ours."""
+    from imagenet_fast.bench.engines import bench_sync as measure
+    from imagenet_fast.bench.plots import draw_ladder
+    from imagenet_fast.bench.published import bench_ladder
+
+    on = partial(
+        measure, hosts=nodes, ranks_per_host=nproc, rate=rate, scale=scale, rounds=rounds, steps=steps
+    )  # fmt: skip
+    _show(partial(bench_ladder, _profile(model, compute), on), draw_ladder, (9, 4), json_file, png)
+
+
+@published_app.command("batches")
+def bench_batches(
+    batches: Annotated[
+        str,
+        typer.Option(metavar="N,M", help="Batch sizes of a rank. --compute is for the largest."),
+    ] = "16,32,64,128",
+    model: ProfileOption = "alexnet",
+    nodes: LabNodesOption = 4,
+    nproc: LabNprocOption = 1,
+    rate: RateOption = None,
+    scale: ScaleOption = 1,
+    compute: ComputeOption = None,
+    rounds: RoundsOption = 5,
+    steps: StepsOption = 2,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Compare DDP and hybrid at several batch sizes, as the thesis of the hybrid all-reduce does."""
+    from imagenet_fast.bench.engines import bench_sync as measure
+    from imagenet_fast.bench.plots import draw_batches
+    from imagenet_fast.bench.published import bench_batches
+    from imagenet_fast.units import whole_numbers
+
+    on = partial(
+        measure, hosts=nodes, ranks_per_host=nproc, rate=rate, scale=scale, rounds=rounds, steps=steps
+    )  # fmt: skip
+    counts = whole_numbers("--batches", batches, "16,32,64,128")
+    rows = partial(bench_batches, _profile(model, compute), counts, on)
+    _show(rows, draw_batches, (9, 0.8 * len(counts) + 2), json_file, png)
+
+
+@published_app.command("backends")
+def bench_backends(
+    sizes: SizesOption = "2KB..64MB",
+    nodes: LabNodesOption = 4,
+    nproc: LabNprocOption = 1,
+    rate: RateOption = None,
+    rounds: RoundsOption = 3,
+    seconds: SecondsOption = 0.4,
+    json_file: JsonOption = None,
+    png: PngOption = None,
+) -> None:
+    """Time the all-reduces of gloo, NCCL (with a GPU for each rank) and MPI (if it is installed)."""
+    from imagenet_fast.bench.collectives import parse_sizes
+    from imagenet_fast.bench.plots import draw_bandwidth
+    from imagenet_fast.bench.published import bench_backends as measure
+    from imagenet_fast.netlab.ranks import Lab
+
+    times = partial(measure, Lab(nodes, nproc, rate), parse_sizes(sizes), rounds, seconds)
+    _show(times, draw_bandwidth, (11, 5), json_file, png)
 
 
 @bench_app.command("pipeline")
@@ -263,9 +318,7 @@ def bench_pipeline(
             min=0, help="Seconds that a stage sleeps for a micro-batch's forward. Default: from the layer profile."
         ),
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu (gloo) or cuda (NCCL). Default: cuda if there is a GPU for each rank.")
-    ] = None,
+    device: DeviceOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps to measure of each schedule.")] = 3,
     json_file: JsonOption = None,
     png: PngOption = None,
@@ -275,9 +328,8 @@ def bench_pipeline(
     The bubble is the share of time in which ranks wait for each other; the
     formula's value is beside it. Memory is what each rank keeps for backward.
     """
-    from imagenet_fast.bench.figures import draw_pipeline
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
-    from imagenet_fast.bench.rows import table
+    from imagenet_fast.bench.plots import draw_pipeline
     from imagenet_fast.bench.train_step import own_precision, step_recipe
     from imagenet_fast.units import whole_numbers
 
@@ -286,7 +338,7 @@ def bench_pipeline(
     chosen = listed("--schedules", schedules, str)
     times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
     inches = (9, 1 + len(chosen) * (0.6 + 0.3 * stages))
-    _show_and_draw(times, table, draw_pipeline, inches, json_file, png)
+    _show(times, draw_pipeline, inches, json_file, png)
 
 
 @bench_app.command("profile")
@@ -346,14 +398,13 @@ def bench_data(
 ) -> None:
     """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone."""
     from imagenet_fast.bench.dataloaders import Loader, bench_loading
-    from imagenet_fast.bench.figures import draw_loading
-    from imagenet_fast.bench.rows import table
+    from imagenet_fast.bench.plots import draw_loading
     from imagenet_fast.distributed.cores import usable_cores
 
     chosen: list[Loader] = names("--loaders", loaders, get_args(Loader))
     threads = workers or usable_cores()
     measure = partial(bench_loading, chosen, data, image_size, batch, threads, seconds, rounds, resize)
-    _show_and_draw(measure, table, draw_loading, (8, 1 + 0.5 * len(chosen)), json_file, png)
+    _show(measure, draw_loading, (8, 1 + 0.5 * len(chosen)), json_file, png)
 
 
 @bench_app.command("kernels", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -362,31 +413,28 @@ def bench_kernels() -> None:
     raise UserError("bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels` in the source directory")
 
 
-def _show_and_draw(
-    measure: Callable[[], list[Any]],
-    table: Callable[[list[Any]], Any],
-    draw: Callable[[list[Any], Any], None],
+def _profile(model: str, compute_s: float | None) -> Profile:
+    """Return a layer profile, scaled to a compute time if there is one."""
+    from imagenet_fast.cost_model.layer_profile import load_profile
+
+    profile = load_profile(model)
+    return profile if compute_s is None else profile.scaled_to(compute_s)
+
+
+def _show(
+    measure: Callable[[], Sequence[Any]],
+    draw: Callable[[Any, Any], None],
     inches: tuple[float, float],
     json_file: Path | None,
     png: Path | None,
 ) -> None:
-    """Print what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
+    """Show what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
     from imagenet_fast.bench.plots import new_figure
+    from imagenet_fast.bench.rows import show
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()
-    _show(rows, table, json_file)
+    show(rows, json_file)
     if figure is not None:
         draw(rows, figure)
         figure.savefig(png)
-
-
-def _show(rows: list[Any], table: Callable[[list[Any]], Any], json_file: Path | None) -> None:
-    """Print dataclass rows as a table, and write them as JSON if a file is given."""
-    from rich.console import Console
-
-    from imagenet_fast.metrics.tables import write_json
-
-    Console().print(table(rows))
-    if json_file is not None:
-        write_json([asdict(row) for row in rows], json_file)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from imagenet_fast.bench import compare
+from imagenet_fast.bench import compare, published
 from imagenet_fast.cli.main import app
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.ranks import rank_info_from_env
@@ -54,8 +54,12 @@ IN_PROCESS = (
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
-    ("bench sync --model {small} --hosts 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json", "2 hosts"),
-    ("bench collectives --hosts 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0", "2 ranks, loopback"),
+    ("bench sync --model {small} --nodes 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json", "2 nodes"),
+    ("bench count --model {small} --sync lazy --ranks 2 --nproc 1", "nodes of 1 rank: counted"),
+    ("bench collectives --nodes 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0", "2 nodes, loopback"),
+    ("bench published ladder --model {small} --nodes 2 --rounds 1 --steps 1", "+ lazy (fused)"),
+    ("bench published batches --batches 8 --model {small} --nodes 2 --rounds 1 --steps 1", "2 nodes, loopback, bf16"),
+    ("bench published backends --nodes 2 --sizes 4KB --rounds 1 --seconds 0", "gloo"),
     (
         "bench pipeline --stages 2 --micro-batches 2 --schedules gpipe --model resnet18 --image-size 32 --batch 4 "
         "--precision fp32 --sleep 0.001 --rounds 1 --device cpu",
@@ -163,6 +167,7 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
 
     few_digits(monkeypatch)
     monkeypatch.setattr(compare, "_on_this_node", train)
+    monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert part in " ".join(done.output.split())

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from imagenet_fast.atomic_io import atomic_directory
-from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.data import download
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.progress import progress_bars

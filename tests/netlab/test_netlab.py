@@ -1,4 +1,4 @@
-"""The network of one's own, and what `bench sync` and `bench collectives` measure over it."""
+"""The network of one's own, its ranks and MPI's, and what benchmarks measure over it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -14,15 +15,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from imagenet_fast.bench import mpi
 from imagenet_fast.bench.engines import bench_sync
-from imagenet_fast.bench.netns import inhabit, parse_rate, shaped_network
-from imagenet_fast.bench.tables import sync_table
+from imagenet_fast.bench.rows import table
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.errors import UserError
+from imagenet_fast.netlab import mpi
+from imagenet_fast.netlab.namespaces import inhabit, parse_rate, shaped_network
 from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL, benched
-from tests.e2e.command import COMMAND, environment, imagenet_fast, wait_for
+from tests.conftest import refusal_of
+from tests.e2e.command import COMMAND, environment, wait_for
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("root")]
 
@@ -55,9 +57,15 @@ def test_nothing_is_left_of_a_network():
     before = namespaces([os.getpid()])
     with shaped_network(3, GBIT) as hosts:
         made = namespaces([os.getpid()]) - before
-        assert len(made) == 4
-        assert len({host.address for host in hosts}) == 3
+        assert (len(made), len({host.address for host in hosts})) == (4, 3)
     assert not made & namespaces()
+
+
+def test_a_rate_is_read_in_tcs_notation():
+    rates = {"250mbit": 250_000_000, "1.5gbit": 1_500_000_000, "8kbit": 8000}
+    assert {text: parse_rate(text) for text in rates} == rates
+    for wrong in ("-1gbit", "0mbit", "1.gbit", "1,5gbit", "1e3mbit", "1 gbit", "10gb", "gbit", ""):
+        assert "is not a number with kbit, mbit or gbit" in refusal_of(parse_rate, wrong)
 
 
 def test_who_inhabits_a_host_sees_its_interfaces_alone():
@@ -75,13 +83,13 @@ def test_who_inhabits_a_host_sees_its_interfaces_alone():
 
 def test_every_engine_has_a_row_and_the_kernel_counts_what_it_counts(tmp_path: Path):
     words = (
-        "sync --model small.json --hosts 3 --rate 1gbit --rounds 2 --steps 1 "
+        "sync --model small.json --nodes 3 --rate 1gbit --rounds 2 --steps 1 "
         "--sync ddp:fp32,allreduce,ring,lazy,hybrid,dear,sparse,auto "
         "--set sparse.dense_epochs=0 --set sparse.ramp_epochs=0 --set sparse.chunk=4096 --trace"
     )
     rows, printed = benched(tmp_path, words, str(tmp_path / "trace"))
     assert json.loads((tmp_path / "trace" / "hybrid-bf16.json").read_text())["traceEvents"]
-    assert "3 hosts, 1gbit, bf16" in printed
+    assert "small, 3 nodes, 1gbit" in printed
     ours = ("allreduce", "ring", "lazy", "hybrid", "dear", "sparse", "auto")
     assert [(row["engine"], row["wire"]) for row in rows] == [
         ("ddp", "fp32"), *((engine, "bf16") for engine in ours), ("ddp", "bf16")
@@ -99,24 +107,25 @@ def test_every_engine_has_a_row_and_the_kernel_counts_what_it_counts(tmp_path: P
 def test_bytes_of_hosts_of_several_ranks_are_a_hosts():
     row, _ = rows = bench_sync(SMALL, parse_engines("ring", "bf16"), 2, 2, "1gbit", scale=1, rounds=1, steps=1)
     assert (row.hosts, row.ranks_per_host) == (2, 2)
-    assert "2 hosts of 2 ranks" in str(sync_table(rows).title)
+    assert "2 nodes of 2 ranks" in str(table(rows).title)
     each = 2 * (4 - 1) / 4 * 2 * SMALL.elements  # of an all-reduce of 16-bit values between four ranks
     assert row.sent_bytes == pytest.approx(2 * each, rel=0.05)
     assert row.kernel_bytes is not None
     assert 0.25 * row.sent_bytes < row.kernel_bytes < 0.75 * row.sent_bytes  # the rest stays within a host
 
 
-SHAPED = (
-    "collectives --sizes 4KB,1MB --hosts 2 --ranks-per-host 2 --rate 1gbit --wire bf16 --rounds 1 --seconds 0.1 "
-    "--collectives native,hierarchical"
-)
+SHAPED = "--sizes 4KB,1MB --nodes 2 --nproc 2 --rate 1gbit --rounds 1 --seconds 0.1"
 """Two hosts of two ranks."""
 
 
-def test_a_collective_and_size_has_nccl_tests_figures(tmp_path: Path):
-    there = mpi.lacking() is None
-    rows, printed = benched(tmp_path, SHAPED + ",mpi" * there)
-    kinds = [("native", "gloo", "bf16"), ("hierarchical", "gloo", "bf16"), ("mpi", "mpi", "fp32")][: 2 + there]
+@pytest.mark.parametrize("command", ["collectives --wire bf16 --collectives native,hierarchical", "published backends"])
+def test_a_collective_and_size_has_nccl_tests_figures(command: str, tmp_path: Path, request: pytest.FixtureRequest):
+    if "backends" in command:
+        request.getfixturevalue("with_mpi")
+    rows, printed = benched(tmp_path, f"{command} {SHAPED}")
+    kinds = [("native", "gloo", "fp32"), ("mpi", "mpi", "fp32")]
+    if "wire" in command:
+        kinds = [("native", "gloo", "bf16"), ("hierarchical", "gloo", "bf16")]
     assert [(row["bytes"], row["collective"], row["backend"], row["dtype"]) for row in rows] == [
         (size, *kind) for size in (2**12, 2**20) for kind in kinds
     ]
@@ -126,45 +135,40 @@ def test_a_collective_and_size_has_nccl_tests_figures(tmp_path: Path):
         assert row["algorithm_bandwidth"] == pytest.approx(row["bytes"] / row["latency_s"])
         assert row["bus_bandwidth"] == pytest.approx(2 * 3 / 4 * row["algorithm_bandwidth"])
         assert row["utilisation"] == pytest.approx(row["bytes"] * 8 / 1e9 / row["latency_s"])  # 2 (H-1)/H is 1
-    assert "2 hosts of 2 ranks, 1gbit, bf16" in printed
-    assert ("mpi fp32" in printed) == there
-    native, levels, *by_mpi = (row["kernel_bytes"] for row in rows if row["bytes"] == 2**20)
-    assert levels == pytest.approx(2**20, rel=0.05), "hierarchical sends the least, and nothing within a host"
-    assert native > 1.4 * 2**20, "a ring of four, which knows no hosts"
-    assert all(sent > 2**20 for sent in by_mpi)
+    assert "2 nodes of 2 ranks, 1gbit" in printed
+    sent = {row["collective"]: row["kernel_bytes"] for row in rows if row["bytes"] == 2**20}
+    assert sent["native"] > 1.4 * 2**20, "a ring of four, which knows no hosts"
+    assert sent.get("mpi", 2**21) > 2**20
+    least = sent.get("hierarchical", 2**20)
+    assert least == pytest.approx(2**20, rel=0.05), "hierarchical sends the least, and nothing within a host"
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"UCX_NET_DEVICES": "eth7"}, r"MPI's ranks have ended with .*(No such device|eth7.* is not available)"),
-        ({}, "carry 0 of the 65536 bytes that an MPI rank has to send"),
+        ({}, "links carry 0 of the 65536 bytes that a rank has to send"),
     ],
     ids=["does not start", "goes past the links"],
 )
 def test_mpi_says_why_it(changes: dict[str, str], sentence: str, with_mpi: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(mpi, "_BY_LINK", mpi._BY_LINK | changes if changes else {})
-    with pytest.raises(UserError, match=sentence), shaped_network(2, GBIT) as hosts, mpi.mpi_ranks(hosts, 1):
-        pass
+    with pytest.raises(UserError, match=sentence), shaped_network(2, GBIT) as hosts:
+        mpi.time_mpi(hosts, 1, [4096], 1, 0.0)
 
 
 @pytest.mark.weekly
-def test_neither_its_ranks_nor_those_of_mpi_say_anything_beside(with_mpi: None):
-    done = imagenet_fast("bench", *f"{SHAPED},mpi".split())
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize(
-    "words", ["sync --model small.json --rate 100mbit", "collectives --collectives mpi --rate 10mbit"]
-)
-def test_several_run_at_once_and_an_end_by_force_leaves_nothing(words: str, tmp_path: Path, request):
-    if "mpi" in words:
-        request.getfixturevalue("with_mpi")
+@pytest.mark.parametrize("mpis", [False, True], ids=["bench sync", "MPI"])
+def test_several_run_at_once_and_an_end_by_force_leaves_nothing(mpis: bool, tmp_path: Path, request):
     before = namespaces([os.getpid()])
     save_profile(SMALL, tmp_path / "small.json")
-    command = [*COMMAND, "bench", *words.split(), "--hosts", "2", "--rounds", "999"]
-    ends, silent = (signal.SIGINT, signal.SIGKILL), subprocess.PIPE
+    words = "bench sync --model small.json --rate 100mbit --nodes 2 --rounds 999"
+    command = [*COMMAND, *words.split()]
+    if mpis:
+        request.getfixturevalue("with_mpi")
+        run = "with namespaces.shaped_network(2, 10**7) as hosts: mpi.time_mpi(hosts, 1, [2**26], 999, 1)"
+        command = [sys.executable, "-c", f"from imagenet_fast.netlab import mpi, namespaces\n{run}"]
+    ends, silent = (signal.SIGTERM if mpis else signal.SIGINT, signal.SIGKILL), subprocess.PIPE
     both = [subprocess.Popen(command, stdout=silent, stderr=silent, env=environment(), cwd=tmp_path) for _ in ends]
 
     def family() -> list[int]:

@@ -1,4 +1,4 @@
-"""Simulate a network: nodes in Linux network namespaces, joined by links of a given rate; and time what they send.
+"""Simulate a network: nodes in Linux network namespaces, joined by links of a given rate.
 
 Each node has one interface, ``eth0``, whose egress is shaped by a token bucket; all are connected to one bridge. The
 namespaces have no names: each exists only while a descriptor of this process, or a process inside, keeps it. So two
@@ -15,15 +15,13 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from imagenet_fast.distributed.network import sent_bytes as sent_by
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000
@@ -98,62 +96,6 @@ def kill_with_parent() -> None:
     """Have the kernel kill this process when its parent ends, for whatever reason."""
     if hasattr(_libc, "prctl"):
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def sent_bytes() -> int:
-    """Return the bytes that the calling thread's node has sent on its link so far, by the kernel's counter."""
-    sent = sent_by(INTERFACE)
-    assert sent is not None, f"this host has no {INTERFACE}"
-    return sent
-
-
-def time_repetitions(
-    once: Callable[[], object],
-    times: int,
-    barrier: Callable[[], object],
-    drain: Callable[[], object] | None = None,
-    counted: bool = False,
-    warm_up: bool = True,
-) -> tuple[float, float]:
-    """Time ``times`` calls of ``once`` between two clock readings, as nccl-tests does; every rank must call it alike.
-
-    Warm-up calls come first and are not timed: a fifth of ``times``, and at least one. They touch fresh memory, open
-    connections and empty a shaped link's token bucket, which lets through a quarter of a MiB at once.
-
-    Args:
-        once: Runs the collective.
-        times: Number of timed calls.
-        barrier: Waits for all ranks.
-        drain: Waits for work that ``once`` only queues, as on a GPU; None if it queues nothing.
-        counted: Whether to count the bytes on the node's link.
-        warm_up: Whether to make the warm-up calls.
-
-    Returns:
-        Seconds per call, and bytes per call that this node sent on its link (0 unless ``counted``).
-    """
-    drain = drain or (lambda: None)  # nothing is queued
-    for _ in range(max(1, times // 5) if warm_up else 0):
-        once()
-    drain()
-    barrier()
-    before = sent_bytes() if counted else 0
-    barrier()  # the node's ranks share the counter: none sends before all have read it
-    begun = time.perf_counter()
-    for _ in range(times):
-        once()
-    drain()
-    seconds = time.perf_counter() - begun
-    barrier()
-    return seconds / times, ((sent_bytes() if counted else 0) - before) / times
-
-
-def fill_unevenly(message: Any, value: float) -> None:
-    """Fill a tensor or an array with ``value``, and its two ends with others.
-
-    So the sum over ranks of different values shows whether a collective does nothing, or moves or leaves out an end.
-    """
-    message[:] = value
-    message[0], message[-1] = -value, value / 2
 
 
 def parse_rate(text: str) -> int:

@@ -1,0 +1,142 @@
+"""What papers compare, measured here: the tables of `bench published`.
+
+The ladder shows the gain of each technique of GradientFlow (arXiv 1902.06855), added one by one, and of our own.
+
+The table of the hybrid all-reduce thesis compares hybrid with DDP at several batch sizes. Compute time grows with the
+batch and communication time does not. With a small batch, communication takes longer than the compute that could hide
+it; with a large batch there is little to hide. After Kim et al. (doi 10.3745/KTCCS.2021.10.7.191), whose gain is up to
+33 %.
+
+Backends are compared by their own all-reduces: gloo's, NCCL's and MPI's. MPI has no bf16, so all send fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from imagenet_fast.bench.collectives import AllReduceTime, bench_collectives, check_lab, rows_of
+from imagenet_fast.bench.engines import EngineTime, Measured
+from imagenet_fast.bench.rows import Row, column, columns_of
+from imagenet_fast.cost_model.layer_profile import Profile
+from imagenet_fast.errors import warn
+from imagenet_fast.netlab.mpi import lacking, time_mpi
+from imagenet_fast.netlab.ranks import Lab, on_gpus
+from imagenet_fast.recipe.sync_config import DdpSync, HybridSync, LazySync, SparseSync
+from imagenet_fast.sync import Engine
+
+Measure = Callable[[Profile, Sequence[Measured]], list[EngineTime]]
+"""``bench_sync`` on a given network."""
+
+_HALF = torch.bfloat16
+_LADDER: tuple[tuple[str, Measured, int | None], ...] = (
+    ("an all-reduce a tensor, fp32", ("naive", Engine(torch.float32, "each", 0, collective="native")), None),
+    ("+ ring", ("ring", Engine(torch.float32, "each", 0, collective="ring")), 0),
+    ("+ 16 bits", ("16 bits", Engine(_HALF, "each", 0, collective="ring")), 1),
+    ("+ overlap with backward", ("overlap", Engine(_HALF, "backward", 0, collective="ring")), 2),
+    ("+ lazy (fused)", LazySync(wire="bf16"), 3),
+    ("+ sparse (an eighth)", SparseSync(wire="bf16", dense_epochs=0.0, ramp_epochs=0.0), 4),
+    ("hybrid instead of sparse", HybridSync(wire="bf16"), 4),
+    ("+ 8 bits (int8)", HybridSync(wire="int8"), 6),
+)
+"""Label, engine, and index of the step that this one is added to (None for the first)."""
+
+
+@dataclass(frozen=True)
+class Rung(Row):
+    """One step of the ladder: a technique added to another step."""
+
+    step: str = field(metadata=column("step"))
+    """What is added to the step above; ``instead of`` names what is left out again."""
+    gain: float | None = field(metadata=column("gain", form=".2f"))
+    """Speedup over the step it is added to; None for the first step."""
+    in_all: float = field(metadata=column("in all", form=".2f"))
+    """Speedup over the first step."""
+    time: EngineTime = field(metadata=columns_of("step_s", "ratio_to_limit", "predicted_s"))
+    """Its step time, as `bench sync` measures it."""
+
+    @property
+    def title(self) -> str:
+        """Describe what was replayed and where."""
+        return f"{self.time.title}: compute {self.time.compute_s:.3f} s"
+
+
+@dataclass(frozen=True)
+class BatchRow(Row):
+    """Times of DDP and hybrid at one batch size, with bf16 on the wire."""
+
+    batch: int = field(metadata=column("batch"))
+    """Images of a rank."""
+    gain: float = field(metadata=column("gain", form=".1%"))
+    """Share of DDP's step time that hybrid saves."""
+    ddp: EngineTime = field(metadata=columns_of("compute_s", "step_s", "exposed_s", heading="ddp"))
+    """DDP's step, as `bench sync` measures it."""
+    hybrid: EngineTime = field(
+        metadata=columns_of("step_s", "exposed_s", "ratio_to_limit", "predicted_s", heading="hybrid")
+    )
+    """Hybrid's step, likewise."""
+
+    @property
+    def title(self) -> str:
+        """Describe what was replayed and where."""
+        return f"{self.hybrid.title}, bf16"
+
+
+def bench_ladder(profile: Profile, measure: Measure) -> list[Rung]:
+    """Measure every step of the ladder.
+
+    Raise what ``measure`` raises.
+    """
+    times = measure(profile, [engine for _, engine, _ in _LADDER])
+    return [
+        Rung(step, None if below is None else times[below].step_s / time.step_s, times[0].step_s / time.step_s, time)
+        for (step, _, below), time in zip(_LADDER, times, strict=False)  # the DDP rows at the end are left out
+    ]
+
+
+def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) -> list[BatchRow]:
+    """Time DDP and hybrid with bf16 on the wire at each batch size.
+
+    Raise what ``measure`` raises.
+
+    Args:
+        profile: The layer profile to replay. The largest batch computes as long as the profile; the compute time of
+            the others is proportional to their batch size.
+        batches: Batch sizes per rank.
+        measure: Times engines on a given network.
+    """
+    rows = []
+    for batch in batches:
+        at = profile.scaled_to(profile.compute_s * batch / max(batches))
+        ddp, hybrid = measure(at, [DdpSync(wire="bf16"), HybridSync(wire="bf16")])
+        rows.append(BatchRow(batch, 1 - hybrid.step_s / ddp.step_s, ddp, hybrid))
+    return rows
+
+
+def bench_backends(lab: Lab, sizes: Sequence[int], rounds: int, block_s: float) -> list[AllReduceTime]:
+    """Time the own all-reduce of every backend that there is here, in fp32, one backend after the other.
+
+    NCCL needs a GPU for each rank and no rate, since it talks past shaped links; MPI must be installed.
+
+    Args:
+        lab: The ranks.
+        sizes: Message sizes in bytes.
+        rounds: Number of rounds; each times every size.
+        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
+
+    Raises:
+        UserError: The network or enough memory is not available, or MPI's ranks do not work.
+    """
+    check_lab(lab, max(sizes))
+    devices = ["cpu", "cuda"] if lab.rate is None and on_gpus(None, lab.ranks) else ["cpu"]
+    times = [bench_collectives(lab, sizes, ["native"], "fp32", device, rounds, block_s) for device in devices]
+    if (part := lacking()) is not None:
+        warn(f"mpi is left out, since there is no {part}; `pip install mpi4py mpich` brings it")
+    else:
+        measured = sorted({row.bytes for row in times[0]})  # as they are cut for the others
+        with lab.network() as hosts:
+            each = lab.ranks if hosts is None else lab.ranks_per_host
+            times.append(rows_of(lab, time_mpi(hosts, each, measured, rounds, block_s), "mpi", "fp32"))
+    return sorted((row for rows in times for row in rows), key=lambda row: row.bytes)
