@@ -366,13 +366,12 @@ class _Loop:
 
     def trace(self, path: Path) -> None:
         """Run a warm-up step and three more, of which rank 0 writes a timeline."""
-        self._step()
-        trace = Trace(self._model, torch.device("cpu"))
-        for _ in range(3):
-            trace.add_step(self._step())
+        trace = Trace(self._model, torch.device("cpu"), path, first=1, count=3) if dist.get_rank() == 0 else None
+        for _ in range(4):
+            stats = self._step()
+            if trace is not None:
+                trace.end_step(stats)
         self._sync.settle()
-        if dist.get_rank() == 0:
-            trace.write(path)
 
     def block(self, steps: int) -> _Block:
         """Run a warm-up step and ``steps`` timed steps; bytes and launches are means over all of them."""

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 from rich.console import Console
 from rich.table import Table
 
-from imagenet_fast.metrics.json_io import write_json
-from imagenet_fast.metrics.tables import NOTHING, compact_table
+from imagenet_fast.metrics.tables import NOTHING, compact_table, write_json
 from imagenet_fast.units import size_text
 
 _FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from imagenet_fast.bench.engines import EngineTime
     from imagenet_fast.bench.pipeline import PipelineTime
     from imagenet_fast.bench.presets import BatchRow, Rung
-    from imagenet_fast.bench.train_step import StepTime
 
 Column = tuple[str, str, str] | tuple[str, str, str, float] | tuple[str, Callable[[Any], str]]
 """A header; then a field's dotted name, its format, and a factor for its unit; or a function from a row to its cell."""
@@ -171,80 +170,9 @@ def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
 
 def pipeline_title(rows: Sequence[PipelineTime]) -> str:
     """Name the model and the number of ranks."""
-    return f"{rows[0].model}, {rows[0].stages} ranks in a pipeline"
-
-
-def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
-    """Build a table with one row per schedule and number of micro-batches."""
-    return rows_table(
-        rows,
-        [("schedule", without_repeats(rows, "schedule"))],
-        [
-            ("micro-batches", "micro_batches", "d"),
-            ("bubble", "bubble", ".2f"),
-            ("by formula", "expected_bubble", ".2f"),
-            ("img/s", "images_per_s", ".0f"),
-            ("MB kept by each rank", lambda row: " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes)),
-        ],
-        pipeline_title(rows),
-    )
+    return rows[0].title
 
 
 def loading_title(rates: Sequence[LoadingRate]) -> str:
     """Describe the images and what is made of them."""
-    first = rates[0]
-    return f"{first.images}; to {first.image_size} pixels, {first.batch} a batch, {first.workers} workers"
-
-
-def loading_table(rates: Sequence[LoadingRate]) -> Table:
-    """Build a table with one row per loader."""
-    return rows_table(
-        rates,
-        [("loader", "loader", ""), ("", lambda rate: "" if rate.images_per_s else "is not installed")],
-        [
-            ("img/s", "images_per_s", ".0f"),
-            ("slowest", "slowest", ".0f"),
-            ("fastest", "fastest", ".0f"),
-            ("img/s per core", "images_per_core_s", ".0f"),
-        ],
-        loading_title(rates),
-    )
-
-
-def step_table(times: Sequence[StepTime]) -> Table:
-    """Build a table with one row per loop."""
-    return rows_table(
-        times,
-        [("loop", "loop", "")],
-        [
-            ("ms/step", "step_s", ".1f", 1e3),
-            ("fastest", "step_s_min", ".1f", 1e3),
-            ("slowest", "step_s_max", ".1f", 1e3),
-            ("host ms", "host_s", ".1f", 1e3),
-            ("img/s", "images_per_s", ".0f"),
-            ("vs plain", lambda t: f"{100 * (t.ratio_to_plain - 1):+.2f} %"),
-            ("warm-up", lambda t: f"{t.warmup_s:.1f} s"),
-        ],
-    )
-
-
-def checkpoint_table(times: Sequence[StepTime]) -> Table:
-    """Build a table with one row per loop that saves checkpoints.
-
-    Columns are images per second without and with checkpoints, their cost as the median over rounds, the time for which
-    a checkpoint blocked the training thread, the part of it spent copying, and the longest wait for the previous
-    checkpoint.
-    """
-    unsaved = {t.loop: t for t in times}
-    return rows_table(
-        [t for t in times if t.unsaved_loop is not None],
-        [("loop", "unsaved_loop", "")],
-        [
-            ("img/s", lambda t: f"{unsaved[t.unsaved_loop].images_per_s:.1f}"),
-            ("img/s saving", "images_per_s", ".1f"),
-            ("cost", lambda t: f"{100 * (1 - 1 / t.ratio_to_unsaved):.2f} %"),
-            ("stall ms", "stood_s", ".1f", 1e3),
-            ("copy ms", "copied_s", ".1f", 1e3),
-            ("longest wait ms", "waited_s", ".1f", 1e3),
-        ],
-    )
+    return rates[0].title

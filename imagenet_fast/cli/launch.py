@@ -103,8 +103,7 @@ def k8s(
     nodes: _Nodes,
     image: Annotated[str, typer.Option(help="Container image that has imagenet-fast, such as one of our Dockerfile.")],
     run_claim: Annotated[
-        str,
-        typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim for runs, mounted at /runs."),
+        str, typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim for runs, mounted at /runs.")
     ],
     data_claim: Annotated[
         str | None,

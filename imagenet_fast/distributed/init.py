@@ -72,7 +72,7 @@ def init_distributed(
     device, backend = prepare_device(place.local_rank, traces)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    _connect(place, device, backend, join_timeout_s, agreed, timedelta(seconds=timeout.first_step_s + SLACK_S))
+    _make_group(place, device, backend, join_timeout_s, agreed, timedelta(seconds=timeout.first_step_s + SLACK_S))
     with watching_ranks(timeout, end, left):
         yield _context(place, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
@@ -85,7 +85,7 @@ def current_world() -> DistContext:
     this process alone.
 
     Raises:
-        UserError: mpirun has started several processes, which do not know their ranks.
+        UserError: The ranks do not meet, or do not know their numbers, as processes that mpirun has started.
     """
     there = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
@@ -98,13 +98,13 @@ def current_world() -> DistContext:
         place = RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)
     if not there:
-        _connect(place, device, backend, _JOIN_TIMEOUT_S, {}, None)
+        _make_group(place, device, backend, _JOIN_TIMEOUT_S, {}, None)
         if device.type == "cpu":
             leave_at_exit()
     return _context(place, device)
 
 
-def _connect(
+def _make_group(
     place: RankInfo, device: torch.device, backend: str, join_timeout_s: float, agreed: Mapping[str, Any],
     limit: timedelta | None,
 ) -> None:  # fmt: skip

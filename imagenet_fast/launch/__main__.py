@@ -36,7 +36,8 @@ def main() -> None:
     try:
         succeeded = _do(path, join_timeout_s)
     except UserError as error:
-        if _have_met():
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():  # they had met
             (path.parent / _FINAL).touch()
         exit_with_error(str(error))
     except JobAborted as fault:
@@ -71,14 +72,6 @@ def _do(path: Path, join_timeout_s: float) -> bool:
     # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
     # others.
     return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
-
-
-def _have_met() -> bool:
-    if "torch" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_initialized()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.metrics.tables import write_json
 from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.training.evaluation import evaluate_weights

@@ -13,11 +13,8 @@ from imagenet_fast.distributed.watchdog import first_reason
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
-OPENED, TOLD = "opened", "told"
-"""Files in a launcher's directory.
-
-``OPENED``: rank 0 has started to write the run directory. ``TOLD``: rank 0 has printed how the run ended.
-"""
+OPENED = "opened"
+"""File in a launcher's directory: rank 0 has started to write the run directory."""
 
 
 class Ending:
@@ -50,12 +47,6 @@ class Ending:
             self._opened = self._job.folder.stat()
             if self._handover is not None:
                 (self._handover / OPENED).touch()
-
-    def printed(self) -> None:
-        """Record that the outcome was printed."""
-        if self._place.is_main and self._handover is not None:
-            with suppress(OSError):
-                (self._handover / TOLD).touch()
 
     def stopped(self, saved: bool) -> None:
         """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
@@ -114,13 +105,7 @@ class Ending:
                 outcome.write(self._handover)
 
     def _stop(self, why: str) -> None:
-        saved = self.saved_step()
-        if self.outcome.steps <= saved:
-            self.outcome.status, self.outcome.message = "preempted", f"{NOTHING_LOST}; {self._job.resuming} goes on"
-            return
+        steps, saved, resuming = self.outcome.steps, self.saved_step(), self._job.resuming
         then = f"goes on from the checkpoint of step {saved}" if saved else "begins again, as no checkpoint was written"
-        self.outcome.status = "interrupted"
-        self.outcome.message = (
-            f"{STOPPED_WORDS} in step {self.outcome.steps + 1}, and not saved {why or 'since it came again'}; "
-            f"{self._job.resuming} {then}"
-        )
+        lost = f"{STOPPED_WORDS} in step {steps + 1}, and not saved {why or 'since it came again'}; {resuming} {then}"
+        self.fail(lost if steps > saved else f"{NOTHING_LOST}; {resuming} goes on")

@@ -353,8 +353,6 @@ class Trainer:
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 self.metrics("end", outcome.steps, **vars(outcome))
-                self.metrics.close()
-                ending.printed()
 
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""

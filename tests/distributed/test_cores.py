@@ -93,13 +93,6 @@ def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
     assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")
-@with_ranks(1, fresh=True)
-def test_processors_taken_away_by_affinity_do_not_count():
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    assert usable_cores() == 1
-
-
 GIB, NO_LIMIT = 2**30, (math.inf, "")
 CPU_V1, TASKS = "cpu/j/cpu.cfs_{}_us", "pids/j/pids.{}"
 DENIED: list[tuple[Callable[[Path], Any], str, dict[str, str], Any]] = [
