@@ -6,12 +6,13 @@ import difflib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
 Item = TypeVar("Item")
+Name = TypeVar("Name", bound=str)
 
 
 class UserError(Exception):
@@ -72,6 +73,26 @@ def listed(option: str, text: str, parse: Callable[[str], Item]) -> list[Item]:
             raise UserError(f"{option} {text} names {part} twice{again}; leave one out")
         items[item] = part
     return list(items)
+
+
+def names(option: str, text: str, known: Sequence[Name]) -> list[Name]:
+    """Parse a comma-separated list of different names.
+
+    Args:
+        option: Name of the option.
+        text: The list.
+        known: The names that there are.
+
+    Raises:
+        UserError: A name is unknown, or there twice.
+    """
+
+    def name(part: str) -> Name:
+        if part not in known:
+            raise UserError(f"{option} {text}: there is no {part!r}; choose among {', '.join(known)}")
+        return known[known.index(part)]
+
+    return listed(option, text, name)
 
 
 def warn(sentence: str) -> None:

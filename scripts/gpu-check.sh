@@ -4,7 +4,7 @@
 # torch from 2.11, pyproject.toml's packages (not DALI) and pytest; no network.
 #
 #     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
-#     scripts/gpu-check.sh --long [REPORT]       # more rounds, more sections, no limits: half an hour or so
+#     scripts/gpu-check.sh --long [REPORT]       # more rounds, no limits: a quarter of an hour or so
 #     scripts/gpu-check.sh --dry-run [REPORT]    # the same on a CPU, as small as it goes
 #
 # Exit codes: 0 every section ended well, 1 one did not (the report says which), 2 usage.
@@ -36,60 +36,46 @@ fi
 parts=$(mktemp -d)
 trap 'rm -rf "$parts"' EXIT
 trap 'kill $(jobs -p); exit 130' INT TERM
-count=0
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
+failed=0
 
 # section NAME LIMIT COMMAND...: what it prints goes into the report; after LIMIT seconds it is ended,
 # as by Ctrl-C, so that pytest still says what failed, and others where they were.
 section() {
-    count=$((count + 1))
-    local part
-    part=$parts/$(printf %02d "$count")
-    echo "$1"
-    if [ -n "$dry" ]; then # all at once, so each is given more time
-        run_section "$part" "$1" $((20 * $2)) "${@:3}" &
-    else
-        run_section "$part" "$1" $((long ? 0 : $2)) "${@:3}" # 0: without a limit
-        write_report
-    fi
-}
-
-run_section() {
-    local part=$1 name=$2 limit=$3 begun=$EPOCHREALTIME code seconds why=
-    shift 3
-    trap 'kill $(jobs -p); exit 130' INT TERM # a subshell, as in a dry run, has lost it
+    local name=$1 limit=$2 begun=$EPOCHREALTIME code seconds why=
+    shift 2
+    echo "$name"
+    [ -z "$dry" ] || limit=$((20 * limit))
+    [ -z "$long" ] || limit=0 # none
     # In the background, since bash hears of Ctrl-C in a `wait` alone.
-    timeout --signal=INT --kill-after=5 "$limit" env --default-signal=INT "$@" >"$part.out" 2>&1 </dev/null &
+    timeout --signal=INT --kill-after=5 "$limit" env --default-signal=INT "$@" >"$parts/out" 2>&1 </dev/null &
     wait $!
     code=$?
     seconds=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
     case $code in 124 | 137) why=' (it reached its limit)' ;; esac
-    [ "$limit" -gt 0 ] || limit=–
-    echo "| $name | $code$why | $seconds | $limit |" >"$part.row"
+    [ "$code" -eq 0 ] || failed=1
+    echo "| $name | $code$why | $seconds | ${limit/#0/–} |" >>"$parts/rows"
     {
         printf '\n## %s\n\nExit code %s%s after %s s.\n\n   ' "$name" "$code" "$why" "$seconds"
         printf ' %q' "$@"
         printf '\n\n```\n'
-        cat "$part.out"
+        cat "$parts/out"
         printf '```\n'
-    } >"$part.md"
-    [ "$code" -eq 0 ] || : >"$parts/failed"
+    } >>"$parts/texts"
+    write_report
 }
 
 # omitted NAME WHY: a section that is left out.
 omitted() {
-    count=$((count + 1))
-    local part
-    part=$parts/$(printf %02d "$count")
-    echo "| $1 | not run | | |" >"$part.row"
-    printf '\n## %s\n\nNot run: %s.\n' "$1" "$2" >"$part.md"
+    echo "| $1 | not run | | |" >>"$parts/rows"
+    printf '\n## %s\n\nNot run: %s.\n' "$1" "$2" >>"$parts/texts"
 }
 
 write_report() {
     {
         printf '# What one GPU tells%s\n\n' "${dry:+: a dry run without it}"
         printf '| section | exit code | seconds | at most |\n|---|---|---|---|\n'
-        cat "$parts"/*.row "$parts"/*.md
+        cat "$parts/rows" "$parts/texts"
     } >"$report"
 }
 
@@ -119,14 +105,14 @@ two_gpus() { # NAME LIMIT ARGUMENTS...
 }
 
 step() { # MODEL BATCH LIMIT [--compile]
-    for precision in bf16 ${long:+fp16}; do
-        gpu_only bench "step of $1, $precision${4:+, compiled}" "$3" step --model "$1" --batch "$2" --image-size 224 \
-            --precision "$precision" "${@:4}" "${rounds[@]}"
-    done
+    gpu_only bench "step of $1, bf16${4:+, compiled}" "$3" step --model "$1" --batch "$2" --image-size 224 "${@:4}" \
+        "${rounds[@]}"
 }
 
 # The limits add up to 8 minutes, but for those of two GPUs.
-section "environment" 12 "$python" scripts/gpu_environment.py
+limits=power.limit,clocks.max.sm,clocks.max.memory
+section "environment" 25 bash -c \
+    "git log -1 --format=%h; nvidia-smi --query-gpu=$limits --format=csv; '$python' -m torch.utils.collect_env"
 ranks=tests/gpu/test_two_ranks.py
 tests "tests on one GPU" 105 tests/gpu -k 'not compiled' "--ignore=$ranks"
 gpu_only tests "random numbers of compiled code" 60 tests/gpu/test_cuda.py -k compiled
@@ -137,7 +123,7 @@ TORCH_DIST_USE_NCCL2=0 two_gpus "two NCCL ranks by torch's older backend" 60 "$r
 rounds=(--rounds $((long ? 60 : 15)) --steps 2)
 images=(--image-size 224 --batch 128)
 engines=(--model resnet50 --sync 'lazy,hybrid,dear,powersgd,sparse')
-profiled=(--model resnet50)
+profiled=(--model resnet50 --steps 10)
 loaded=(--batch 128 --seconds 5)
 if [ -n "$dry" ]; then
     rounds=(--rounds 1 --steps 1) images=(--image-size 32 --batch 2)
@@ -145,17 +131,11 @@ if [ -n "$dry" ]; then
     loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
 fi
 bench "host and GPU time of each engine" 40 step "${engines[@]}" "${images[@]}" "${rounds[@]}"
-section "functions that take the host's time" 25 "$python" scripts/host_profile.py "${profiled[@]}" "${images[@]}"
+section "what takes the host's time" 60 "$python" -m experiments.host_time "${profiled[@]}" "${images[@]}"
 step alexnet 512 21
 step alexnet 512 54 --compile
 step resnet50 128 77 --compile # as it is, it is among the engines
-gpu_only section "a step as one CUDA graph" 35 "$python" scripts/graphed_step.py --steps 10
-bench "kernels of an optimizer's step" 18 kernels --model resnet50
 bench "loaders" 30 data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
-for workers in ${long:+1 2 4 8 16}; do
-    bench "DALI by $workers threads" 0 data --rounds 1 --loaders dali --batch 256 --seconds 10 --workers "$workers"
-done
-wait
 write_report
 echo "in $report"
-[ ! -e "$parts/failed" ]
+exit "$failed"

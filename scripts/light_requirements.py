@@ -1,7 +1,6 @@
-"""Print the requirements of imagenet-fast except packages that NVIDIA's PyTorch container image provides.
+"""Print the requirements of imagenet-fast except packages that NVIDIA's PyTorch image has builds of its own of.
 
-That container image has its own builds of them. By its version its torch is a pre-release, so pip would consider it too
-old and install a second one.
+By its version the image's torch is a pre-release, so pip would consider it too old and install a second one.
 """
 
 import re

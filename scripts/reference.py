@@ -12,21 +12,22 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import typer
+from typer.cli import get_docs_for_click
 
 from imagenet_fast.bench.collectives import AllReduceTime
 from imagenet_fast.bench.comm_volume import Count
 from imagenet_fast.bench.dataloaders import LoadingRate
 from imagenet_fast.bench.engines import EngineTime
-from imagenet_fast.bench.optimizer_kernels import StepKernels
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
+from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
 from imagenet_fast.plan.rows import Row
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
@@ -48,64 +49,73 @@ SECTIONS = {
 
 
 ROWS: dict[str, type] = {
-    "step": StepTime,
-    "sync": EngineTime,
-    "sync --count": Count,
-    "collectives": AllReduceTime,
-    "pipeline": PipelineTime,
-    "data": LoadingRate,
-    "kernels": StepKernels,
+    "bench step": StepTime,
+    "bench sync": EngineTime,
+    "bench sync --count": Count,
+    "bench collectives": AllReduceTime,
+    "bench pipeline": PipelineTime,
+    "bench data": LoadingRate,
+    "plan": Planned,
+    "plan --fastest": Way,
+    "plan rows": Row,
 }
-"""The rows that each benchmark writes."""
-PLAN_ROWS: dict[str, type] = {"plan": Planned, "plan --rows": Row}
-"""The rows that predictions write."""
+"""The rows that each benchmark and prediction writes."""
 
 
 def recipe_page() -> str:
     """Return the page of all recipe keys, a table of them for each table of a recipe."""
     lines = [
-        "# Recipe keys", "", GENERATED, "",
         "Every key that a recipe may have. `--set KEY=VALUE` changes one for a run, and",
         "`imagenet-fast recipes keys [PREFIX]` prints this list. Kinds in brackets: only these have the key.", "",
     ]  # fmt: skip
-    for table, keys in groupby(recipe_keys(), lambda key: key.name.partition(".")[0] if "." in key.name else ""):
-        lines += [f"## `[{table}]`: {SECTIONS[table]}" if table else "## The run itself", ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|", *map(_key_row, keys), ""]
-    return "\n".join(lines)
+    for name, keys in groupby(recipe_keys(), lambda key: key.name.partition(".")[0] if "." in key.name else ""):
+        lines += [f"## `[{name}]`: {SECTIONS[name]}" if name else "## The run itself", ""]
+        lines += _table("key | type | default | meaning", map(_key_cells, keys))
+    return _page("Recipe keys", lines)
 
 
 def commands_page() -> str:
-    """Return the page of all commands, with the flags of each."""
-    lines = [
-        "# Commands", "", GENERATED, "",
-        "Every command with its arguments and flags, as `--help` has them. [Exit codes](exit-codes.md).", "",
-    ]  # fmt: skip
-    for name, command in _commands(typer.main.get_command(app), "imagenet-fast"):
-        lines += [f"## `{name}`", "", _text(command.help), ""]
-        shown = [param for param in command.params if not getattr(param, "hidden", False) and param.name != "help"]
-        if shown:
-            lines += ["| flag | value | default | meaning |", "|---|---|---|---|", *map(_flag_row, shown), ""]
-    return "\n".join(lines)
+    """Return the page of all commands, as typer describes them."""
+    program: Any = typer.main.get_command(app)
+    _drop_hidden(program)
+    name = "imagenet-fast"
+    text = get_docs_for_click(obj=program, ctx=typer.Context(program, info_name=name), name=name, title="Commands")
+    about = "Every command with its arguments and options, as `--help` has them. [Exit codes](exit-codes.md)."
+    escaped = re.sub(r"(`[^`\n]+`)|<", lambda found: found[1] or "&lt;", text.partition("\n")[2].rstrip())
+    return _page("Commands", [about, escaped, ""])
+
+
+def _drop_hidden(command: Any) -> None:
+    """Leave out hidden commands below ``command``."""
+    below = getattr(command, "commands", {})
+    for name, inner in list(below.items()):
+        if inner.hidden:
+            del below[name]
+        _drop_hidden(inner)
 
 
 def rows_page() -> str:
     """Return the page of the rows that ``bench --json`` writes."""
     lines = [
-        "# Rows of bench and plan", "", GENERATED, "",
         "`--json FILE` writes a list of rows, one object each. Names end in their unit: `_s` is seconds, `_bytes` is",
         "bytes. Times are medians over interleaved rounds, unless their text says otherwise.", "",
     ]  # fmt: skip
-    named = {f"bench {command}": row for command, row in ROWS.items()} | PLAN_ROWS
-    for command, row in named.items():
+    for command, row in ROWS.items():
         lines += [f"## `imagenet-fast {command}`", "", _prose(inspect.getdoc(row) or ""), ""]
-        lines += ["| field | type | meaning |", "|---|---|---|"]
         meanings = _attribute_docstrings(row)
-        lines += [
-            f"| `{field.name}` | {_cell(str(field.type))} | {_cell(_prose(meanings.get(field.name, '')))} |"
-            for field in dataclasses.fields(row)
-        ]
-        lines.append("")
-    return "\n".join(lines)
+        cells = ((f"`{f.name}`", str(f.type), _prose(meanings.get(f.name, ""))) for f in dataclasses.fields(row))
+        lines += _table("field | type | meaning", cells)
+    return _page("Rows of bench and plan", lines)
+
+
+def _page(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"# {title}", "", GENERATED, "", *lines])
+
+
+def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a Markdown table and an empty line."""
+    rule = "---".join("|" * (headings.count("|") + 2))
+    return [f"| {headings} |", rule, *(f"| {' | '.join(map(_cell, row))} |" for row in rows), ""]
 
 
 def _attribute_docstrings(row: type) -> dict[str, str]:
@@ -124,45 +134,9 @@ def _prose(text: str) -> str:
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
-def _commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the command, if it does something by itself, and all below it."""
-    below = getattr(command, "commands", {})
-    if not below or command.params or getattr(command, "invoke_without_command", False):
-        yield name, command
-    for word, inner in below.items():
-        if not inner.hidden:
-            yield from _commands(inner, f"{name} {word}")
-
-
-def _key_row(key: Key) -> str:
+def _key_cells(key: Key) -> tuple[str, ...]:
     kinds = f" ({', '.join(key.kinds)})" if key.kinds else ""
-    return f"| `{key.name}`{kinds} | {_cell(key.type)} | {_cell(key.default)} | {_cell(key.meaning)} |"
-
-
-def _flag_row(param: Any) -> str:
-    if param.opts[0].startswith("-"):
-        names = ", ".join(f"`{name}`" for name in (*param.opts, *param.secondary_opts))
-    else:
-        names = f"`{param.metavar or param.name.upper()}`"
-    value = "" if getattr(param, "is_flag", True) else f"`{param.metavar or _type(param)}`"
-    default = param.default
-    empty = default in (None, (), [], False, "") or callable(default)
-    shown = "required" if param.required else "" if empty else f"`{default}`"
-    return f"| {_cell(names)} | {_cell(value)} | {_cell(shown)} | {_cell(_text(getattr(param, 'help', '')))} |"
-
-
-def _type(param: Any) -> str:
-    """Name the type of a flag's value; choices are listed."""
-    annotation = param.type_descriptor.annotation
-    if get_origin(annotation) is Literal:
-        return "|".join(get_args(annotation))
-    return {int: "INTEGER", float: "NUMBER", Path: "PATH"}.get(annotation, "TEXT")
-
-
-def _text(text: str | None) -> str:
-    """Return a help text as Markdown: without Rich's markup, flags as code."""
-    plain = re.sub(r"\[/?(?:bold|dim|italic)\]", "", text or "").replace("\b", "")
-    return re.sub(r"(`[^`]*`)|(?<![\w-])(--[a-z][a-z-]*)", lambda found: found[1] or f"`{found[2]}`", plain)
+    return f"`{key.name}`{kinds}", key.type, key.default, key.meaning
 
 
 def _cell(text: str) -> str:

@@ -19,8 +19,9 @@ import typer.main
 import typer.testing
 from PIL import Image
 
+from imagenet_fast.bench.forks import start_fork_server
 from imagenet_fast.cli.main import main
-from imagenet_fast.distributed.forks import freeze_gc, start_fork_server
+from imagenet_fast.distributed.cores import freeze_gc
 from imagenet_fast.errors import UserError
 from tests.root import require_root
 

@@ -14,7 +14,7 @@ import imagenet_fast.parallel.pipeline_parallel
 import imagenet_fast.training.trainer
 import tests.conftest
 import tests.ranks
-from imagenet_fast.distributed.forks import freeze_gc
+from imagenet_fast.distributed.cores import freeze_gc
 
 torch.set_num_threads(1)
 freeze_gc()  # else a rank's first collection would look at all this, and copy the pages that it shares with the others

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.forks import RankError, RankPool
+from imagenet_fast.bench.forks import RankError, RankPool
 from imagenet_fast.sync.topology import Topology
 
 LIMIT_S = 120.0

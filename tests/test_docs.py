@@ -128,7 +128,7 @@ def check_values(path: list[str], asked: dict[str, Any], command: Command) -> No
             ranks = asked["nproc"] or load_recipe(file).ranks
             layouts = parse_layouts(asked["layout"], ranks) if asked["layout"] else []
             engines = (asked["sync"] or "hybrid").split(",")
-            for run in contestants(asked["recipe"], ranks, engines, [], asked["overrides"], layouts):
+            for run in contestants(asked["recipe"], ranks, engines, [], [*asked["overrides"], *asked["keys"]], layouts):
                 check_axes(load_recipe(file, run.engine, run.overrides), ranks)
         case ["bench", "sync"] if asked["sync"]:
             parse_engines(asked["sync"], asked["wire"], asked["overrides"])
@@ -145,7 +145,7 @@ def recipe_file(name: str) -> Path:
 def check_training(asked: dict[str, Any], command: Command) -> None:
     """Plan a training for the ranks that it names, or else for those of its recipe."""
     seed = [f"seed={asked['seed']}"] if asked["seed"] is not None else []
-    written = load_recipe(recipe_file(asked["recipe"]), asked["sync"], [*asked["overrides"], *seed])
+    written = load_recipe(recipe_file(asked["recipe"]), asked["sync"], [*asked["overrides"], *asked["keys"], *seed])
     counts = [int(count) for count in (asked["nodes"] or "1").split(":")]
     each = asked["nproc"] or written.ranks // counts[0]
     for nodes in range(counts[0], counts[-1] + 1):

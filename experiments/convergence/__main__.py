@@ -12,12 +12,12 @@ that ends. Ctrl-C or SIGTERM stops the run at hand, which saves itself; the same
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 
@@ -61,19 +61,14 @@ def train(row: Row) -> tuple[int, Row]:
     """Train the run of a row, or go on with it; return the exit code, 0 if it ended, and the new row."""
     out = FOLDER / row["run"]
     _, *words = shlex.split(row["command"])
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, "-m", "imagenet_fast", *words, "--out", str(out), "--resume", "auto"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-    # It gets Ctrl-C from the terminal itself, and needs a moment to save.
-    handlers = {
-        signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-        signal.SIGTERM: signal.signal(signal.SIGTERM, lambda *_: process.terminate()),
-    }
-    code = process.wait()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+        [sys.executable, "-m", "imagenet_fast", *words, "--out", str(out), "--resume", "auto"], cwd=ROOT
+    )
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    while process.poll() is None:
+        with suppress(KeyboardInterrupt):  # it gets that from the terminal itself, and needs a moment to save
+            process.wait()
+    code = process.returncode
     outcome = outcome_of(row)
     diverged = code == 1 and outcome.get("wrong_from") is not None
     if code not in (0, 3) and not diverged:

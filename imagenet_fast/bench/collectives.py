@@ -27,11 +27,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.bench import mpi
+from imagenet_fast.bench.forks import report_progress
 from imagenet_fast.bench.hosts import TIMEOUT, on_gpus, run_on
 from imagenet_fast.bench.netns import fill_unevenly, parse_rate, shaped_network, time_repetitions
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.distributed.cores import usable_memory
-from imagenet_fast.distributed.forks import report_progress
 from imagenet_fast.errors import UserError, listed, warn
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.all_reduce import format_of

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
+from imagenet_fast.bench.forks import RankPool
 from imagenet_fast.bench.netns import parse_rate
 from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.distributed.forks import RankPool
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire
@@ -27,30 +28,32 @@ COUNTED = "lazy,dear,ring,hybrid,sparse"
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(Row):
     """One engine's step on its busiest rank of the first two nodes."""
 
-    engine: str
+    note = "A step of the busiest rank. NIC MB: sent by a node to others. least MB: the least that this can be."
+
+    engine: str = field(metadata=column("engine"))
     """Name of the engine."""
-    wire: Wire
+    wire: Wire = field(metadata=column("wire"))
     """Wire dtype."""
-    collective: Collective
+    collective: Collective = field(metadata=column("collective"))
     """The collective that carries most bytes."""
     model: str
     """Layer profile whose messages were counted."""
-    ranks: int
+    ranks: int = field(metadata=column("ranks"))
     """Number of ranks."""
     ranks_per_node: int
     """Ranks on each node."""
-    calls: int
+    calls: int = field(metadata=column("calls"))
     """Number of backend calls; sends and receives issued as one batch count as one."""
-    messages: int
+    messages: int = field(metadata=column("messages"))
     """Number of messages from this rank to others; a vector operation sends one to each."""
-    smallest_message: int | None
+    smallest_message: int | None = field(metadata=column("smallest B"))
     """Size of the smallest message in bytes; None if there are no messages."""
-    kernels: int
+    kernels: int = field(metadata=column("kernels"))
     """Number of operations that compute or copy; views, allocations and the backend's are not counted."""
-    host_ms: float
+    host_ms: float = field(metadata=column("host ms", form=".2f"))
     """CPU time of a step in milliseconds: hooks, launches and waits.
 
     Autograd, the optimizer and the backend's calls themselves are not included. It is the minimum of 20 measurements,
@@ -60,15 +63,21 @@ class Count:
     """Part of ``host_ms`` spent in kernels on the meta device, which stand in for GPU launches."""
     updates: int
     """Number of the optimizer's updates in a step; a deferring engine updates what came with one message together."""
-    update_ms: float
+    update_ms: float = field(metadata=column("update ms", form=".1f"))
     """CPU time of these updates in milliseconds, by LARS with one scalar for each parameter: the cost of launching."""
-    nic_bytes: int
+    nic_bytes: int = field(metadata=column("NIC", "MB", ".1f"))
     """Bytes sent by the busier of the first two nodes to other nodes."""
-    least_nic_bytes: float
+    least_nic_bytes: float = field(metadata=column("least", "MB", ".1f"))
     """Minimum for ``nic_bytes``: 2 (H-1)/H times the wire bytes that the step averages over H nodes.
 
     These are gradients, and whatever else must be averaged for them.
     """
+
+    @property
+    def title(self) -> str:
+        """Name the model and the nodes."""
+        each = f"{self.ranks_per_node} rank{'s' if self.ranks_per_node > 1 else ''}"
+        return f"{self.model}, nodes of {each}: counted, without a network"
 
 
 def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per_node: int, link: str) -> list[Count]:

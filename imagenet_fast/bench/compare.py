@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,10 +22,9 @@ from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.launch.signals import GRACE_S, interrupt_on_signals, signals_held
+from imagenet_fast.launch.signals import ENDS, GRACE_S, interrupt_on_signals
 from imagenet_fast.metrics.report import PastRun, read_run
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 from imagenet_fast.recipe.validation import lint
@@ -35,11 +35,10 @@ _DONE = (0, 3)  # exit codes of a run that completed training
 
 @dataclass(frozen=True)
 class Contestant:
-    """One run: an engine, a seed, and its own overrides, which include its layout."""
+    """One run: an engine and its overrides, which include its seed and layout."""
 
     label: str
     engine: str
-    seed: int | None
     overrides: tuple[str, ...]
 
     def arguments(self, recipe: str, data: Path | None, folder: Path) -> list[str]:
@@ -47,7 +46,6 @@ class Contestant:
         return [
             "train", "--no-warnings", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
             *(["--data", str(data)] if data else []),
-            *(["--seed", str(self.seed)] if self.seed is not None else []),
             *(part for override in self.overrides for part in ("--set", override)),
         ]  # fmt: skip
 
@@ -83,26 +81,23 @@ def contestants(
     asked: Sequence[NamedLayout | None] = layouts or [None]
     seeded: Sequence[int | None] = seeds or [None]
     runs = []
-    for engine, layout in product(engines, asked):
-        own = tuple(_for(engine, override) for override in overrides if _concerns(engine, override))
-        settled = own if layout is None else laid_out(find_recipe(recipe), engine, own, layout, ranks)
-        named = [engine] if layout is None or len(engines) > 1 else []
-        named += [layout.name] if layout is not None else []
-        for seed in seeded:
-            label = "-".join([*named, *([f"seed{seed}"] if seed is not None else [])])
-            runs.append(Contestant(label, engine, seed, settled))
+    for engine, layout, seed in product(engines, asked, seeded):
+        settled = _own(engine, overrides) + ([f"seed={seed}"] if seed is not None else [])
+        names = [engine] if layout is None or len(engines) > 1 else []
+        if layout is not None:
+            settled = laid_out(find_recipe(recipe), engine, settled, layout, ranks)
+            names.append(layout.name)
+        if seed is not None:
+            names.append(f"seed{seed}")
+        runs.append(Contestant("-".join(names), engine, tuple(settled)))
     return runs
 
 
-def _concerns(engine: str, override: str) -> bool:
-    """Return whether ``override`` applies to ``engine``, or to all engines."""
-    table = override.partition(".")[0]
-    return table == engine or table not in engine_names()
-
-
-def _for(engine: str, override: str) -> str:
-    """Return ``override`` with the prefix ``ENGINE.`` replaced by ``sync.``, if it has that prefix."""
-    return f"sync.{override.removeprefix(f'{engine}.')}" if override.startswith(f"{engine}.") else override
+def _own(engine: str, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that apply to ``engine``: those of all, and its own with ``sync.`` for ``ENGINE.``."""
+    others = set(engine_names()) - {engine}
+    kept = [override for override in overrides if override.partition(".")[0] not in others]
+    return [re.sub(rf"^{engine}\.", "sync.", override) for override in kept]
 
 
 @dataclass(frozen=True)
@@ -153,11 +148,11 @@ def compare(
     jobs: dict[Contestant, Job] = {}
     doubtful: dict[str, None] = {}  # an ordered set
     for run in runs:
-        seed = [f"seed={run.seed}"] if run.seed is not None else []
-        recipe = load_recipe(find_recipe(name), run.engine, [*run.overrides, *seed])
+        doubts: list[str] = []
+        recipe = load_recipe(find_recipe(name), run.engine, run.overrides, doubts.append)
         jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
-        RunDir(folder / run.label).check_writable(otherwise="")
-        doubtful |= dict.fromkeys(lint(recipe))
+        RunDir(folder / run.label).check_writable()
+        doubtful |= dict.fromkeys([*doubts, *lint(recipe)])
     for doubt in doubtful:
         warn(doubt)
     codes: dict[Contestant, int] = {}
@@ -192,9 +187,8 @@ def _past(job: Job, label: str) -> PastRun:
     try:
         past = read_run(job.folder)
     except UserError:
-        return PastRun(job.folder, read_outcome(job.folder), [], label)
-    unknown = RunResult.of(job.name, job.recipe, job.batching)  # no steps, failed
-    return replace(past, name=label, outcome=past.outcome or unknown)
+        past = PastRun(job.folder, [], "failed")
+    return replace(past, name=label, status="failed" if past.status == "not ended" else past.status)
 
 
 def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:
@@ -228,6 +222,25 @@ def _start(
     A terminal's Ctrl-C does not reach that group, so the process receives only the signal that this process sends.
     """
     return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Answer signals only after the block, in which a process is started.
+
+    Python drops what a handler raises while it forks, and the signal would be lost.
+    """
+    held: list[int] = []
+    before = {number: answer for number in ENDS if callable(answer := signal.getsignal(number))}
+    for number in before:
+        signal.signal(number, lambda came, frame: held.append(came))
+    try:
+        yield
+    finally:
+        for number, answer in before.items():
+            signal.signal(number, answer)
+        if held:
+            signal.raise_signal(held[0])
 
 
 def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: float) -> int:

@@ -1,27 +1,29 @@
 """Measure how fast our loaders, others and decoding alone provide training batches, without training.
 
 All provide uint8 images [n, 3, S, S] in memory, ours on the device; normalising is the same for all. In every round,
-each loader is opened, timed and closed in turn. So all are measured under the same noise, and none works while another
-is timed. The first batches of a turn are not timed, because they may have been prefetched.
+each loader is opened, timed and closed in turn, so that none works while another is timed. The first batches of a turn
+are not timed, because they may have been prefetched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, assert_never, get_args
+from typing import Any, Literal, assert_never
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.bench.forks import end_with_starter, start_fork_server
+from imagenet_fast.bench.rounds import in_rounds
+from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.data import dali
 from imagenet_fast.data.build import open_loader
 from imagenet_fast.data.folders import scan_training
@@ -32,9 +34,8 @@ from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
-from imagenet_fast.distributed.forks import end_with_starter, start_fork_server
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.errors import UserError, listed
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 
@@ -46,13 +47,10 @@ Loader = Literal["synthetic", "folder", "pixels", "dali", "dali-bare", "torchvis
 
 
 @dataclass(frozen=True)
-class LoadingRate:
-    """Throughput of a loader on one rank: medians over the rounds, and extremes.
+class LoadingRate(Row):
+    """Throughput of a loader on one rank: medians over the rounds, and extremes."""
 
-    Rates are None if the loader is not installed.
-    """
-
-    loader: Loader
+    loader: Loader = field(metadata=column("loader"))
     """The loader."""
     images: str
     """The images that were read."""
@@ -62,30 +60,19 @@ class LoadingRate:
     """Images of a batch."""
     workers: int
     """Decoding threads."""
-    images_per_s: float | None
-    """Images a second, the median of the rounds; None if the loader is not installed."""
-    slowest: float | None
+    images_per_s: float = field(metadata=column("img/s", form=".0f"))
+    """Images a second, the median of the rounds."""
+    slowest: float = field(metadata=column("slowest", form=".0f"))
     """Images a second in the slowest round."""
-    fastest: float | None
+    fastest: float = field(metadata=column("fastest", form=".0f"))
     """Images a second in the fastest round."""
-    images_per_core_s: float | None
+    images_per_core_s: float = field(metadata=column("img/s per core", form=".0f"))
     """Images per second of CPU time, summed over all threads and processes."""
 
-
-def parse_loaders(text: str) -> list[Loader]:
-    """Parse a comma-separated list of different loaders.
-
-    Raises:
-        UserError: A name is unknown.
-    """
-
-    def loader(name: str) -> Loader:
-        names: tuple[Loader, ...] = get_args(Loader)
-        if name not in names:
-            raise UserError(f"--loaders {text}: a loader is one of {', '.join(names)}; write them with commas between")
-        return name
-
-    return listed("--loaders", text, loader)
+    @property
+    def title(self) -> str:
+        """Describe the images and what is made of them."""
+        return f"{self.images}; to {self.image_size} pixels, {self.batch} a batch, {self.workers} workers"
 
 
 def bench_loading(
@@ -100,6 +87,8 @@ def bench_loading(
 ) -> list[LoadingRate]:
     """Time training batches of each loader, on this node's GPU if it has one.
 
+    If DALI is not installed, its loaders are left out with a warning.
+
     Args:
         loaders: The loaders to time.
         root: Directory of the images; None means temporary photos made here.
@@ -111,62 +100,44 @@ def bench_loading(
         resize: Shorter side of the photos in pixels, as `data prepare --resize` leaves them; None: 375.
 
     Raises:
-        UserError: ``resize`` is given for images in ``root``, or there are fewer images than a batch needs.
+        UserError: ``resize`` is given for images in ``root``, there are fewer images than a batch needs, or no loader
+            is left.
     """
     if root is not None and root.is_dir() and find_split(root, "train").shards:
         raise UserError(f"--data {root} holds shards, and bench data reads class folders; give such a directory")
     if root is not None and resize is not None:
         raise UserError(f"--resize shrinks the photos that are made here; run `data prepare --resize` on {root} first")
+    chosen = [loader for loader in loaders if dali.is_installed() or not loader.startswith("dali")]
+    if not chosen:
+        raise UserError(f"--loaders {','.join(loaders)} needs DALI; `pip install nvidia-dali-cuda130`, or name others")
+    if len(chosen) < len(loaders):
+        warn("DALI's loaders are left out, since it is not installed; `pip install nvidia-dali-cuda130`")
     device, _ = prepare_device(0)
-    turns: dict[Loader, list[tuple[float, float]]] = {loader: [] for loader in loaders}
-    parts = rounds * len(loaders)
-    with (
-        _images(root, 2 * batch, resize) as (folder, about),
-        _pixels(folder, image_size, "pixels" in loaders) as stored,
-        measurement_bar() as show,
-    ):
-        for turn in range(rounds):
-            for number, loader in enumerate(loaders if turn % 2 == 0 else reversed(loaders)):
-                show(f"{loader}, round {turn + 1} of {rounds}", turn * len(loaders) + number, parts)
-                if loader.startswith("dali") and not dali.is_installed():
-                    continue
-                batches = _open(loader, stored if loader == "pixels" else folder, image_size, batch, workers, device)
-                turns[loader].append(measure(batches, batch, seconds, device))
-                del batches  # its threads end now
-    return [_rate(loader, turns[loader], about, image_size, batch, workers) for loader in loaders]
-
-
-def _rate(
-    loader: Loader, turns: list[tuple[float, float]], about: str, image_size: int, batch: int, workers: int
-) -> LoadingRate:
-    """Summarise the rounds of one loader; ``turns`` holds images per second, and per second of CPU time."""
-    if not turns:
-        return LoadingRate(loader, about, image_size, batch, workers, None, None, None, None)
-    rates, by_core = zip(*turns, strict=True)
-    return LoadingRate(
-        loader, about, image_size, batch, workers, median(rates), min(rates), max(rates), median(by_core)
-    )
-
-
-@contextmanager
-def _images(root: Path | None, count: int, resize: int | None) -> Iterator[tuple[Path, str]]:
-    """Yield the directory of the images, and a description of them; make ``count`` photos if ``root`` is None."""
-    if root is not None:
-        yield root, f"images in {root}"
-        return
-    with made_photos(count, resize) as (folder, about):
-        yield folder, about + (f", {resize} pixels on the shorter side" if resize is not None else "")
-
-
-@contextmanager
-def _pixels(folder: Path, image_size: int, needed: bool) -> Iterator[Path]:
-    """Yield a directory with the images of ``folder``, if needed, as `data prepare --format pixels` writes them."""
-    with TemporaryDirectory(prefix="imagenet-fast-") as stored:
-        if needed:
+    with ExitStack() as folders:
+        if root is None:
+            folder, about = folders.enter_context(made_photos(2 * batch, resize))
+            about += f", {resize} pixels on the shorter side" if resize is not None else ""
+        else:
+            folder, about = root, f"images in {root}"
+        stored = Path(folders.enter_context(TemporaryDirectory(prefix="imagenet-fast-")))
+        if "pixels" in chosen:
             side = max(256, image_size * 8 // 7)
             settings = Settings(format="pixels", resize=side, quality=None, shard_size=2**30)
-            prepare(folder, Path(stored), settings, subset=True)
-        yield Path(stored)
+            prepare(folder, stored, settings, subset=True)
+
+        def timed(loader: Loader) -> tuple[float, float]:
+            source = stored if loader == "pixels" else folder
+            return measure(_open(loader, source, image_size, batch, workers, device), batch, seconds, device)
+
+        measured = in_rounds(chosen, rounds, timed)
+
+    def row(loader: Loader) -> LoadingRate:
+        rates, by_core = zip(*measured[loader], strict=True)
+        return LoadingRate(
+            loader, about, image_size, batch, workers, median(rates), min(rates), max(rates), median(by_core)
+        )
+
+    return list(map(row, measured))
 
 
 def _open(
@@ -188,28 +159,17 @@ def _open(
                 "dali" if loader == "dali" else "folder", images, image_size, batch, workers, device
             )
         case "dali-bare":
-            return bare_dali(folder, image_size, batch, workers, device)
-        case "torchvision-pil":
-            return torchvision_pil(folder, image_size, batch, workers)
-        case "torchvision-io":
-            return torchvision_io(folder, image_size, batch, workers)
+            return _bare_dali(folder, image_size, batch, workers, device)
+        case "torchvision-pil" | "torchvision-io":
+            return _torchvision(folder, image_size, batch, workers, by_pillow=loader == "torchvision-pil")
         case "decoding":
-            return decoding(folder, batch, workers)
+            return _decoding(folder, batch, workers)
         case _:
             assert_never(loader)
 
 
-def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
-    """Decode the first images under ``root`` whole, from memory: no loader that decodes whole images can be faster.
-
-    Args:
-        root: Directory of the images.
-        batch: Images decoded for each item.
-        workers: Number of threads.
-
-    Returns:
-        An endless iterator; an item stands for one decoded batch.
-    """
+def _decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
+    """Decode the first images whole, from memory, endlessly: no loader that decodes whole images can be faster."""
     images = scan_training(root)
     held = [images.read(index) for index in range(min(len(images), _HELD))]
 
@@ -234,38 +194,42 @@ def decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
     return prefetched(batches(), workers, depth=2)
 
 
-def torchvision_pil(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:
-    """Load batches as torchvision's classification reference does, up to uint8 tensors.
+def _torchvision(root: Path, image_size: int, batch: int, workers: int, by_pillow: bool) -> Iterator[Any]:
+    """Yield endless random batches as torchvision's classification reference makes them, up to uint8 tensors.
 
-    Args:
-        root: Directory of the images.
-        image_size: Side of the cropped images in pixels.
-        batch: Images per batch.
-        workers: Number of worker processes.
+    ``by_pillow``: Pillow decodes and crops; otherwise torchvision's own decoder and tensor transforms do.
     """
-    transform = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    return _torchvision(ImageFolder(root / "train", v2.Compose(transform)), batch, workers)
+    crop_and_flip = [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
+    if by_pillow:
+        images = ImageFolder(root / "train", v2.Compose([*crop_and_flip, v2.PILToTensor()]))
+    else:
+        images = ImageFolder(root / "train", v2.Compose(crop_and_flip), loader=_decoded)
+    start_fork_server(__name__)
+    order = RandomSampler(images, replacement=True, num_samples=2**40, generator=torch.Generator().manual_seed(_SEED))
+    batches: DataLoader[Any] = DataLoader(
+        images, batch, sampler=order, num_workers=workers, multiprocessing_context="forkserver",
+        worker_init_fn=_end_with_starter,
+    )  # fmt: skip
+    try:
+        yield from batches
+    except Exception as error:
+        raise UserError(
+            f"torchvision cannot read an image ({str(error).strip().splitlines()[-1]}); `imagenet-fast data verify` "
+            "finds such files; take them away to measure"
+        ) from None
 
 
-def torchvision_io(root: Path, image_size: int, batch: int, workers: int) -> Iterator[Any]:
-    """Load batches as ``torchvision_pil`` does, but with torchvision's own decoder and tensor transforms."""
-    transform = [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
-    return _torchvision(ImageFolder(root / "train", v2.Compose(transform), loader=_decoded), batch, workers)
+def _decoded(path: str) -> torch.Tensor:
+    pixels: torch.Tensor = decode_image(path, ImageReadMode.RGB)
+    return pixels
 
 
-def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:
-    """Run a pipeline of DALI's own reader, crop and flip; its batches stay in DALI's memory.
+def _end_with_starter(worker: int) -> None:
+    end_with_starter()
 
-    Args:
-        root: Directory of the images.
-        image_size: Side of the cropped images in pixels.
-        batch: Images per batch.
-        workers: Number of threads.
-        device: A GPU, or the CPU.
 
-    Raises:
-        ImportError: DALI is not installed.
-    """
+def _bare_dali(root: Path, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:
+    """Run a pipeline of DALI's own reader, crop and flip, endlessly; its batches stay in DALI's memory."""
     from nvidia.dali import Pipeline, fn, types
 
     gpu = device.type == "cuda"
@@ -281,56 +245,6 @@ def bare_dali(root: Path, image_size: int, batch: int, workers: int, device: tor
         images = fn.resize(images, size=[image_size, image_size], interp_type=types.INTERP_TRIANGULAR)
         pipeline.set_outputs(fn.flip(images, horizontal=fn.random.coin_flip()), labels)
     pipeline.build()
-
-    def run() -> Iterator[None]:
-        while True:
-            pipeline.run()
-            yield
-
-    return run()
-
-
-def _torchvision(images: ImageFolder, batch: int, workers: int) -> Iterator[Any]:
-    """Return endless random batches from a ``DataLoader`` with ``workers`` processes."""
-    start_fork_server(__name__)
-    batches: DataLoader[Any] = DataLoader(
-        images,
-        batch_sampler=_Endless(len(images), batch),
-        num_workers=workers,
-        multiprocessing_context="forkserver",
-        worker_init_fn=_end_with_starter,
-    )
-    return _named_faults(batches)
-
-
-def _named_faults(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``batches``; a worker's error becomes a sentence without its traceback."""
-    try:
-        yield from batches
-    except Exception as error:
-        raise UserError(
-            f"torchvision cannot read an image ({str(error).strip().splitlines()[-1]}); `imagenet-fast data verify` "
-            "finds such files; take them away to measure"
-        ) from None
-
-
-class _Endless:
-    """An endless batch sampler of random indices."""
-
-    def __init__(self, images: int, batch: int) -> None:
-        self._images = images
-        self._batch = batch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        generator = torch.Generator().manual_seed(_SEED)
-        while True:
-            yield torch.randint(self._images, (self._batch,), generator=generator).tolist()
-
-
-def _decoded(path: str) -> torch.Tensor:
-    pixels: torch.Tensor = decode_image(path, ImageReadMode.RGB)
-    return pixels
-
-
-def _end_with_starter(worker: int) -> None:
-    end_with_starter()
+    while True:
+        pipeline.run()
+        yield

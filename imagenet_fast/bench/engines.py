@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.collectives import averaging
+from imagenet_fast.bench.forks import report_progress
 from imagenet_fast.bench.hosts import run_on
 from imagenet_fast.bench.netns import parse_rate, sent_bytes, shaped_network, time_repetitions
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
-from imagenet_fast.distributed.cores import usable_memory
-from imagenet_fast.distributed.forks import freeze_gc, report_progress
+from imagenet_fast.distributed.cores import freeze_gc, usable_memory
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.parallel.ddp import attach
@@ -366,13 +366,12 @@ class _Loop:
 
     def trace(self, path: Path) -> None:
         """Run a warm-up step and three more, of which rank 0 writes a timeline."""
-        self._step()
-        trace = Trace(self._model, torch.device("cpu"))
-        for _ in range(3):
-            trace.add_step(self._step())
+        trace = Trace(self._model, torch.device("cpu"), path, first=1, count=3) if dist.get_rank() == 0 else None
+        for _ in range(4):
+            stats = self._step()
+            if trace is not None:
+                trace.end_step(stats)
         self._sync.settle()
-        if dist.get_rank() == 0:
-            trace.write(path)
 
     def block(self, steps: int) -> _Block:
         """Run a warm-up step and ``steps`` timed steps; bytes and launches are means over all of them."""

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from imagenet_fast.bench.forks import RankPool
 from imagenet_fast.bench.netns import INTERFACE, Host, enter
 from imagenet_fast.bench.progress import measurement_bar
-from imagenet_fast.distributed.forks import RankPool
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError

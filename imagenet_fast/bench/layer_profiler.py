@@ -7,7 +7,7 @@ from itertools import count, pairwise
 from statistics import median
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from imagenet_fast.bench.progress import measurement_bar
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
@@ -31,15 +31,7 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
         device: Where to train.
         steps: Number of recorded steps.
     """
-    assert isinstance(recipe.data, SyntheticData)
-    torch.manual_seed(0)
-    set_float32_math(recipe.precision)
-    model = build_model(recipe.model, recipe.data.classes).to(device)
-    if recipe.channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    images = torch.randn(recipe.global_batch, 3, recipe.data.image_size, recipe.data.image_size, device=device)
-    images = images.contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(recipe.data.classes, (recipe.global_batch,), device=device)
+    model, images, labels = model_and_batch(recipe, device)
     cast = autocast(recipe.precision, device)
 
     def step() -> None:
@@ -69,6 +61,17 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     where = f"{processor} ({platform.machine()}), torch {torch.__version__}"
     source = f"recorded by `imagenet-fast bench profile`: {what}, {where}"
     return Profile(recipe.model.kind, source, _layers(model, order, timer.recorded()), recipe.data.image_size)
+
+
+def model_and_batch(recipe: Recipe, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return the model of a recipe with synthetic data, and random images and labels; the same each time."""
+    assert isinstance(recipe.data, SyntheticData)
+    torch.manual_seed(0)
+    set_float32_math(recipe.precision)
+    model = build_model(recipe.model, recipe.data.classes).to(device).to(memory_format=torch.channels_last)
+    images = torch.randn(recipe.global_batch, 3, recipe.data.image_size, recipe.data.image_size, device=device)
+    labels = torch.randint(recipe.data.classes, (recipe.global_batch,), device=device)
+    return model, images.contiguous(memory_format=torch.channels_last), labels
 
 
 def _layers(model: nn.Module, slots: list[ParamSlot], steps: list[Timing]) -> tuple[Layer, ...]:

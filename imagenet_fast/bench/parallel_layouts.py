@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from imagenet_fast.errors import UserError, listed
@@ -39,7 +40,7 @@ def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
     return listed("--layout", text, lambda name: _parse(text, name, ranks))
 
 
-def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> tuple[str, ...]:
+def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> list[str]:
     """Return overrides that give the recipe ``layout``, and micro-batches if it has a pipeline.
 
     Args:
@@ -53,19 +54,20 @@ def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLay
         UserError: The recipe or engine does not work with the layout.
     """
     others = [override for override in overrides if not _is_parallel(override)]
-    load_recipe(path, engine, [*others, "parallel={}"])  # raises errors that are not due to the layout
+    load = partial(load_recipe, path, engine, tell=lambda _: None)
+    load([*others, "parallel={}"])  # raises errors that are not due to the layout
     try:
         if layout.pipeline == 1:
             settled = [*others, f"parallel={{tensor={layout.tensor}}}"]
         else:
             settled = [*overrides, f"parallel.tensor={layout.tensor}", f"parallel.pipeline={layout.pipeline}"]
-            trial = load_recipe(path, engine, [*settled, "parallel.schedule=gpipe"])  # takes any number of them
+            trial = load([*settled, "parallel.schedule=gpipe"])  # takes any number of them
             if "micro_batches" not in trial.parallel.model_fields_set:
                 settled.append(f"parallel.micro_batches={_micro_batches(trial, ranks)}")
-        check_axes(load_recipe(path, engine, settled), ranks)
+        check_axes(load(settled), ranks)
     except UserError as error:
         raise UserError(f"--layout {layout.name} with {engine}: {error}") from None
-    return tuple(settled)
+    return settled
 
 
 def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> None:

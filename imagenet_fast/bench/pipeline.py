@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import lcm
 from statistics import median
@@ -22,21 +22,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from imagenet_fast.bench.forks import report_progress
 from imagenet_fast.bench.hosts import on_gpus, run_on
-from imagenet_fast.bench.layer_profiler import record_profile
+from imagenet_fast.bench.layer_profiler import model_and_batch, record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
+from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
-from imagenet_fast.distributed.forks import report_progress
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import linear_partition, segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
-from imagenet_fast.recipe.data_config import SyntheticData
+from imagenet_fast.recipe.batching import Batching, check_norms
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.training.precision import autocast, set_float32_math
+from imagenet_fast.training.precision import autocast
 
 _MICRO_S = 0.03  # default of a rank's sleep for a micro-batch, forward and backward, on average over the ranks
 _RECORDED_STEPS = 3
@@ -53,7 +54,7 @@ class Busy:
 
 
 @dataclass(frozen=True)
-class PipelineTime:
+class PipelineTime(Row):
     """One schedule with one number of micro-batches.
 
     Figures of sleeping stages are from the round with the median step time.
@@ -61,30 +62,35 @@ class PipelineTime:
 
     model: str
     """The model that was cut."""
-    schedule: str
+    schedule: str = field(metadata=column("schedule"))
     """Order of forwards and backwards."""
     stages: int
     """Number of ranks; with ``interleaved``, each has two stages of half the length."""
-    micro_batches: int
+    micro_batches: int = field(metadata=column("micro-batches"))
     """Micro-batches of a step."""
     step_s: float
     """Step time of sleeping stages."""
-    bubble: float
+    bubble: float = field(metadata=column("bubble", form=".2f"))
     """Share of ``step_s`` in which a rank did not sleep, as a mean over the ranks."""
-    expected_bubble: float
+    expected_bubble: float = field(metadata=column("by formula", form=".2f"))
     """(p-1)/(m+p-1) for p equal stages and m micro-batches.
 
     With v stages per rank, it is (p-1)/(vm+p-1).
     """
-    images_per_s: float
+    images_per_s: float = field(metadata=column("img/s", form=".0f"))
     """Images per second of the model itself, forward and backward."""
-    activation_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...] = field(metadata=column("kept by each rank", "MB", ".0f"))
     """Peak bytes that each rank keeps for backward, including autocast's copies of weights.
 
     On GPUs, the peak of all memory that a step allocates.
     """
     timeline: tuple[Busy, ...]
     """Passes of all ranks in that step."""
+
+    @property
+    def title(self) -> str:
+        """Name the model and the number of ranks."""
+        return f"{self.model}, {self.stages} ranks in a pipeline"
 
 
 @dataclass(frozen=True)
@@ -130,30 +136,28 @@ def bench_pipeline(
             f"--batch {recipe.global_batch} does not make {uneven[0]} equal micro-batches; take a multiple of "
             f"{lcm(*micro_batches)}"
         )
-    refused = {(schedule, count): misfit(schedule, stages, count) for schedule in schedules for count in micro_batches}
-    runs = [run for run, why in refused.items() if why is None]
+    runs: list[tuple[str, int]] = []
     for schedule in schedules:
-        if schedule not in (chosen for chosen, _ in runs):
-            raise UserError(f"--schedules: {refused[schedule, micro_batches[0]]}")
+        refused = {count: misfit(schedule, stages, count) for count in micro_batches}
+        if None not in refused.values():
+            raise UserError(f"--schedules: {refused[micro_batches[0]]}")
+        runs += [(schedule, count) for count, why in refused.items() if why is None]
     size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
+    check_norms(recipe, Batching(stages, smallest, 1))
     with torch.device("meta"):  # refuse an impossible split here, not on a rank
         split_model(
             build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,
             max(map(chunks_of, schedules)),
         )  # fmt: skip
     gpus = on_gpus(device, stages, "stages", "--stages")
-    profile = _profile_of(recipe, torch.device("cuda", 0) if gpus else torch.device("cpu"))
+    where = torch.device("cuda", 0) if gpus else torch.device("cpu")
+    profile = shipped_profile(recipe.model.kind) or record_profile(recipe, where, _RECORDED_STEPS)
     by_rank: list[list[_Measured]] = run_on(
         None, stages, _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus
     )
     return [
         _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
     ]
-
-
-def _profile_of(recipe: Recipe, device: torch.device) -> Profile:
-    """Return the shipped layer profile of the recipe's model, or record one here."""
-    return shipped_profile(recipe.model.kind) or record_profile(recipe, device, _RECORDED_STEPS)
 
 
 def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_ranks: Sequence[_Measured]) -> PipelineTime:
@@ -177,20 +181,18 @@ def _measure(
     recipe: Recipe, profile: Profile, runs: Sequence[tuple[str, int]], sleep_s: float | None, rounds: int, gpus: bool
 ) -> list[_Measured]:
     """Measure every run; each rank calls it."""
-    assert isinstance(recipe.data, SyntheticData)
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
-    torch.manual_seed(0)
-    set_float32_math(recipe.precision)
-    model = build_model(recipe.model, recipe.data.classes).to(device).to(memory_format=torch.channels_last)
-    batch, size = recipe.global_batch, recipe.data.image_size
-    images = torch.randn(batch, 3, size, size, device=device).contiguous(memory_format=torch.channels_last)
-    labels = torch.randint(recipe.data.classes, (batch,), device=device)
+    model, images, labels = model_and_batch(recipe, device)
     times = recorded_times(segments_of(model), profile)
     measured = []
     for number, (schedule, micro_batches) in enumerate(runs):
         report_progress(f"{schedule} with {micro_batches} micro-batches", number, len(runs))
         ranks, chunks = dist.get_world_size(), chunks_of(schedule)
-        stages_s = [sleep_s * 3 / chunks] * ranks * chunks if sleep_s is not None else _by_profile(times, ranks, chunks)
+        if sleep_s is not None:
+            stages_s = [3 * sleep_s / chunks] * ranks * chunks
+        else:
+            shares = [sum(times[run]) / sum(times) for run in linear_partition(times, ranks * chunks)]
+            stages_s = [_MICRO_S * ranks * share for share in shares]
         slept = _sleep(stages_s, schedule, micro_batches, rounds)
         cast = autocast(recipe.precision, device)
         with cast:
@@ -203,12 +205,6 @@ def _measure(
     return measured
 
 
-def _by_profile(times: Sequence[float], ranks: int, chunks: int) -> list[float]:
-    """Return each stage's sleep for a micro-batch in seconds, in proportion to its segments' recorded ``times``."""
-    second = _MICRO_S * ranks / sum(times)
-    return [second * sum(times[run]) for run in linear_partition(times, ranks * chunks)]
-
-
 def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
     """Time steps of sleeping stages; return seconds and this rank's passes, by round.
 
@@ -219,46 +215,26 @@ def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds:
     asleep = nn.Sequential(*(Replayed(pace, second / 3, 2 * second / 3, [torch.zeros(1)]) for second in stages_s))
     ranks = dist.get_world_size()
     part = split_model(asleep, torch.zeros(1, 1), dist.get_rank(), ranks, chunks_of(schedule))
-    course = _Course()
-    pipeline = Pipeline(part, None, schedule, micro_batches, _any_loss, observe=course)
+    passes: list[tuple[int, Pass, float, float]] = []
+
+    @contextmanager
+    def observe(which: Pass, stage: int) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        passes.append((stage, which, begun, time.perf_counter()))
+
+    pipeline = Pipeline(part, None, schedule, micro_batches, lambda values, _: values.sum(), observe=observe)
     images = torch.zeros(micro_batches, 1)
     pipeline(images, images)  # warm-up: connects ranks
     slept = []
     for _ in range(rounds):
         dist.barrier()
-        course.begin()
-        pipeline(images, images)
-        slept.append(course.end())
-    return slept
-
-
-class _Course:
-    """A recorder of a rank's passes."""
-
-    def __init__(self) -> None:
-        self._begun = 0.0
-        self._busy: list[Busy] = []
-
-    @contextmanager
-    def __call__(self, which: Pass, stage: int) -> Iterator[None]:
-        """Record the pass that runs in this context."""
+        passes.clear()
         begun = time.perf_counter()
-        yield
-        self._busy.append(Busy(stage, which, begun - self._begun, time.perf_counter() - self._begun))
-
-    def begin(self) -> None:
-        """Start a step."""
-        self._busy = []
-        self._begun = time.perf_counter()
-
-    def end(self) -> tuple[float, list[Busy]]:
-        """Return the seconds since the start of the step, and its passes."""
-        return time.perf_counter() - self._begun, self._busy
-
-
-def _any_loss(values: Tensor, labels: Tensor) -> Tensor:
-    """Return a loss for sleeping stages; its value does not matter."""
-    return values.sum()
+        pipeline(images, images)
+        step_s = time.perf_counter() - begun
+        slept.append((step_s, [Busy(stage, which, *(at - begun for at in times)) for stage, which, *times in passes]))
+    return slept
 
 
 def _step(part: nn.Module, pipeline: Pipeline, images: Tensor, labels: Tensor) -> None:
@@ -309,25 +285,17 @@ class _Kept:
 
     def __init__(self, others: set[int]) -> None:
         self._others = others
-        self._times: Counter[int] = Counter()  # storage address -> number of saved tensors
-        self._bytes = 0
+        self._tensors: Counter[tuple[int, int]] = Counter()  # by address and size of their storage
         self.peak = 0
 
     def keep(self, tensor: Tensor) -> _Saved:
         saved, storage = _Saved(tensor), tensor.untyped_storage()
-        place = storage.data_ptr()
-        if place not in self._others:
-            self._times[place] += 1
-            if self._times[place] == 1:
-                self._bytes += storage.nbytes()
-                self.peak = max(self.peak, self._bytes)
-            weakref.finalize(saved, self._release, place, storage.nbytes())
+        place = storage.data_ptr(), storage.nbytes()
+        if place[0] not in self._others:
+            self._tensors[place] += 1
+            weakref.finalize(saved, self._tensors.subtract, [place])
+            self.peak = max(self.peak, sum(size for (_, size), held in self._tensors.items() if held))
         return saved
 
     def give_back(self, saved: _Saved) -> Tensor:
         return saved.tensor
-
-    def _release(self, place: int, size: int) -> None:
-        self._times[place] -= 1
-        if not self._times[place]:
-            self._bytes -= size

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.accuracy import target_metric
 from imagenet_fast.metrics.report import PastRun, distinct_names
+from imagenet_fast.metrics.run_result import target_metric
 
 
 def new_figure(png: Path, width: float, height: float) -> Any:
@@ -39,11 +39,11 @@ def draw_curves(runs: list[PastRun], png: Path) -> None:
         label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")
         (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
         color = line.get_color()
-        if run.outcome is not None and run.outcome.target_mirrored:
-            judged = run.curve("eval", target_metric(vars(run.outcome), mirrored=True))
-            accuracy.plot(*judged, "o--", markersize=4, color=color, label=f"{label}, mean")
+        if run.last("target_mirrored", "run"):
+            metric = target_metric({"top1_shift": run.last("top1_shift", "eval")}, mirrored=True)
+            accuracy.plot(*run.curve("eval", metric), "o--", markersize=4, color=color, label=f"{label}, mean")
         loss.plot(*run.curve("train", "loss"), color=color, linewidth=1)
-    for target in {run.outcome.target_top1 for run in runs if run.outcome} - {None}:
+    for target in {run.last("target_top1", "run") for run in runs} - {None}:
         accuracy.axhline(target, color="black", linestyle=":", linewidth=1)
         accuracy.annotate(f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8)
     accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")

@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime
-    from imagenet_fast.bench.comm_volume import Count
     from imagenet_fast.bench.dataloaders import LoadingRate
     from imagenet_fast.bench.engines import EngineTime
-    from imagenet_fast.bench.optimizer_kernels import StepKernels
     from imagenet_fast.bench.pipeline import PipelineTime
     from imagenet_fast.bench.presets import BatchRow, Rung
-    from imagenet_fast.bench.train_step import StepTime
 
 Column = tuple[str, str, str] | tuple[str, str, str, float] | tuple[str, Callable[[Any], str]]
 """A header; then a field's dotted name, its format, and a factor for its unit; or a function from a row to its cell."""
@@ -62,7 +59,7 @@ def setting(time: EngineTime) -> str:
     return f"{model}, {hosts}{ranks}, {'loopback' if time.rate is None else time.rate}"
 
 
-def common_wire(times: Sequence[EngineTime | Count]) -> str:
+def common_wire(times: Sequence[EngineTime]) -> str:
     """Return the most frequent wire dtype."""
     return mode(t.wire for t in times)
 
@@ -142,31 +139,6 @@ def batch_table(rows: Sequence[BatchRow]) -> Table:
     )
 
 
-def count_table(counts: Sequence[Count]) -> Table:
-    """Build a table with one row per engine and number of ranks."""
-    main, each = common_wire(counts), counts[0].ranks_per_node
-    return rows_table(
-        counts,
-        [
-            ("engine", lambda c: c.engine if c.wire == main else f"{c.engine} {c.wire}"),
-            ("collective", "collective", ""),
-        ],
-        [
-            ("ranks", "ranks", "d"),
-            ("calls", "calls", "d"),
-            ("messages", "messages", "d"),
-            ("smallest B", "smallest_message", "d"),
-            ("kernels", "kernels", "d"),
-            ("host ms", "host_ms", ".2f"),
-            ("update ms", "update_ms", ".1f"),
-            ("NIC MB", "nic_bytes", ".1f", 1e-6),
-            ("vs least", lambda c: f"{c.nic_bytes / c.least_nic_bytes:.3f}" if c.least_nic_bytes else NOTHING),
-        ],
-        f"{counts[0].model}, nodes of {each} rank{'s' if each > 1 else ''}, {main}: counted, without a network",
-        "A step of the busiest rank. NIC MB: sent by a node to others. vs least: NIC MB divided by the least possible.",
-    )
-
-
 def bandwidth_title(row: AllReduceTime) -> str:
     """Describe the network and the dtype of all-reduces."""
     ranks = f"{row.hosts * row.ranks_per_host} ranks"
@@ -198,95 +170,9 @@ def bandwidth_table(rows: Sequence[AllReduceTime]) -> Table:
 
 def pipeline_title(rows: Sequence[PipelineTime]) -> str:
     """Name the model and the number of ranks."""
-    return f"{rows[0].model}, {rows[0].stages} ranks in a pipeline"
-
-
-def pipeline_table(rows: Sequence[PipelineTime]) -> Table:
-    """Build a table with one row per schedule and number of micro-batches."""
-    return rows_table(
-        rows,
-        [("schedule", without_repeats(rows, "schedule"))],
-        [
-            ("micro-batches", "micro_batches", "d"),
-            ("bubble", "bubble", ".2f"),
-            ("by formula", "expected_bubble", ".2f"),
-            ("img/s", "images_per_s", ".0f"),
-            ("MB kept by each rank", lambda row: " ".join(f"{kept / 1e6:.0f}" for kept in row.activation_bytes)),
-        ],
-        pipeline_title(rows),
-    )
+    return rows[0].title
 
 
 def loading_title(rates: Sequence[LoadingRate]) -> str:
     """Describe the images and what is made of them."""
-    first = rates[0]
-    return f"{first.images}; to {first.image_size} pixels, {first.batch} a batch, {first.workers} workers"
-
-
-def loading_table(rates: Sequence[LoadingRate]) -> Table:
-    """Build a table with one row per loader."""
-    return rows_table(
-        rates,
-        [("loader", "loader", ""), ("", lambda rate: "" if rate.images_per_s else "is not installed")],
-        [
-            ("img/s", "images_per_s", ".0f"),
-            ("slowest", "slowest", ".0f"),
-            ("fastest", "fastest", ".0f"),
-            ("img/s per core", "images_per_core_s", ".0f"),
-        ],
-        loading_title(rates),
-    )
-
-
-def step_table(times: Sequence[StepTime]) -> Table:
-    """Build a table with one row per loop."""
-    return rows_table(
-        times,
-        [("loop", "loop", "")],
-        [
-            ("ms/step", "step_s", ".1f", 1e3),
-            ("fastest", "step_s_min", ".1f", 1e3),
-            ("slowest", "step_s_max", ".1f", 1e3),
-            ("host ms", "host_s", ".1f", 1e3),
-            ("img/s", "images_per_s", ".0f"),
-            ("vs plain", lambda t: f"{100 * (t.ratio_to_plain - 1):+.2f} %"),
-            ("warm-up", lambda t: f"{t.warmup_s:.1f} s"),
-        ],
-    )
-
-
-def checkpoint_table(times: Sequence[StepTime]) -> Table:
-    """Build a table with one row per loop that saves checkpoints.
-
-    Columns are images per second without and with checkpoints, their cost as the median over rounds, the time for which
-    a checkpoint blocked the training thread, the part of it spent copying, and the longest wait for the previous
-    checkpoint.
-    """
-    unsaved = {t.loop: t for t in times}
-    return rows_table(
-        [t for t in times if t.unsaved_loop is not None],
-        [("loop", "unsaved_loop", "")],
-        [
-            ("img/s", lambda t: f"{unsaved[t.unsaved_loop].images_per_s:.1f}"),
-            ("img/s saving", "images_per_s", ".1f"),
-            ("cost", lambda t: f"{100 * (1 - 1 / t.ratio_to_unsaved):.2f} %"),
-            ("stall ms", "stood_s", ".1f", 1e3),
-            ("copy ms", "copied_s", ".1f", 1e3),
-            ("longest wait ms", "waited_s", ".1f", 1e3),
-        ],
-    )
-
-
-def kernel_table(rows: Sequence[StepKernels]) -> Table:
-    """Build a table with one row per optimizer."""
-    return rows_table(
-        rows,
-        [("optimizer", "optimizer", "")],
-        [
-            ("tensors", "tensors", "d"),
-            ("operators", "operators", "d"),
-            ("kernels", "kernels", "d"),
-            ("copies", "copies", "d"),
-            ("us on the GPU", "device_s", ".0f", 1e6),
-        ],
-    )
+    return rates[0].title

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from imagenet_fast.bench.plots import new_figure, plot_label
+from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.tables import compact_table
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too
 _WIDTH, _LANES = 9.0, 7.9  # inches of the figure, and about that of its lanes
@@ -32,18 +30,32 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class StepTimeline:
+class StepTimeline(Row):
     """One step of a trace, from the beginning of backward to the end of the next forward.
 
-    Times are in milliseconds from the beginning of backward.
+    Times are in milliseconds; those of compute, waits and the wire are covered by at least one layer, wait or message.
     """
 
-    label: str
-    step_ms: float
+    label: str = field(metadata=column("trace"))
+    """Name of the run or file."""
+    step_ms: float = field(metadata=column("step ms", form=".0f"))
+    """Length of the step."""
+    compute_ms: float = field(metadata=column("compute", form=".0f"))
+    """Time in backward and forward."""
+    wait_ms: float = field(metadata=column("wait", form=".0f"))
+    """Time in waits."""
+    wire_ms: float = field(metadata=column("wire busy", form=".0f"))
+    """Time with a message under way."""
+    sent: int = field(metadata=column("messages"))
+    """Number of messages."""
     backward: tuple[Stretch, ...]
+    """Layers of the backward pass."""
     forward: tuple[Stretch, ...]
+    """Layers of the next forward pass."""
     messages: tuple[Stretch, ...]
+    """Messages on the wire."""
     waits: tuple[Stretch, ...]
+    """Waits for messages."""
 
 
 def read_timeline(trace: Path) -> StepTimeline:
@@ -70,29 +82,27 @@ def read_timeline(trace: Path) -> StepTimeline:
     if not steps:
         raise UserError(f"{file} holds no whole step; write it again by `train --trace`, and train 15 steps or more")
     begin, end = steps[(len(steps) - 1) // 2]
-    inside = {
-        track: tuple(
-            Stretch(one.name, max(one.begin_ms, begin) - begin, min(one.end_ms, end) - begin)
-            for one in stretches
-            if one.begin_ms < end and one.end_ms > begin
-        )
-        for track, stretches in tracks.items()
-    }
-    if not inside["wire"]:
+    backward, forward = (_within(tracks["compute"], begin, end, way) for way in ("backward ", "forward "))
+    messages, waits = _within(tracks["wire"], begin, end), _within(tracks["wait"], begin, end, "wait ")
+    if not messages:
         raise UserError(f"{file} holds no message: one rank has nothing to send; trace two ranks or more")
     label = file.parent.resolve().name if file == RunDir(file.parent).trace else file.stem
     return StepTimeline(
-        label, end - begin, _named(inside["compute"], "backward "), _named(inside["compute"], "forward "),
-        inside["wire"], _named(inside["wait"], "wait "),
+        label, end - begin, covered_ms([*backward, *forward]), covered_ms(waits), covered_ms(messages), len(messages),
+        backward, forward, messages, waits,
     )  # fmt: skip
 
 
-def _named(stretches: Iterable[Stretch], prefix: str) -> tuple[Stretch, ...]:
-    """Return the stretches whose names begin with ``prefix``, named by what follows: their layers."""
+def _within(stretches: Iterable[Stretch], begin_ms: float, end_ms: float, prefix: str = "") -> tuple[Stretch, ...]:
+    """Return what lies between two moments, timed from the first, of stretches whose names begin with ``prefix``."""
     return tuple(
-        Stretch(one.name.removeprefix(prefix).removeprefix("for "), one.begin_ms, one.end_ms)
+        Stretch(
+            one.name.removeprefix(prefix).removeprefix("for "),
+            max(one.begin_ms, begin_ms) - begin_ms,
+            min(one.end_ms, end_ms) - begin_ms,
+        )
         for one in stretches
-        if one.name.startswith(prefix)
+        if one.name.startswith(prefix) and one.begin_ms < end_ms and one.end_ms > begin_ms
     )
 
 
@@ -143,21 +153,6 @@ def covered_ms(stretches: Iterable[Stretch]) -> float:
     return total
 
 
-def timeline_table(steps: Sequence[StepTimeline]) -> Table:
-    """Return a table with one row per step: milliseconds in all, computing, waiting, and with a busy wire."""
-    return compact_table(
-        ("trace",),
-        ("step ms", "compute", "wait", "wire busy", "messages"),
-        (
-            (
-                step.label, f"{step.step_ms:.0f}", f"{covered_ms([*step.backward, *step.forward]):.0f}",
-                f"{covered_ms(step.waits):.0f}", f"{covered_ms(step.messages):.0f}", str(len(step.messages)),
-            )
-            for step in steps
-        ),
-    )  # fmt: skip
-
-
 def draw_timelines(steps: Sequence[StepTimeline], png: Path, until_ms: float | None = None) -> None:
     """Draw a panel of three lanes for each step, all on one time axis.
 
@@ -202,7 +197,5 @@ def _draw_lanes(step: StepTimeline, axes: Any, inches_per_ms: float) -> None:
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(
-        f"{plot_label(step.label)}: {step.step_ms:.0f} ms, of which {covered_ms(step.waits):.0f} ms waits",
-        fontsize=9,
-        loc="left",
+        f"{plot_label(step.label)}: {step.step_ms:.0f} ms, of which {step.wait_ms:.0f} ms waits", fontsize=9, loc="left"
     )

@@ -2,8 +2,7 @@
 
 If there are several GPUs, the plain loop also runs on all of them by ``nn.DataParallel``, with as many images on each.
 
-Blocks of steps are timed in turn, so that all loops are measured under the same noise. Each block is compared with the
-plain loop's block of the same round, and the median of these ratios is reported: a slow phase of the node slows both.
+Blocks of steps are timed in interleaved rounds. Each block is compared with the plain loop's block of the same round.
 
 The cost of checkpoints is measured in the same way: a loop that saves its state is compared with the same loop that
 does not. Its block ends only when its checkpoint is on the disk, so that no other loop's block overlaps the writing.
@@ -13,9 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -25,13 +24,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.bench.checkpoint_overhead import CheckpointStalls, Saving
-from imagenet_fast.bench.progress import measurement_bar
+from imagenet_fast.bench.checkpoint_overhead import Saving
+from imagenet_fast.bench.rounds import in_rounds, median_ratio
+from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.data.build import synthetic_images
 from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
-from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
@@ -47,70 +46,82 @@ from imagenet_fast.training.train_step import TrainingStep, build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
-_NETWORKS = ("alexnet", "alexnet_bn", "resnet18", "resnet50")
 _PLAIN = "plain PyTorch"
 _SAVED = ", saved"  # suffix for a loop that also saves checkpoints
 _WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Loop:
+class _Loop:
     """A training loop to be timed."""
 
-    take: Callable[[int], None]
-    """Run a number of steps."""
-    settle: Callable[[], None]
-    """Wait for work that the steps have started: on the GPU, and checkpoints being written."""
-    stood: CheckpointStalls | None = None
-    """Times of its checkpoints; None if the loop saves none."""
+    step: Callable[[], None]
+    images: int  # of a step
+    saving: Saving | None = None  # saves a checkpoint after the first step of each block
+
+    def block(self, steps: int) -> tuple[float, float]:
+        """Return the seconds until the host has finished the first of ``steps`` steps, and until all are done."""
+        _synchronize()
+        begun = time.perf_counter()
+        self.step()
+        host_s = time.perf_counter() - begun
+        if self.saving is not None:
+            self.saving()
+        for _ in range(steps - 1):
+            self.step()
+        if self.saving is not None:
+            self.saving.settle()
+        _synchronize()
+        return host_s, time.perf_counter() - begun
+
+
+def _synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
-class StepTime:
+class StepTime(Row):
     """Step time of one loop in seconds: the median, fastest and slowest of its blocks."""
 
-    loop: str
+    note = "vs plain: time of a step, divided by the plain loop's. vs unsaved: by the same loop's without checkpoints."
+
+    loop: str = field(metadata=column("loop"))
     """Name of the loop: ``plain PyTorch``, which a user would write, ``nn.DataParallel, N GPUs``, or ``ours,`` and the
     engine; ``, saved`` follows where it also saves checkpoints."""
-    step_s: float
+    step_s: float = field(metadata=column("", "ms/step", ".1f"))
     """Step time, the median of its blocks."""
-    step_s_min: float
+    step_s_min: float = field(metadata=column("fastest", "ms", ".1f"))
     """That of the fastest block."""
-    step_s_max: float
+    step_s_max: float = field(metadata=column("slowest", "ms", ".1f"))
     """That of the slowest block."""
-    images_per_s: float
+    images_per_s: float = field(metadata=column("img/s", form=".0f"))
     """Images a second at the median step time."""
-    ratio_to_plain: float
+    ratio_to_plain: float = field(metadata=column("vs plain", form=".4f"))
     """Ratio of step times to the plain loop: the median over rounds.
 
     DataParallel's step has as many images on each GPU as the plain loop's on one.
     """
-    host_s: float | None
+    host_s: float | None = field(metadata=column("host", "ms", ".1f"))
     """Time until the host has enqueued a step on the GPU: the median over the blocks' first steps.
 
     None without a GPU.
     """
-    warmup_s: float
+    warmup_s: float = field(metadata=column("warm-up", "s", ".1f"))
     """Time of the first two steps, including compilation.
 
     Code that an earlier loop has compiled is not compiled again.
     """
-    ratio_to_unsaved: float | None = None
+    ratio_to_unsaved: float | None = field(default=None, metadata=column("vs unsaved", form=".4f"))
     """Ratio of step times to the same loop without checkpoints: the median over rounds.
 
     This and the following fields are None for a loop that saves none.
     """
-    stood_s: float | None = None
-    """Median time for which a checkpoint blocked the training thread, including the copy to host memory."""
-    copied_s: float | None = None
+    stall_s: float | None = field(default=None, metadata=column("stall", "ms", ".1f"))
+    """Median time for which a checkpoint stalled the training thread, including the copy to host memory."""
+    copied_s: float | None = field(default=None, metadata=column("copy", "ms", ".1f"))
     """Median time of that copy alone."""
-    waited_s: float | None = None
-    """Longest time that a checkpoint waited for the previous one; part of the time that it blocked the thread."""
-
-    @property
-    def unsaved_loop(self) -> str | None:
-        """Name of the same loop without checkpoints; None for a loop that saves none."""
-        return None if self.ratio_to_unsaved is None else self.loop.removesuffix(_SAVED)
 
 
 def own_precision() -> str:
@@ -133,8 +144,6 @@ def step_recipe(model: str, image_size: int, batch: int, precision: str, compile
     Raises:
         UserError: A name is unknown.
     """
-    if model not in _NETWORKS:
-        raise UserError(f"--model {model} is not known; write {', '.join(_NETWORKS[:-1])} or {_NETWORKS[-1]}")
     return parse_recipe(
         "bench step",
         {
@@ -167,56 +176,45 @@ def bench_step(
             into a temporary directory, and every block has this many steps instead of ``steps``. None means no
             checkpoints.
     """
-    world = alone()
     steps = checkpoint_every or steps
-    with ExitStack() as until_then:
-        show = until_then.enter_context(measurement_bar())
-        until_then.callback(dist.destroy_process_group)
-        loops = {_PLAIN: _plain(recipe, world)}
-        images = {}
+    with ExitStack() as resources:
+        world = single_rank_world()
+        resources.callback(dist.destroy_process_group)
+        loops = {_PLAIN: _plain_loop(recipe, world)}
         if no_data_parallel(recipe) is None:
             gpus = torch.cuda.device_count()
             wide = recipe.model_copy(update={"global_batch": gpus * recipe.global_batch})
-            name = f"nn.DataParallel, {gpus} GPUs"
-            loops[name], images[name] = _plain(wide, world, gpus), wide.global_batch
+            loops[f"nn.DataParallel, {gpus} GPUs"] = _plain_loop(wide, world, gpus)
         for variant in engines:
             name = f"ours, {variant.sync.kind}"
-            loops[name] = _ours(variant, world)
+            loops[name] = _our_loop(our_step(variant, world), variant, world)
             if checkpoint_every is not None:
-                loops[name + _SAVED] = until_then.enter_context(_ours_saved(variant, world, checkpoint_every))
-        blocks: dict[str, list[float]] = {name: [] for name in loops}
-        enqueued: dict[str, list[float]] = {name: [] for name in loops}
-        warmups: dict[str, float] = {}
-        for name, loop in loops.items():
-            show(f"first steps of {name}", 0, rounds)
-            warmups[name] = _seconds(loop, _WARMUP_STEPS)[1]
-        for turn in range(rounds):
-            show(f"round {turn + 1} of {rounds}", turn, rounds)
-            order = list(loops) if turn % 2 else list(reversed(loops))
-            for name in order:
-                host_s, block_s = _seconds(loops[name], steps)
-                enqueued[name].append(host_s)
-                blocks[name].append(block_s / steps)
-    return [
-        StepTime(
-            name, median(times), min(times), max(times), images.get(name, recipe.global_batch) / median(times),
-            _ratio(times, blocks[_PLAIN]), median(enqueued[name]) if world.device.type == "cuda" else None,
-            warmups[name], *_saved(loops[name].stood, times, blocks[name.removesuffix(_SAVED)]),
+                take_step = our_step(variant, world)
+                root = Path(resources.enter_context(TemporaryDirectory(prefix="bench-step-")))
+                saving = resources.enter_context(closing(Saving(variant, world, take_step.state, root)))
+                loops[name + _SAVED] = _our_loop(take_step, variant, world, saving)
+        warmups = in_rounds(list(loops), 1, lambda name: loops[name].block(_WARMUP_STEPS)[1], "first steps")
+        blocks = in_rounds(list(loops), rounds, lambda name: loops[name].block(steps))
+    times = {name: [block_s / steps for _, block_s in of_loop] for name, of_loop in blocks.items()}
+
+    def row(name: str, loop: _Loop) -> StepTime:
+        own = times[name]
+        launched = median(host_s for host_s, _ in blocks[name]) if world.device.type == "cuda" else None
+        plain = StepTime(
+            name, median(own), min(own), max(own), loop.images / median(own), median_ratio(own, times[_PLAIN]),
+            launched, warmups[name][0],
+        )  # fmt: skip
+        if loop.saving is None:
+            return plain
+        stalls = loop.saving.stalls[1:]  # without that of the first steps
+        return replace(
+            plain,
+            ratio_to_unsaved=median_ratio(own, times[name.removesuffix(_SAVED)]),
+            stall_s=median(stall.all_s for stall in stalls),
+            copied_s=median(stall.copied_s for stall in stalls),
         )
-        for name, times in blocks.items()
-    ]  # fmt: skip
 
-
-def _ratio(times: list[float], to: list[float]) -> float:
-    """Return the median over rounds of the ratio of ``times`` to ``to``."""
-    return median(ours / theirs for ours, theirs in zip(times, to, strict=True))
-
-
-def _saved(stood: CheckpointStalls | None, times: list[float], unsaved: list[float]) -> tuple[float | None, ...]:
-    """Return the last four fields of a ``StepTime``."""
-    if stood is None:
-        return (None,) * 4
-    return _ratio(times, unsaved), median(stood.all_s), median(stood.copied_s), max(stood.waited_s)
+    return [row(name, loop) for name, loop in loops.items()]
 
 
 def no_data_parallel(recipe: Recipe) -> str | None:
@@ -230,7 +228,7 @@ def no_data_parallel(recipe: Recipe) -> str | None:
     return None
 
 
-def over_gpus(model: nn.Module, precision: Precision, gpus: int) -> nn.Module:
+def data_parallel(model: nn.Module, precision: Precision, gpus: int) -> nn.Module:
     """Wrap ``model``, which is on the first GPU, in ``nn.DataParallel`` over the first ``gpus`` GPUs.
 
     Each batch is divided over these GPUs, and the logits are gathered on the first. On a node without GPUs,
@@ -256,7 +254,7 @@ class _Cast(nn.Module):
         return logits
 
 
-def alone() -> DistContext:
+def single_rank_world() -> DistContext:
     """Initialise a process group of one rank, on the GPU if there is one, and return its context."""
     device, backend = prepare_device(0)
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -272,27 +270,6 @@ def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
     return ((normalise(images), labels) for images, labels, _ in batches)
 
 
-def _ours(recipe: Recipe, world: DistContext) -> Loop:
-    """Build our training loop."""
-    return Loop(_taking(recipe, world, our_step(recipe, world)), partial(_settle, world.device))
-
-
-@contextmanager
-def _ours_saved(recipe: Recipe, world: DistContext, every_steps: int) -> Iterator[Loop]:
-    """Build our training loop, with checkpoints in a temporary directory."""
-    take_step = our_step(recipe, world)
-    with (
-        TemporaryDirectory(prefix="bench-step-") as folder,
-        closing(Saving(recipe, world, take_step.state, Path(folder), every_steps, _WARMUP_STEPS)) as saving,
-    ):
-
-        def settle() -> None:
-            _settle(world.device)
-            saving.settle()
-
-        yield Loop(_taking(recipe, world, take_step, saving), settle, saving.stood)
-
-
 def our_step(recipe: Recipe, world: DistContext) -> TrainingStep:
     """Build our training step for a recipe from ``step_recipe``, with fresh weights."""
     recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # non-finite losses do not end the benchmark
@@ -302,28 +279,21 @@ def our_step(recipe: Recipe, world: DistContext) -> TrainingStep:
     )
 
 
-def _taking(
-    recipe: Recipe, world: DistContext, take_step: TrainingStep, saving: Saving | None = None
-) -> Callable[[int], None]:
-    """Return a function that runs a number of steps, with metrics as in a run."""
+def _our_loop(take_step: TrainingStep, recipe: Recipe, world: DistContext, saving: Saving | None = None) -> _Loop:
+    """Build our training loop, with metrics as in a run."""
     batches = synthetic_batches(recipe, world.device)
     record = MetricLogger(Clock().run_s)
-    done = 0
+    numbers = count(1)
 
-    def take(steps: int) -> None:
-        nonlocal done
-        for _ in range(steps):
-            take_step(batches, recipe.optim.lr)
-            done += 1
-            if done % recipe.log_every == 0:
-                take_step.meter.report(record, done, 1, recipe.optim.lr)
-            if saving is not None:
-                saving(take_step.state)
+    def step() -> None:
+        take_step(batches, recipe.optim.lr)
+        if (done := next(numbers)) % recipe.log_every == 0:
+            take_step.meter.report(record, done, 1, recipe.optim.lr)
 
-    return take
+    return _Loop(step, recipe.global_batch, saving)
 
 
-def _plain(recipe: Recipe, world: DistContext, gpus: int = 1) -> Loop:
+def _plain_loop(recipe: Recipe, world: DistContext, gpus: int = 1) -> _Loop:
     """Build the loop that a user would write by hand; with several ``gpus``, each batch is divided over them.
 
     It has forward, backward, fused ``torch.optim.SGD``, a loss read at every log line, and torch's ``GradScaler`` for
@@ -340,42 +310,22 @@ def _plain(recipe: Recipe, world: DistContext, gpus: int = 1) -> Loop:
     optimizer = torch.optim.SGD(
         groups, lr=recipe.optim.lr, momentum=recipe.optim.momentum, nesterov=recipe.optim.nesterov, fused=True
     )
-    forward = over_gpus(model, recipe.precision, gpus) if gpus > 1 else model
+    forward = data_parallel(model, recipe.precision, gpus) if gpus > 1 else model
     criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
     cast = autocast(recipe.precision, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=isinstance(recipe.precision, Float16))
     batches = synthetic_batches(recipe, world.device)
-    done = 0
+    numbers = count(1)
 
-    def take(steps: int) -> None:
-        nonlocal done
-        for _ in range(steps):
-            images, labels = next(batches)
-            with cast:
-                loss = criterion(forward(images), labels)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            done += 1
-            if done % recipe.log_every == 0:
-                loss.item()
+    def step() -> None:
+        images, labels = next(batches)
+        with cast:
+            loss = criterion(forward(images), labels)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if next(numbers) % recipe.log_every == 0:
+            loss.item()
 
-    return Loop(take, partial(_settle, world.device))
-
-
-def _seconds(loop: Loop, steps: int) -> tuple[float, float]:
-    """Return the seconds until the host has finished the first of ``steps`` steps, and until all are done."""
-    loop.settle()
-    begun = time.perf_counter()
-    loop.take(1)
-    host_s = time.perf_counter() - begun
-    loop.take(steps - 1)
-    loop.settle()
-    return host_s, time.perf_counter() - begun
-
-
-def _settle(device: torch.device) -> None:
-    """Wait for the GPU, if ``device`` is one."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return _Loop(step, recipe.global_batch)

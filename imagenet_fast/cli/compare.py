@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from imagenet_fast.cli.options import DataOption, PngOption, RecipeOption, run_directory
+from imagenet_fast.cli.options import (
+    NO_KEYS,
+    DataOption,
+    EngineKeysArgument,
+    JsonOption,
+    NprocOption,
+    PngOption,
+    RecipeOption,
+    SetOption,
+    run_directory,
+    show,
+)
 from imagenet_fast.errors import UserError, listed
 
 # Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
@@ -40,18 +51,9 @@ def compare(
         str | None, typer.Option(metavar="1,2", help="Seeds to compare, one run each. Default: the recipe's seed.")
     ] = None,
     data: DataOption = None,
-    overrides: Annotated[
-        list[str],
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="As in train. ENGINE.KEY=VALUE changes a key of that engine only."
-        ),
-    ] = [],  # noqa: B006
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc", "--hosts", min=1, help="Number of ranks, all on this node. Default: one per GPU, or 2 on CPUs."
-        ),
-    ] = None,
+    keys: EngineKeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
+    nproc: NprocOption = None,
     rate: Annotated[
         str | None,
         typer.Option(
@@ -62,6 +64,7 @@ def compare(
         Path | None,
         typer.Option(metavar="DIR", parser=run_directory, help="Directory for all runs. Default: a new one in runs."),
     ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.
 
@@ -75,14 +78,13 @@ def compare(
     every run. If a run fails, the others continue, and the exit code is 1.
     """
     import torch
-    from rich.console import Console
 
     from imagenet_fast.bench.compare import compare as train_all
     from imagenet_fast.bench.compare import contestants
     from imagenet_fast.bench.parallel_layouts import parse_layouts
     from imagenet_fast.bench.plots import draw_curves
     from imagenet_fast.launch.nodes import local_ranks
-    from imagenet_fast.metrics.report import report_table
+    from imagenet_fast.metrics.report import report_rows, report_table
     from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED
     from imagenet_fast.units import whole_numbers
@@ -98,12 +100,12 @@ def compare(
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
     engines = listed("--sync", usual if sync is None else sync, str)
-    runs = contestants(recipe, ranks, engines, seeded, overrides, layouts)
+    runs = contestants(recipe, ranks, engines, seeded, [*overrides, *keys], layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
     failed = [run for run in ended if run.failed]
     print()
-    Console().print(report_table(past))
+    show(report_table(past), report_rows(past), json_file)
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
@@ -123,21 +125,19 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     png: PngOption = None,
+    json_file: JsonOption = None,
     reference: Annotated[
-        bool,
-        typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch."),
+        bool, typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch.")
     ] = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
-    from rich.console import Console
-
-    from imagenet_fast.metrics.report import distinct_names, read_run, report_table
+    from imagenet_fast.metrics.report import distinct_names, read_run, report_rows, report_table
 
     once: dict[Path, Path] = {}
     for folder in runs:
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
-    Console().print(report_table(past))
+    show(report_table(past), report_rows(past), json_file)
     if reference:
         from imagenet_fast.metrics.reference import SOURCE, judge_by_reference
 
@@ -156,6 +156,7 @@ def timeline(
         list[Path], typer.Argument(metavar="RUN|FILE...", help="Runs of `train --trace`, or trace files.")
     ],
     png: PngOption = None,
+    json_file: JsonOption = None,
     until: Annotated[
         float | None,
         typer.Option(metavar="MS", min=1, max=1e9, help="Where the time axis ends. Default: with the longest step."),
@@ -168,12 +169,11 @@ def timeline(
     step of median length is taken. Trace files come from `train --trace` and
     `bench sync --trace DIR`.
     """
-    from rich.console import Console
-
-    from imagenet_fast.bench.timeline import draw_timelines, read_timeline, timeline_table
+    from imagenet_fast.bench.rows import show as show_rows
+    from imagenet_fast.bench.timeline import draw_timelines, read_timeline
 
     steps = [read_timeline(trace) for trace in traces]
-    Console().print(timeline_table(steps))
+    show_rows(steps, json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")

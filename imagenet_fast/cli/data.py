@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import in_a_directory
+from imagenet_fast.cli.app import App
+from imagenet_fast.cli.options import JsonOption
 from imagenet_fast.errors import UserError
 
-data_app = typer.Typer(help="Get data sets, prepare and check them.", no_args_is_help=True)
+data_app = App(help="Get data sets, prepare and check them.", no_args_is_help=True)
 
 
 def _shard_bytes(text: str) -> int:
@@ -24,7 +25,7 @@ def _shard_bytes(text: str) -> int:
 
 @data_app.command("fetch")
 def fetch(
-    dataset: Annotated[str, typer.Argument(metavar="cifar10|digits", help="Data set to get.")],
+    dataset: Annotated[Literal["cifar10", "digits"], typer.Argument(help="Data set to get.")],
     archive: Annotated[
         Path | None,
         typer.Option(
@@ -58,10 +59,9 @@ def prepare(
         Path, typer.Option(metavar="DIR", help="Directory to write train/<class>/* and val/<class>/* to, or shards.")
     ],
     kind: Annotated[
-        str,
+        Literal["folder", "webdataset", "pixels"],
         typer.Option(
             "--format",
-            metavar="folder|webdataset|pixels",
             help="Form of the output: image files, shards of them, or shards of decoded images. With --resize 256, "
             "pixels take some 330 GB, and are loaded several times as fast.",
         ),
@@ -88,8 +88,7 @@ def prepare(
         int | None, typer.Option(min=1, max=100, help="With --resize: quality of the JPEG files. Default: 95.")
     ] = None,
     subset: Annotated[
-        bool,
-        typer.Option("--subset", help="Accept fewer images or classes than all of ImageNet. No md5 is checked."),
+        bool, typer.Option("--subset", help="Accept fewer images or classes than all of ImageNet. No md5 is checked.")
     ] = False,
     no_md5: Annotated[
         bool, typer.Option("--no-md5", help="Accept tars that differ from those of image-net.org.")
@@ -108,16 +107,14 @@ def prepare(
     """
     from imagenet_fast.data.prepare.run import prepare as fill
     from imagenet_fast.data.prepare.run import report
-    from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, PreparedFormat, Settings
+    from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, Settings
 
-    if kind not in get_args(PreparedFormat):
-        raise UserError(f"there is no --format {kind}; there are {', '.join(get_args(PreparedFormat))}")
     if shard_size is not None and kind == "folder":
         raise UserError("--shard-size is of shards; give --format webdataset too, or leave it out")
     if quality is not None and (resize is None or kind == "pixels"):
         raise UserError("--quality is of the JPEG files that --resize makes; leave it out")
     settings = Settings(
-        format=cast(PreparedFormat, kind),
+        format=kind,
         resize=resize,
         quality=None if resize is None or kind == "pixels" else quality or SHRUNK_QUALITY,
         shard_size=None if kind == "folder" else shard_size or (2**30 if kind == "pixels" else 150 * 2**20),
@@ -132,15 +129,7 @@ def verify(
     data: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards.")
     ],
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            callback=in_a_directory,
-            help="Also write the result to this file, as JSON, with every path.",
-        ),
-    ] = None,
+    json_file: JsonOption = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Number of files to decode at a time. Default: one per core.")
     ] = None,
@@ -159,7 +148,7 @@ def verify(
     for line in summary(found, data):
         print(line)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import write_json
+        from imagenet_fast.metrics.tables import write_json
 
         write_json(as_json(found), json_file)
         print(f"written to {json_file}")

@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import WeightsOption, WeightsRecipeOption, in_a_directory
+from imagenet_fast.cli.options import (
+    NO_KEYS,
+    KeysArgument,
+    SetOption,
+    WeightsOption,
+    WeightsRecipeOption,
+    in_a_directory,
+)
 from imagenet_fast.errors import UserError
 
 
@@ -17,6 +24,8 @@ def export(
         Path, typer.Option(metavar="FILE", callback=in_a_directory, help="New file, ending in .safetensors or .pt2.")
     ],
     recipe: WeightsRecipeOption = None,
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     kind: Annotated[
         Literal["safetensors", "pt2"], typer.Option("--format", help="The weights, or a program of torch.export.")
     ] = "safetensors",
@@ -36,40 +45,33 @@ def export(
     if out.exists():
         raise UserError(f"{out} already exists; give another --out, or remove it")
     try:
-        write_weights_for_others(weights, recipe, kind, out)
+        write_weights_for_others(weights, recipe, [*overrides, *keys], kind, out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written ({error}); choose another --out") from None
     print(f"written to {out}")
 
 
-def write_weights_for_others(given: Path, named: str | None, kind: str, out: Path) -> None:
+def write_weights_for_others(given: Path, named: str | None, overrides: list[str], kind: str, out: Path) -> None:
     """Write the weights of ``given``, a file, run directory or checkpoint, to ``out``.
 
     Args:
         given: The weights.
-        named: Recipe whose model they are for; None for that of the run. Without a run, safetensors are written for
-            whichever of our models they fit.
+        named: Recipe whose model they are for; None for that of the run.
+        overrides: Changes of that recipe.
         kind: "safetensors" or "pt2".
         out: New file.
 
     Raises:
-        UserError: The weights cannot be read, or fit no model.
+        UserError: The weights cannot be read, or do not fit the model.
     """
     from imagenet_fast.launch.job_setup import recipe_of
-    from imagenet_fast.metrics.run_dir import run_of
     from imagenet_fast.models import build_model
     from imagenet_fast.models.export import export_program
-    from imagenet_fast.models.weights import classes_of, describe, fill, fit, recognise, write_weights
+    from imagenet_fast.models.weights import classes_of, describe, fill, fit, write_weights
     from imagenet_fast.training.init_weights import given_weights, warn_of_blurpool
 
     weights = given_weights(given)
-    if kind == "safetensors" and named is None and not run_of(given).job.is_file():
-        recognised = recognise(weights)
-        if recognised is None:
-            raise UserError(f"{weights.source} fits none of our models; say with --recipe NAME which it should fit")
-        write_weights(fit(weights, *recognised).tensors, out, weights.about)
-        return
-    name, recipe, _ = recipe_of(given, named)
+    name, recipe, _ = recipe_of(given, named, overrides)
     warn_of_blurpool(weights, recipe.model)
     classes = len(weights.class_names) or classes_of(weights, recipe.model)
     weights = fit(weights, recipe.model, max(1, classes))

@@ -7,8 +7,11 @@ from typing import Annotated
 
 import typer
 
+from imagenet_fast.cli.app import App
 from imagenet_fast.cli.options import (
+    NO_KEYS,
     DataOption,
+    KeysArgument,
     RecipeOption,
     SetOption,
     SyncOption,
@@ -17,7 +20,7 @@ from imagenet_fast.cli.options import (
     whole_nodes,
 )
 
-launch_app = typer.Typer(
+launch_app = App(
     help="Print a job for a cluster: one that saves, and resumes after an interruption.", no_args_is_help=True
 )
 
@@ -64,7 +67,8 @@ def slurm(
     data: DataOption = None,
     out: _Out = None,
     sync: SyncOption = None,
-    overrides: SetOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     scale_batch: _ScaleBatch = False,
     time: _TimeLimit = None,
     partition: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm partition.")] = None,
@@ -84,7 +88,7 @@ def slurm(
     from imagenet_fast.launch.cluster_job import emit, plan_cluster_job
     from imagenet_fast.launch.slurm import sbatch_text
 
-    job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, [*overrides, *keys], nodes, nproc, scale_batch)
     folder = job.folder(out)
     text = sbatch_text(
         job, job.command(program, data, folder), folder, gpus=not no_gpus, cores=cores, time_limit=time,
@@ -99,8 +103,7 @@ def k8s(
     nodes: _Nodes,
     image: Annotated[str, typer.Option(help="Container image that has imagenet-fast, such as one of our Dockerfile.")],
     run_claim: Annotated[
-        str,
-        typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim for runs, mounted at /runs."),
+        str, typer.Option("--run-claim", metavar="NAME", help="PersistentVolumeClaim for runs, mounted at /runs.")
     ],
     data_claim: Annotated[
         str | None,
@@ -113,7 +116,8 @@ def k8s(
     name: Annotated[str | None, typer.Option(help="Name of the job. Default: made from the recipe's.")] = None,
     namespace: Annotated[str | None, typer.Option(metavar="NAME", help="Kubernetes namespace.")] = None,
     sync: SyncOption = None,
-    overrides: SetOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     scale_batch: _ScaleBatch = False,
     time: _TimeLimit = None,
     port: _Port = 29400,
@@ -127,7 +131,7 @@ def k8s(
     from imagenet_fast.launch.cluster_job import check_data, emit, job_label, parse_time_limit, plan_cluster_job
     from imagenet_fast.launch.jobset import jobset_text
 
-    job = plan_cluster_job(recipe, sync, overrides, nodes, nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, [*overrides, *keys], nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")
     text = jobset_text(
         job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim=data_claim, out=out,
@@ -148,7 +152,8 @@ def ssh(
     data: DataOption = None,
     out: _Out = None,
     sync: SyncOption = None,
-    overrides: SetOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     scale_batch: _ScaleBatch = False,
     port: _Port = 29400,
     program: _Program = None,
@@ -160,7 +165,7 @@ def ssh(
     from imagenet_fast.launch.ssh import parse_hosts, ssh_text
 
     chosen = parse_hosts(hosts, nodes)
-    job = plan_cluster_job(recipe, sync, overrides, len(chosen), nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, [*overrides, *keys], len(chosen), nproc, scale_batch)
     first = str(Endpoint(chosen[0].rpartition("@")[2], port))
     meeting = ["--nodes", str(len(chosen)), "--rdzv-endpoint", first] if len(chosen) > 1 else []
     emit(ssh_text(job, job.command(program, data, job.folder(out), *meeting), chosen), file)

@@ -18,6 +18,7 @@ from typing import Annotated
 import typer
 
 from imagenet_fast import __version__
+from imagenet_fast.cli.app import App
 from imagenet_fast.cli.bench import bench_app
 from imagenet_fast.cli.compare import compare, report, timeline
 from imagenet_fast.cli.data import data_app
@@ -30,17 +31,16 @@ from imagenet_fast.cli.options import (
     JsonOption,
     NodesOption,
     NprocOption,
+    show,
 )
 from imagenet_fast.cli.plan import plan
 from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+app = App(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
-recipes_app = typer.Typer(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
+recipes_app = App(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
@@ -50,7 +50,7 @@ _PATH_ERRORS = (
     errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
     errno.EROFS,
 )  # fmt: skip
-"""Numbers of errors that are due to a path."""
+"""Numbers of errors that another path mends; it does not if a disk is full."""
 
 
 def entry() -> None:
@@ -95,10 +95,14 @@ def main() -> None:
         exit_with_error(str(error))
     except JobAborted as fault:
         exit_with_error(str(fault), code=1)
-    except (OSError, UnicodeDecodeError) as error:
-        if "RANK" in os.environ or not _is_of_a_path(error):  # on a rank the traceback is needed
-            raise
+    except UnicodeDecodeError as error:
         exit_with_error(f"{error}; check the path")
+    except OSError as error:
+        if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
+            raise
+        of_path = error.errno in _PATH_ERRORS
+        advice = "; check the path" if of_path else ""
+        exit_with_error(f"{error.filename}: {error.strerror}{advice}", code=2 if of_path else 1)
 
 
 def _check_start() -> None:
@@ -113,11 +117,6 @@ def _check_start() -> None:
                 f"{word}: no shell has expanded what it begins with; write the path out, or ./ before a name that "
                 "begins so"
             )
-
-
-def _is_of_a_path(error: OSError | UnicodeDecodeError) -> bool:
-    """Return whether another path mends ``error``; it does not if a disk is full, or a host does not answer."""
-    return isinstance(error, UnicodeDecodeError) or (error.filename is not None and error.errno in _PATH_ERRORS)
 
 
 def _print_version(asked: bool) -> None:
@@ -159,12 +158,9 @@ def doctor(
     """
     from dataclasses import asdict
 
-    from rich.console import Console
-
     from imagenet_fast.doctor.report import findings_table, read_results, refused
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
-    from imagenet_fast.metrics.json_io import write_json
     from imagenet_fast.recipe.job import DoctorJob
     from imagenet_fast.recipe.schema import Timeout
 
@@ -179,9 +175,7 @@ def doctor(
         from imagenet_fast.doctor.host_checks import examine
 
         found = [*examine(data, out, cluster.ranks_each, job.timeout), refused("ranks", UserError(cause))]
-    Console().print(findings_table(found))
-    if json_file is not None:
-        write_json([asdict(finding) for finding in found], json_file)
+    show(findings_table(found), [asdict(finding) for finding in found], json_file)
     if any(finding.state == "fail" for finding in found):
         raise typer.Exit(1)
 
@@ -196,11 +190,9 @@ app.command()(timeline)
 def list_recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
     if context.invoked_subcommand is None:
-        from rich.console import Console
-
         from imagenet_fast.cli.recipe_lists import recipe_table
 
-        Console().print(recipe_table())
+        show(recipe_table())
 
 
 @recipes_app.command("keys")
@@ -210,12 +202,10 @@ def show_keys(
     ] = "",
 ) -> None:
     """List the keys of a recipe: type, default and meaning."""
-    from rich.console import Console
-
     from imagenet_fast.cli.recipe_lists import key_list
     from imagenet_fast.recipe.key_reference import recipe_keys
 
-    Console().print(key_list(recipe_keys(prefix)))
+    show(key_list(recipe_keys(prefix)))
 
 
 @recipes_app.command("show")

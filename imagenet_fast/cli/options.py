@@ -34,9 +34,25 @@ def run_directory(text: str) -> Path:
     return Path(text)
 
 
+def _recipe_names() -> list[str]:
+    """Return what the shell completes after ``--recipe``."""
+    from imagenet_fast.recipe.load import recipe_names
+
+    return recipe_names()
+
+
+def _engine_names() -> list[str]:
+    """Return what the shell completes after ``--sync``."""
+    from imagenet_fast.recipe.load import engine_names
+
+    return engine_names()
+
+
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", callback=in_a_directory, help="Also write the rows to this file, as JSON."),
+    typer.Option(
+        "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
+    ),
 ]
 PngOption = Annotated[
     Path | None,
@@ -102,12 +118,18 @@ JoinTimeoutOption = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    str, typer.Option("--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")
+    str,
+    typer.Option(
+        "--recipe", metavar="NAME|PATH", autocompletion=_recipe_names, help="Name of a shipped recipe, or a TOML file."
+    ),
 ]
 OptionalRecipeOption = Annotated[
     str | None,
     typer.Option(
-        "--recipe", metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Default: that of --resume RUN."
+        "--recipe",
+        metavar="NAME|PATH",
+        autocompletion=_recipe_names,
+        help="Name of a shipped recipe, or a TOML file. Default: that of --resume RUN.",
     ),
 ]
 SyncOption = Annotated[
@@ -115,6 +137,7 @@ SyncOption = Annotated[
     typer.Option(
         "--sync",
         metavar="NAME",
+        autocompletion=_engine_names,
         help="Gradient-sync engine to use instead of the recipe's. Of the recipe's sync keys only sync.wire is kept.",
     ),
 ]
@@ -126,16 +149,54 @@ OnBadImageOption = Annotated[
         "another, and an evaluation counts it as wrong.",
     ),
 ]
-SetOption = Annotated[
+
+
+def _key_values(words: list[str]) -> list[str]:
+    """Return the words that no option takes; raise UserError for one without ``=``."""
+    for word in words:
+        if "=" not in word:
+            raise UserError(
+                f"{word} is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is given by --recipe"
+            )
+    return words
+
+
+NO_KEYS: list[str] = []
+"""Default of keys to change: none."""
+KeysArgument = Annotated[
     list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a key of the recipe, such as optim.lr=0.5. Can be repeated."
+    typer.Argument(
+        metavar="KEY=VALUE",
+        callback=_key_values,
+        help="Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent.",
+    ),
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Another way to write KEY=VALUE. Can be repeated.")
+]
+EngineKeysArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="KEY=VALUE",
+        callback=_key_values,
+        help="As in train. ENGINE.KEY=VALUE changes a key of that engine only.",
     ),
 ]
 
 
+def show(table: object, rows: object = None, json_file: Path | None = None) -> None:
+    """Print a table, and write its rows as JSON if a file is given."""
+    from rich.console import Console
+
+    from imagenet_fast.metrics.tables import write_json
+
+    Console().print(table)
+    if json_file is not None:
+        write_json(rows, json_file)
+
+
 def written_out(shorthands: dict[str, object]) -> list[str]:
-    """Return recipe keys given as options of their own in the form of --set: KEY=VALUE.
+    """Return recipe keys given as options of their own in the form KEY=VALUE.
 
     None means that the option was not given; it is left out.
     """

@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from imagenet_fast.cli.options import JsonOption, PngOption, refuse_beside
+from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
+    from imagenet_fast.plan.cluster import Cluster
+    from imagenet_fast.plan.fastest import Way
     from imagenet_fast.plan.prediction import Planned, Situation
+    from imagenet_fast.plan.sweep import Sweep
+
+T = TypeVar("T")
+_PLAN = ("recipe", "sync", "scaling", "overrides")
+"""Parameters of a recipe's plan alone."""
+_SEARCH = ("model", "write")
+"""Parameters of --fastest and --cheapest alone."""
 
 
 def plan(
     context: typer.Context,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[rows|validate] [KEY=VALUE]",
+            help="rows: compare the model with published and measured steps. validate: as root, measure the engines on "
+            "the shaped test network. KEY=VALUE: as in train; ENGINE.KEY=VALUE for an engine of --sync.",
+        ),
+    ] = NO_KEYS,
     recipe: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Required unless --rows is given."
-        ),
+        typer.Option(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file. Required without --fastest."),
     ] = None,
     cluster: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="A shipped cluster's name, or a TOML file.")
-    ] = "gradientflow-v",
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A shipped cluster's name, or a TOML file. Default: this machine."),
+    ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=1, help="On nodes like the cluster's. Default: the recipe's ranks.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="On nodes like the cluster's. Default: the recipe's ranks; of this machine, or with --fastest, all.",
+        ),
     ] = None,
     sync: Annotated[
         str | None, typer.Option(metavar="A,B", help="Engines; NAME:WIRE for a wire dtype of its own. Default: all.")
@@ -39,46 +60,102 @@ def plan(
     scaling: Annotated[
         Literal["weak", "strong"], typer.Option(help="Keep each GPU's share of the batch, or the global batch.")
     ] = "weak",
-    overrides: Annotated[
-        list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="As in train; ENGINE.KEY=VALUE for an engine of --sync."),
-    ] = [],  # noqa: B006
-    rows: Annotated[
-        bool, typer.Option("--rows", help="Compare the model with published and measured steps instead.")
+    overrides: SetOption = NO_KEYS,
+    fastest: Annotated[
+        bool, typer.Option("--fastest", help="Which published training reaches its target first on up to --gpus GPUs?")
     ] = False,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="As root: measure the engines on the shaped test network instead.")
-    ] = False,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="As --fastest, by GPU hours.")] = False,
+    model: Annotated[
+        Literal["resnet50", "alexnet"],
+        typer.Option(help="With --fastest: ResNet-50 to 75.9 %, or AlexNet by its three recipes."),
+    ] = "resnet50",
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=in_a_directory, help="With --fastest: write the best one's recipe."),
+    ] = None,
     json_file: JsonOption = None,
     png: PngOption = None,
+    rows: Annotated[bool, typer.Option("--rows", hidden=True)] = False,
+    validate: Annotated[bool, typer.Option("--validate", hidden=True)] = False,
 ) -> None:
     """Predict a recipe's steps and its time to train on a cluster, for each engine.
 
     Nothing is run. The table has, for each engine, the step, its exposed
     communication (+), the bytes through a node's NICs, images/s, efficiency
-    against one GPU with its band, and against one node. A dry run of the job
-    comes with it. Accuracy is assumed.
+    against one GPU with its band. A dry run of the job comes with it. Accuracy
+    is assumed. With --fastest, the published trainings are predicted instead,
+    the fastest first.
     """
-    if rows:
-        no_rows = ("recipe", "cluster", "gpus", "sync", "sweep", "scaling", "overrides", "validate", "png")
-        refuse_beside(context, no_rows, "does not go with --rows, which has its own; leave one of them out")
+    if rows or validate:
+        word = "rows" if rows else "validate"
+        raise UserError(f"--{word} is a word behind plan now: `imagenet-fast plan {word}`")
+    what, *changes = words if words[:1] in (["rows"], ["validate"]) else ["", *words]
+    if what == "rows":
+        others = (*_PLAN, *_SEARCH, "cluster", "gpus", "sweep", "fastest", "cheapest", "png")
+        refuse_beside(context, others, "does not go with plan rows, which has its own; leave one of them out")
+        _no_words(changes, "plan rows")
         _show_rows(json_file)
         return
+    if fastest or cheapest:
+        refuse_beside(context, _PLAN, "does not go with --fastest, which tries them all; leave one of them out")
+        _no_words([what, *changes] if what else changes, "--fastest")
+        _show_fastest(model, _asked(cluster, gpus), cheapest, _parsed(context, sweep, png), write, json_file, png)
+        return
+    refuse_beside(context, _SEARCH, "goes with --fastest or --cheapest alone; add one of these")
     if recipe is None:
-        raise UserError("--recipe is missing; name one of `imagenet-fast recipes`, or give --rows")
-    from imagenet_fast.plan.cluster import load_cluster
+        raise UserError(
+            "--recipe is missing; name one of `imagenet-fast recipes`, or ask what is best on a cluster by --fastest"
+        )
+    if what == "validate":
+        refuse_beside(
+            context,
+            ("cluster", "gpus", "sweep", "scaling", "png"),
+            "does not go with plan validate, which has four hosts; leave one of them out",
+        )
+        _validate(recipe, sync or "ddp,lazy,hybrid,dear,sparse", [*changes, *overrides], json_file)
+        return
+    points = _parsed(context, sweep, png)
+    _show_plan(recipe, _asked(cluster, gpus), sync, points, scaling, [*changes, *overrides], json_file, png)
+
+
+def _no_words(words: list[str], what: str) -> None:
+    if words:
+        raise UserError(f"{words[0]} does not go with {what}; leave it out")
+
+
+def _parsed(context: typer.Context, sweep: str | None, png: Path | None) -> Sweep | None:
+    """Parse --sweep; refuse what does not go with it, and a picture without it."""
+    from imagenet_fast.plan.sweep import parse_sweep
+
+    if sweep is None and png is not None:
+        raise UserError(f"--png {png} draws a sweep; add --sweep gpus=8..4096 or nic=10..400")
+    points = parse_sweep(sweep) if sweep is not None else None
+    if points is not None and points.key == "gpus":
+        refuse_beside(context, ("gpus",), "does not go with --sweep gpus=...; leave one of them out")
+    return points
+
+
+def _asked(name: str | None, gpus: int | None) -> tuple[str, Cluster, int | None]:
+    """Return the cluster's name, itself, and the number of GPUs: of this machine all, unless another is asked for."""
+    from imagenet_fast.plan.cluster import load_cluster, this_machine
+
+    if name is not None:
+        return name, load_cluster(name), gpus
+    machine = this_machine()
+    return "this machine", machine, gpus or machine.gpus_per_node
+
+
+def _show_plan(
+    recipe: str, asked: tuple[str, Cluster, int | None], sync: str | None, points: Sweep | None,
+    scaling: Literal["weak", "strong"], overrides: list[str], json_file: Path | None, png: Path | None,
+) -> None:  # fmt: skip
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
-    from imagenet_fast.plan.sweep import parse_sweep
-    from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
+    from imagenet_fast.recipe.load import find_recipe, load_recipe
 
-    if validate:
-        no_validate = ("cluster", "gpus", "sweep", "scaling", "png")
-        refuse_beside(context, no_validate, "does not go with --validate, which has four hosts; leave one of them out")
-        model = load_recipe(find_recipe(recipe)).model.kind
-        _validate(model, parse_engines(sync or "ddp,lazy,hybrid,dear,sparse", "bf16", overrides), json_file)
-        return
-    named = {name.partition(":")[0].strip() for name in (ENGINES if sync is None else sync).split(",")}
+    name, machine, gpus = asked
+    named = {engine.partition(":")[0].strip() for engine in (ENGINES if sync is None else sync).split(",")}
     own = [override for override in overrides if override.partition(".")[0] in named]
     for override in overrides:
         if override.partition("=")[0].partition(".")[0].strip() == "sync":
@@ -86,16 +163,11 @@ def plan(
                 f"--set {override} is of the recipe's engine, and plan predicts those of --sync; write --sync "
                 "NAME:WIRE, or --set NAME.KEY=VALUE with the engine's name"
             )
-    points = parse_sweep(sweep) if sweep is not None else None
-    if points is not None and points.key == "gpus":
-        refuse_beside(context, ("gpus",), "does not go with --sweep gpus=...; leave one of them out")
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
     written = load_recipe(find_recipe(recipe), "lazy", [other for other in overrides if other not in own])
-    machine = load_cluster(cluster)
     try:
         situation = Situation(written, machine, find_device(machine.device, machine.device_batch), scaling)
         engines = planned_engines(sync, "bf16", own)
-        figure = _figure(png, points is not None)
         most = gpus or written.ranks
         predicted: list[Planned] = []
         if points is None:
@@ -104,43 +176,31 @@ def plan(
             for gbit in points.values:
                 predicted += situation.rows(engines, most, float(gbit))
         else:
-            predicted = _over_gpus(situation, engines, points.values)
+            predicted = _over_gpus(points.values, lambda count: situation.rows(engines, count))
     except UserError as error:
-        raise UserError(
-            f"{cluster}: {error}" if str(error).startswith(("nic.", "inside.", "device")) else str(error)
-        ) from None
-    _print_plan(situation, engines, predicted, points is None)
+        of_cluster = str(error).startswith(("nic.", "inside.", "device"))
+        raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
+    _print_plan(situation, predicted, points is None)
     if json_file is not None:
-        from imagenet_fast.metrics.json_io import write_json
-
         write_json([asdict(row) for row in predicted], json_file)
-    if figure is not None:
+    if png is not None and points is not None:
+        from imagenet_fast.bench.plots import new_figure
         from imagenet_fast.plan.figures import draw_plan
 
-        title = f"{Path(recipe).stem} on {Path(cluster).stem}, {scaling} scaling"
-        model = "alexnet" if written.model.kind == "alexnet_bn" else written.model.kind
-        draw_plan(predicted, title, Path(cluster).stem, model, points is not None and points.key == "nic", figure)
+        figure = new_figure(png, 9, 5)
+        kind = "alexnet" if written.model.kind == "alexnet_bn" else written.model.kind
+        title = f"{Path(recipe).stem} on {Path(name).stem}, {scaling} scaling"
+        draw_plan(predicted, title, Path(name).stem, kind, points.key == "nic", figure)
         figure.savefig(png)
 
 
-def _figure(png: Path | None, swept: bool) -> Any:
-    """Return an empty figure for ``png``, or None without one; refuse a picture of a single point."""
-    if png is None:
-        return None
-    if not swept:
-        raise UserError(f"--png {png} draws a sweep; add --sweep gpus=8..4096 or nic=10..400")
-    from imagenet_fast.bench.plots import new_figure
-
-    return new_figure(png, 9, 5)
-
-
-def _over_gpus(situation: Situation, engines: Any, values: tuple[int, ...]) -> list[Planned]:
+def _over_gpus(values: tuple[int, ...], predict: Callable[[int], list[T]]) -> list[T]:
     """Predict each number of GPUs; one that cannot be is left out with a warning, unless all are."""
-    predicted: list[Planned] = []
+    predicted: list[T] = []
     refused = None
     for count in values:
         try:
-            predicted += situation.rows(engines, count)
+            predicted += predict(count)
         except UserError as error:
             refused = error
             warn(f"{count} GPUs are left out: {error}")
@@ -149,11 +209,10 @@ def _over_gpus(situation: Situation, engines: Any, values: tuple[int, ...]) -> l
     return predicted
 
 
-def _print_plan(situation: Situation, engines: Any, predicted: list[Planned], alone: bool) -> None:
+def _print_plan(situation: Situation, predicted: list[Planned], alone: bool) -> None:
     from rich.console import Console
 
-    from imagenet_fast.plan.dry_run import dry_run
-    from imagenet_fast.plan.report import inputs, other_computes, verdict
+    from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
     from imagenet_fast.plan.tables import plan_table
 
     Console().print(plan_table(predicted))
@@ -164,21 +223,58 @@ def _print_plan(situation: Situation, engines: Any, predicted: list[Planned], al
         prefix = "" if alone else f"{place[0]} GPUs{rate}: "
         print(prefix + verdict(own))
     last = next((row for row in reversed(predicted) if row.chosen), predicted[-1])
-    if alone:
-        for line in other_computes(situation, engines, last.gpus):
-            print(line)
     print()
-    job = dry_run(situation, last)
-    for line in (*job.lines, *inputs(situation)):
-        print(line)
-    for doubt in job.warnings:
+    print(*dry_run(situation, last), *inputs(situation), sep="\n")
+    for doubt in warnings(situation, last):
         warn(doubt)
+
+
+def _show_fastest(
+    model: Literal["resnet50", "alexnet"], asked: tuple[str, Cluster, int | None], cheapest: bool, points: Sweep | None,
+    write: Path | None, json_file: Path | None, png: Path | None,
+) -> None:  # fmt: skip
+    from rich.console import Console
+
+    from imagenet_fast.metrics.tables import write_json
+    from imagenet_fast.plan.devices import find_device
+    from imagenet_fast.plan.fastest import Search, as_recipe, first_exact, published_trainings
+    from imagenet_fast.plan.tables import fastest_table
+
+    name, machine, gpus = asked
+    if points is not None and (points.key == "nic" or write is not None):
+        option = "--write" if write is not None else "--sweep nic="
+        raise UserError(f"{option} does not go with --fastest over several numbers of GPUs; write --gpus instead")
+    search = Search(machine, find_device(machine.device, machine.device_batch), cheapest)
+    known = published_trainings(model)
+    swept: list[tuple[int, Way]] = []
+    if points is None:
+        found, left_out = search.ways(known, gpus or machine.nodes * machine.gpus_per_node)
+        remarks = list(search.remarks(found, left_out))
+    else:
+        swept = _over_gpus(points.values, lambda count: [(count, first_exact(search.ways(known, count)[0]))])
+        found = [way for _, way in swept]
+        remarks = ["the best exact way on up to so many GPUs each: predicted, not run"]
+    Console().print(fastest_table(found))
+    print()
+    print(*remarks, sep="\n")
+    if json_file is not None:
+        write_json([asdict(way) for way in found], json_file)
+    if write is not None:
+        write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
+        print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
+    if png is not None:
+        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.plan.figures import draw_fastest
+
+        figure = new_figure(png, 9, 5)
+        draw_fastest(swept, Path(name).stem, figure)
+        figure.savefig(png)
 
 
 def _show_rows(json_file: Path | None) -> None:
     from rich.console import Console
 
-    from imagenet_fast.metrics.json_io import write_json
+    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.rows import all_rows, summary
     from imagenet_fast.plan.tables import rows_table
 
@@ -194,18 +290,19 @@ def _show_rows(json_file: Path | None) -> None:
         write_json([asdict(row) for row in found], json_file)
 
 
-def _validate(model: str, engines: Any, json_file: Path | None) -> None:
+def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | None) -> None:
     """Measure the engines between four shaped hosts, beside predictions from the nominal and the measured link."""
     from rich.console import Console
 
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.json_io import write_json
-    from imagenet_fast.metrics.tables import compact_table
+    from imagenet_fast.metrics.tables import compact_table, write_json
     from imagenet_fast.plan.devices import PROFILES
-    from imagenet_fast.plan.published import Shaped
-    from imagenet_fast.plan.rows import shaped_step_s
+    from imagenet_fast.plan.rows import Shaped, shaped_step_s
+    from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
+    model = load_recipe(find_recipe(recipe)).model.kind
+    engines = parse_engines(sync, "bf16", overrides)
     name = PROFILES.get(model)
     if name is None:
         raise UserError(
@@ -215,7 +312,7 @@ def _validate(model: str, engines: Any, json_file: Path | None) -> None:
     times = bench_sync(load_profile(name).scaled_to(1.4), engines, hosts, 1, f"{mbit}mbit", scale, rounds=2, steps=2)
     found: list[dict[str, Any]] = []
     for settings, time in zip(engines, times, strict=False):
-        nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s, ()), settings)
+        nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s), settings)
         found.append({
             "engine": settings.kind, "wire": settings.wire, "nominal_s": nominal_s, "fitted_s": time.predicted_s,
             "measured_s": time.step_s, "error": nominal_s / time.step_s - 1,

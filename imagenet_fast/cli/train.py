@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from imagenet_fast.cli.options import (
+    NO_KEYS,
     WEIGHTS,
     DataOption,
     ElasticNodesOption,
     EndpointOption,
     JoinTimeoutOption,
+    JsonOption,
+    KeysArgument,
     NodesOption,
     NprocOption,
     OnBadImageOption,
@@ -25,7 +28,6 @@ from imagenet_fast.cli.options import (
     SyncOption,
     WeightsOption,
     WeightsRecipeOption,
-    in_a_directory,
     run_directory,
     written_out,
 )
@@ -40,7 +42,8 @@ if TYPE_CHECKING:
 def train(
     recipe: OptionalRecipeOption = None,
     data: DataOption = None,
-    overrides: SetOption = [],  # noqa: B006  (typer's way to say: an empty list)
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     sync: SyncOption = None,
     nproc: NprocOption = None,
     nodes: ElasticNodesOption = None,
@@ -110,19 +113,20 @@ def train(
     from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
-    overrides = [*overrides, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
+    overrides = [*overrides, *keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
-    name, written, begun = recipe_of(run or Path(), recipe, overrides, sync)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
+    place = rank_info_from_env()
+    doubts: list[str] = []
+    name, written, begun = recipe_of(run or Path(), recipe, overrides, sync, doubts.append)
     images = begun.data if data is None and begun is not None else data
     plan = partial(
         plan_job, name, written, data=images, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
         fresh_head=fresh_head, resume=run is not None, overrides=overrides,
     )  # fmt: skip
-    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
-    place = rank_info_from_env()
     if not silent and (place is None or place.is_main):
-        for doubt in lint(written):
+        for doubt in (*doubts, *lint(written)):
             warn(doubt)
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
         _warn_idle(
@@ -150,18 +154,14 @@ def evaluate(
     weights: WeightsOption,
     data: DataOption = None,
     recipe: WeightsRecipeOption = None,
-    overrides: SetOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
+    overrides: SetOption = NO_KEYS,
     on_bad_image: OnBadImageOption = None,
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
     join_timeout: JoinTimeoutOption = 300,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
-        ),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Classify each validation image once with given weights, and print top-1 and top-5 accuracy.
 
@@ -171,7 +171,7 @@ def evaluate(
     from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
-    overrides = [*overrides, *written_out({"data.on_bad_image": on_bad_image})]
+    overrides = [*overrides, *keys, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
     srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()

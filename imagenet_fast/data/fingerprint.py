@@ -9,8 +9,8 @@ from imagenet_fast.data.folders import quoted, shown
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.quarantine import QUARANTINE
 from imagenet_fast.data.source import ImageSource
+from imagenet_fast.distributed.consistency import first_difference
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import first_difference
 from imagenet_fast.errors import UserError
 
 _SAMPLE = 16  # images of a split whose bytes are compared
@@ -86,12 +86,12 @@ def compare_data(own: Contents, world: DistContext) -> None:
         UserError: On every rank, if some rank has other images than rank 0.
     """
 
-    def described(ours: Contents | None, theirs: Contents | None, rank: int, first: int) -> str:
-        changed = " and ".join(differences(theirs or own, ours or own))
+    def describe(theirs: Contents) -> str:
+        changed = " and ".join(differences(theirs, own))
         return (
-            f"rank {rank} has other images than rank {first}: {changed}; copy the same images, and the same "
+            f"rank {world.rank} has other images than rank 0: {changed}; copy the same images, and the same "
             f"{QUARANTINE} if there is one, to every node"
         )
 
-    if said := first_difference([own], described, world.device):
+    if said := first_difference(own, describe, world.device):
         raise UserError(said)

@@ -85,9 +85,9 @@ class Board:
         texts = self._store.multi_get([*there.values()]) if there else []
         return {number: json.loads(text) for number, text in zip(there, texts, strict=True)}
 
-    def count(self, key: str, by: int = 1) -> int:
-        """Add ``by`` to the number under ``key``, which begins at 0, and return the sum. It is no message."""
-        return self._store.add(self._prefix + key, by)
+    def count(self, key: str) -> int:
+        """Count up the number under ``key``, which begins at 0, and return it. It is no message."""
+        return self._store.add(self._prefix + key, 1)
 
     def remove(self, *keys: str) -> None:
         """Remove the messages under ``keys``, where there are any."""

@@ -1,34 +1,49 @@
-"""Checks that all ranks have the same model and the same engine, made when a pool is created.
+"""Checks that all ranks have the same, made before it matters: model, engine and images.
 
 With other weights, another order of layers or another engine on one rank, training would silently diverge, fail with a
-backend error or hang. So the ranks exchange digests, and details only where these differ. Every rank then raises the
-same ValueError. It names the first rank, and the first parameter or setting, that differs from the first rank's.
-Every bit of the weights counts; to hash AlexNet's 61 million takes a quarter of a second, once.
+backend error or hang. Every rank then raises the same error. It names the first rank, and the first parameter or
+setting, that differs from the first rank's. Every bit of the weights counts; to hash AlexNet's 61 million takes a
+quarter of a second, once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from imagenet_fast.distributed.reductions import first_difference, is_plain
+from imagenet_fast.distributed.heartbeat import here
+from imagenet_fast.distributed.reductions import is_plain
+
+_Own = TypeVar("_Own")
 
 
-class _Param(NamedTuple):
-    """What must be the same of a parameter on every rank."""
+def first_difference(
+    own: _Own, describe: Callable[[_Own], str], device: torch.device, group: dist.ProcessGroup | None = None
+) -> str:
+    """Compare what ranks have with the first rank's; return a sentence about the first that differs, or an empty one.
 
-    number: int
-    name: str
-    traits: tuple[str, ...]
-    """Shape, dtype and the like, in words that follow "is"."""
-    digest: str
+    All ranks of ``group`` must call it, and get the same sentence.
+
+    Args:
+        own: What this rank has.
+        describe: Returns the sentence from what the first rank has. Called where that is not equal.
+        device: Device of this rank.
+        group: The ranks; None: all.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    theirs, sentences = [own], [""] * len(ranks)
+    with here.waiting(), torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends by the current device
+        dist.broadcast_object_list(theirs, src=ranks[0], group=group)
+        dist.all_gather_object(sentences, "" if theirs[0] == own else describe(theirs[0]), group=group)
+    return next((sentence for sentence in sentences if sentence), "")
 
 
 def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
@@ -46,17 +61,28 @@ def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, g
     """
     if _is_alone(group):
         return
-    params = [
-        _Param(number, name, _traits(param), _digest(param))
-        for number, (name, param) in enumerate(named.items(), start=1)
-    ]
     device = next(iter(named.values()), torch.empty(0)).device
-    if said := first_difference(params, _model_difference, device, group):
-        raise ValueError(said)
-    if model is not None:
-        digested = [(name, _digest(buffer)) for name, buffer in _other_buffers(model)]
-        if said := first_difference(digested, _buffer_difference, device, group):
-            warnings.warn(said, stacklevel=4)
+    traits = [trait for number, (name, param) in enumerate(named.items(), 1) for trait in _traits(number, name, param)]
+    if found := _first_of(traits, device, group):
+        raise ValueError(
+            f"ranks train different models: {found}; build the same model, with its layers in the same order and "
+            "requires_grad alike, on every rank, before the pool is made"
+        )
+    if found := _first_of([(name, f"of checksum {_digest(param)}") for name, param in named.items()], device, group):
+        raise ValueError(
+            f"ranks begin with different weights: {found}; give all ranks the same before the pool is made: by "
+            "torch.manual_seed before the model is built, from one file, or by torch.distributed.broadcast of every "
+            "parameter"
+        )
+    buffers = (
+        [] if model is None else [(name, f"of checksum {_digest(buffer)}") for name, buffer in _other_buffers(model)]
+    )
+    if found := _first_of(buffers, device, group):
+        warnings.warn(
+            f"buffers stay different, so ranks train different models: {found}; call "
+            "imagenet_fast.distributed.reductions.broadcast_model before the pool is made",
+            stacklevel=4,
+        )
     if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
         raise ValueError(
             f"{unmade} is on the meta device; call the model's to_empty() and load its weights before the pool is made"
@@ -80,9 +106,9 @@ def compare_engines(
     if _is_alone(group):
         return
     knobs = dict(settings) if isinstance(settings, BaseModel) else {"kind": type(settings).__name__} | vars(settings)
-    told = [(name, _text(value)) for name, value in knobs.items()]
-    if said := first_difference([*told, ("steps_per_epoch", str(steps_per_epoch))], _engine_difference, device, group):
-        raise ValueError(said)
+    told = [(name, _text(value)) for name, value in [*knobs.items(), ("steps_per_epoch", steps_per_epoch)]]
+    if found := _first_of(told, device, group):
+        raise ValueError(f"ranks attach different engines: {found}; give every rank the same settings")
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -92,26 +118,27 @@ def _is_alone(group: dist.ProcessGroup | None) -> bool:
     return "fake" in str(dist.get_backend(group))
 
 
-def _model_difference(ours: _Param | None, theirs: _Param | None, rank: int, first: int) -> str:
-    if ours is None or theirs is None or theirs.name != ours.name:
-        number = max(one.number for one in (ours, theirs) if one is not None)
-        names = ["nothing" if one is None else one.name for one in (ours, theirs)]
-        return (
-            f"ranks train different models: parameter {number} is {names[0]} on rank {rank} and {names[1]} on rank "
-            f"{first}; build the same model, with its layers in the same order, on every rank"
-        )
-    for one, other in zip(ours.traits, theirs.traits, strict=True):
-        if one != other:
-            remedy = "set requires_grad alike" if one in ("trained", "frozen") else "build the same model"
-            return (
-                f"ranks train different models: {ours.name} is {one} on rank {rank} and {other} on rank {first}; "
-                f"{remedy} on every rank, before the pool is made"
-            )
-    return (
-        f"ranks begin with different weights: {ours.name} has other values on rank {rank} than on rank {first}; give "
-        "all ranks the same before the pool is made: by torch.manual_seed before the model is built, from one file, "
-        "or by torch.distributed.broadcast of every parameter"
-    )
+def _first_of(told: list[tuple[str, str]], device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """Return which of the names in ``told`` is the first whose text is another on some rank, and both texts."""
+    first = dist.get_process_group_ranks(group)[0]
+
+    def describe(theirs: list[tuple[str, str]]) -> str:
+        ours, other = next(pair for pair in zip_longest(told, theirs) if pair[0] != pair[1])
+        texts = ["nothing" if one is None else one[1] for one in (ours, other)]
+        return f"{(ours or other)[0]} is {texts[0]} on rank {dist.get_rank()} and {texts[1]} on rank {first}"
+
+    return first_difference(told, describe, device, group)
+
+
+def _traits(number: int, name: str, param: nn.Parameter) -> Iterator[tuple[str, str]]:
+    """Yield what must be the same of a parameter on every rank, but its values."""
+    yield f"parameter {number}", name
+    strides = tuple(step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1)
+    yield name, f"of shape {tuple(param.shape)}"
+    yield name, f"of dtype {param.dtype}"
+    yield name, f"on {param.device.type}"
+    yield name, f"in memory with strides {strides}"
+    yield name, "trained" if param.requires_grad else "frozen"
 
 
 def _other_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -120,32 +147,7 @@ def _other_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from module.named_buffers(path, recurse=False)
 
 
-def _buffer_difference(ours: tuple[str, str] | None, theirs: tuple[str, str] | None, rank: int, first: int) -> str:
-    name = (ours or theirs or ("", ""))[0]
-    return (
-        f"buffer {name} has other values on rank {rank} than on rank {first}, and will keep them, so ranks train "
-        "different models; call imagenet_fast.distributed.reductions.broadcast_model before the pool is made"
-    )
-
-
-def _engine_difference(ours: tuple[str, str] | None, theirs: tuple[str, str] | None, rank: int, first: int) -> str:
-    name = (ours or theirs or ("", ""))[0]
-    values = ["not there" if one is None else one[1] for one in (ours, theirs)]
-    return (
-        f"ranks attach different engines: {name} is {values[0]} on rank {rank} and {values[1]} on rank {first}; give "
-        "every rank the same settings"
-    )
-
-
-def _traits(param: nn.Parameter) -> tuple[str, ...]:
-    strides = tuple(step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1)
-    return (
-        f"of shape {tuple(param.shape)}", f"of dtype {param.dtype}", f"on {param.device.type}",
-        f"in memory with strides {strides}", "trained" if param.requires_grad else "frozen",
-    )  # fmt: skip
-
-
-def _text(value: object) -> str:
+def _text(value: Any) -> str:
     """Return a text that is the same on every rank: without memory addresses."""
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__qualname__))

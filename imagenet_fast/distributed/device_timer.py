@@ -26,12 +26,6 @@ def record_timestamp(device: torch.device) -> Timestamp:
     return event
 
 
-def wait_for(moment: Timestamp) -> None:
-    """Block the host until the GPU has passed ``moment``. Return at once on a CPU."""
-    if isinstance(moment, torch.cuda.Event):
-        moment.synchronize()
-
-
 def seconds_between(begin: Timestamp, end: Timestamp) -> float:
     """Return the seconds from ``begin`` to ``end``, negative where ``end`` was first. Wait for the GPU to pass both."""
     if isinstance(begin, torch.cuda.Event):

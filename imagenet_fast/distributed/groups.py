@@ -63,20 +63,9 @@ def set_group_timeouts(seconds: float) -> None:
 
 def group_timeout(device: torch.device) -> timedelta | None:
     """Return the time limit of operations over all ranks, or None if the backend does not report it."""
-    world = dist.group.WORLD
-    assert world is not None
-    timeout = getattr(getattr(world._get_backend(device), "options", None), "_timeout", None)
+    backend = dist.distributed_c10d._get_default_group()._get_backend(device)
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
-
-
-def backend_name(device: torch.device) -> str:
-    """Return the class name of the backend that runs the collectives of all ranks on ``device``.
-
-    The class tells backends apart: torch's name "nccl" denotes another class since 2.15.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    return type(world._get_backend(device)).__name__
 
 
 def new_group(
@@ -92,13 +81,12 @@ def new_group(
         urgent: Whether NCCL's kernels run at high priority, before other kernels of the GPU.
         max_ctas: Maximum number of thread blocks that NCCL uses; None for NCCL's default.
     """
-    world = dist.group.WORLD
-    assert world is not None
     if device.type != "cuda":
         group = dist.new_group(list(ranks), timeout=group_timeout(device), use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         dist.barrier(group)  # else a rank that ends at once would cut off one that is still connecting
         return group
+    world = dist.distributed_c10d._get_default_group()
     options, bound = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent), world.bound_device_id
     if (limit := group_timeout(device)) is not None:
         options._timeout = limit  # torch warns of options without it

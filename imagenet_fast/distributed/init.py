@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, shares
@@ -27,7 +27,7 @@ from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
-_JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks of a user's own loop
+_JOIN_TIMEOUT_S = 300.0  # for ranks of a user's own loop
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Options of glibc's mallopt(3): freed bytes at the heap's end, and bytes of an allocation, from which on memory goes
 back to the kernel."""
@@ -46,7 +46,7 @@ class DistContext(RankInfo):
 
 @contextmanager
 def init_distributed(
-    place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelta, timeout: Timeout | None = None,
+    place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout,
     end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
@@ -55,9 +55,8 @@ def init_distributed(
     Args:
         place: This process's rank.
         agreed: Settings that must be equal on all ranks.
-        join_timeout: How long to wait for the other ranks at the start.
-        timeout: How long a rank may make no progress later on. Then it is named, and all ranks end; None for the
-            defaults.
+        join_timeout_s: Seconds to wait for the other ranks at the start.
+        timeout: How long a rank may make no progress later on. Then it is named, and all ranks end.
         end: Called with the reason, in another thread, if this rank must end while it is stuck.
         traces: Directory for NCCL's record of its last operations; None leaves torch's default.
         left: Directory where this rank leaves its last position; None for nowhere.
@@ -70,22 +69,12 @@ def init_distributed(
         UserError: If the ranks do not meet, or disagree in ``agreed``.
         JobAborted: If another rank is lost.
     """
-    timeout = timeout or Timeout()
     device, backend = prepare_device(place.local_rank, traces)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    store = introduce(place, agreed, join_timeout, device.type)
-    with connecting(place, store, join_timeout):
-        dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size,
-            timeout=timedelta(seconds=timeout.first_step_s + SLACK_S),
-            device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+    _make_group(place, device, backend, join_timeout_s, agreed, timedelta(seconds=timeout.first_step_s + SLACK_S))
     with watching_ranks(timeout, end, left):
-        yield DistContext(
-            place.rank, place.size, place.local_rank, place.local_size, device, all_compute_bf16(device),
-            own_cores(place, store),
-        )  # fmt: skip
+        yield _context(place, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
 
@@ -96,7 +85,7 @@ def current_world() -> DistContext:
     this process alone.
 
     Raises:
-        UserError: mpirun has started several processes, which do not know their ranks.
+        UserError: The ranks do not meet, or do not know their numbers, as processes that mpirun has started.
     """
     there = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
@@ -109,23 +98,33 @@ def current_world() -> DistContext:
         place = RankInfo(rank, size, rank, size)
     device, backend = prepare_device(place.local_rank)
     if not there:
-        bound = device if device.type == "cuda" else None
-        store: Store | None = None  # torch's own, at MASTER_ADDR
-        if place.size == 1:
-            store = HashStore()
-        elif place.is_multi_node:  # this sets gloo's interface, too
-            store = introduce(place, {}, _JOIN_TIMEOUT, device.type)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, device_id=bound)
-        if bound is None:
+        _make_group(place, device, backend, _JOIN_TIMEOUT_S, {}, None)
+        if device.type == "cpu":
             leave_at_exit()
-    store = dist.distributed_c10d._get_default_store()
+    return _context(place, device)
+
+
+def _make_group(
+    place: RankInfo, device: torch.device, backend: str, join_timeout_s: float, agreed: Mapping[str, Any],
+    limit: timedelta | None,
+) -> None:  # fmt: skip
+    """Meet the other ranks, and make the group of all; ``limit`` is that of its operations, None for torch's."""
+    store = HashStore() if place.size == 1 else introduce(place, agreed, join_timeout_s, device.type)
+    with connecting(place, store, join_timeout_s):
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.size, timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+
+
+def _context(place: RankInfo, device: torch.device) -> DistContext:
+    rank, size = dist.get_rank(), dist.get_world_size()
     return DistContext(
-        dist.get_rank(), dist.get_world_size(), place.local_rank, place.local_size, device, all_compute_bf16(device),
-        own_cores(place, store),
-    )  # fmt: skip
+        rank, size, place.local_rank, place.local_size, device, all_compute_bf16(device), own_cores(place)
+    )
 
 
-def own_cores(place: RankInfo, store: Store) -> int:
+def own_cores(place: RankInfo) -> int:
     """Return how many of its node's processors are for this rank. All ranks of the node must call this.
 
     A core is divided among the ranks that may use it. If srun or NUMA binding has given each rank cores of its own, the
@@ -133,9 +132,9 @@ def own_cores(place: RankInfo, store: Store) -> int:
     """
     # Neither torchrun nor srun has said the node if an mpirun or a script started this rank. Engines read it too.
     node = os.environ.setdefault("GROUP_RANK", str(place.rank // place.local_size))
-    board = Board(store, f"cores/{node}")
+    board = Board(dist.distributed_c10d._get_default_store(), f"cores/{node}")
     board.post(f"rank/{place.local_rank}", sorted(os.sched_getaffinity(0)))
-    allowed = board.gather("rank", range(place.local_size), time.monotonic() + _JOIN_TIMEOUT.total_seconds())
+    allowed = board.gather("rank", range(place.local_size), time.monotonic() + _JOIN_TIMEOUT_S)
     share = shares({rank: set(cores) for rank, cores in allowed.items()})[place.local_rank]
     return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in cpu_quotas())]))
 
@@ -185,12 +184,8 @@ def computes_bf16(device: torch.device) -> bool:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type != "cpu" or (torch.backends.mkldnn.is_available() and _mkldnn_computes_bf16())
-
-
-def _mkldnn_computes_bf16() -> bool:
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # not public; torch has no other way to ask
-    return asked is not None and bool(asked())
+    return device.type != "cpu" or (torch.backends.mkldnn.is_available() and asked is not None and bool(asked()))
 
 
 def all_compute_bf16(device: torch.device) -> bool:

@@ -120,7 +120,7 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
     return Meeting(number, answer["name"], endpoint, store)
 
 
-def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelta, device: str = "cpu") -> Store:
+def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, device: str = "cpu") -> Store:
     """Return the store at ``MASTER_ADDR:MASTER_PORT``, once every rank has arrived and all agree.
 
     Across nodes this also sets the interface for gloo and NCCL to the one that leads to the other nodes, unless the
@@ -130,15 +130,15 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelt
     Args:
         place: This process's rank.
         agreed: Settings that must be equal on all ranks.
-        join_timeout: How long to wait for all ranks.
+        join_timeout_s: Seconds to wait for all ranks.
         device: Type of the device that this rank computes on, which must be the same on all ranks.
 
     Raises:
         UserError: On every rank that has arrived, if a rank is missing or the ranks disagree.
     """
-    deadline = time.monotonic() + join_timeout.total_seconds()
+    deadline = time.monotonic() + join_timeout_s
     master = _master()
-    store = _open_store(place, master, join_timeout, deadline)
+    store = _open_store(place, master, join_timeout_s, deadline)
     route = route_to(master.host) if place.is_multi_node else None
     own: _Record = {"host": socket.gethostname(), "address": route.address if route else "", "device": device}
     full = {**own, "agreed": agreed}
@@ -146,7 +146,7 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelt
     def conclude(came: Mapping[int, _Record]) -> _Record:
         if missing := [rank for rank in range(place.size) if rank not in came]:
             raise UserError(
-                f"rank {ranges(missing)} of {place.size} did not come within {join_timeout.total_seconds():g} s; see "
+                f"rank {ranges(missing)} of {place.size} did not come within {join_timeout_s:g} s; see "
                 "what its node says, or wait longer with --join-timeout"
             )
         return {"elsewhere": next((record["address"] for record in came.values() if record["address"]), "")}
@@ -170,18 +170,18 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout: timedelt
 
 
 @contextmanager
-def connecting(place: RankInfo, store: Store, join_timeout: timedelta) -> Iterator[None]:
+def connecting(place: RankInfo, store: Store, join_timeout_s: float) -> Iterator[None]:
     """Watch the block in which ranks connect to one another, and end all ranks if one cannot connect.
 
     A thread ends the process, with exit code 2, if another rank failed to connect, the store is lost or
-    ``join_timeout`` has passed. It must be a thread, with a store client of its own, since a backend that waits for a
+    ``join_timeout_s`` is over. It must be a thread, with a store client of its own, since a backend that waits for a
     connection runs no Python.
 
     Raises:
         UserError: If this rank cannot connect to the others.
     """
     connected = threading.Event()
-    deadline = time.monotonic() + join_timeout.total_seconds()
+    deadline = time.monotonic() + join_timeout_s
 
     def watch() -> None:
         try:
@@ -190,8 +190,7 @@ def connecting(place: RankInfo, store: Store, join_timeout: timedelta) -> Iterat
                 if broken := board.read("broken"):
                     _end(broken)
                 if time.monotonic() > deadline:
-                    waited_s = join_timeout.total_seconds()
-                    _end(f"rank {place.rank} had no connection to all others after {waited_s:g} s; {_INTERFACES}")
+                    _end(f"rank {place.rank} had no connection to all others after {join_timeout_s:g} s; {_INTERFACES}")
         except DistError:
             if not connected.is_set():
                 _end(f"rank {place.rank} lost the store of all ranks while they connected; see the output of rank 0")
@@ -307,19 +306,22 @@ def _master() -> Endpoint:
         raise UserError(f"MASTER_PORT is '{os.environ['MASTER_PORT']}', not a number; correct it") from None
 
 
-def _open_store(place: RankInfo, master: Endpoint, join_timeout: timedelta, deadline: float) -> Store:
+def _open_store(place: RankInfo, master: Endpoint, join_timeout_s: float, deadline: float) -> Store:
     """Open the store of all ranks at ``master``; rank 0 holds it, unless torchrun does."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     # After a restart torchrun's store still has the keys of the previous attempt; a store that rank 0 holds is new. The
     # restart count is the same on all nodes only if nodes never leave or join.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if shared else '0'}"
-    another = "choose another MASTER_ADDR and MASTER_PORT, or --rdzv-endpoint HOST:PORT"
+    limit, another = (
+        timedelta(seconds=join_timeout_s),
+        "choose another MASTER_ADDR and MASTER_PORT, or --rdzv-endpoint HOST:PORT",
+    )
     if shared or not place.is_main:
-        store = _connect(master, deadline, join_timeout.total_seconds(), another)
-        store.set_timeout(join_timeout)
+        store = _connect(master, deadline, join_timeout_s, another)
+        store.set_timeout(limit)
         return PrefixStore(attempt, store)
     try:
-        store = TCPStore(master.host, master.port, is_master=True, wait_for_workers=False, timeout=join_timeout)
+        store = TCPStore(master.host, master.port, is_master=True, wait_for_workers=False, timeout=limit)
     except DistError as error:
         here = is_here(master.host)
         reason = first_line(error) if here else f"{master.host} is no address of the node that has rank 0"

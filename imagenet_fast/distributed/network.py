@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from dataclasses import dataclass
 import psutil
 
 from imagenet_fast.distributed.board import wait_until
-from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 
 
@@ -148,13 +145,3 @@ def sent_bytes(interface: str) -> int | None:
         if counters := psutil.net_io_counters(pernic=True, nowrap=False).get(interface):
             return int(counters.bytes_sent)
     return None
-
-
-def link_bytes(place: RankInfo) -> float:
-    """Return this rank's share of the bytes that its node has sent through gloo's interface so far.
-
-    All ranks of a node have the same share. Return NaN if the count is not available, as on a single node.
-    """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    sent = sent_bytes(interface) if interface is not None and place.is_multi_node else None
-    return math.nan if sent is None else sent / place.local_size

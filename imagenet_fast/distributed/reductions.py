@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +21,6 @@ from imagenet_fast.errors import UserError
 _NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
 _EVERY_S = 0.2  # between two votes, whatever a step takes
 _MOST_STEPS = 1000
-_Fact = TypeVar("_Fact")
 
 
 def broadcast_model(model: nn.Module) -> None:
@@ -75,60 +70,17 @@ def average_batch_norms(model: nn.Module, group: dist.ProcessGroup | None = None
         _scatter(flat.div_(dist.get_world_size(group)), running)
 
 
-def all_reduce_sum(*values: float, device: torch.device) -> list[float]:
-    """Return the sum of each value over all ranks, added in float64."""
-    sums = torch.tensor(values, dtype=torch.float64, device=device)
-    with here.waiting():
-        dist.all_reduce(sums)
-        return [float(value) for value in sums]
-
-
-def gather_rows(own: Sequence[float], world: DistContext) -> Tensor:
+def gather_rows(own: Sequence[float]) -> Tensor:
     """Return the values of all ranks as a float64 tensor on the CPU, one row per rank.
 
     If the ranks also have gloo, as in ``init_distributed``, no device is waited for.
     """
     device = dist.distributed_c10d._get_object_coll_device(dist.group.WORLD)
-    rows = torch.zeros(world.size, len(own), dtype=torch.float64, device=device)
-    rows[world.rank] = torch.tensor(own, dtype=torch.float64)
+    rows = torch.zeros(dist.get_world_size(), len(own), dtype=torch.float64, device=device)
+    rows[dist.get_rank()] = torch.tensor(own, dtype=torch.float64)
     with here.waiting():
         dist.all_reduce(rows)
     return rows.cpu()
-
-
-def first_difference(
-    facts: Sequence[_Fact],
-    describe: Callable[[_Fact | None, _Fact | None, int, int], str],
-    device: torch.device,
-    group: dist.ProcessGroup | None = None,
-) -> str:
-    """Compare the facts of all ranks, and return a sentence about the first that differs; empty if none does.
-
-    All ranks of ``group`` must call it, and get the same sentence: about the first rank whose facts are not those of
-    the group's first rank.
-
-    Args:
-        facts: What this rank has to compare, one by one. The ``repr`` of equal facts must be equal.
-        describe: Returns the sentence, from this rank's fact, the first rank's (None: it has fewer), and the numbers of
-            both ranks. Called where they differ.
-        device: Device of this rank.
-        group: The ranks; None: all.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    digests, sentences, said = [""] * len(ranks), [""] * len(ranks), ""
-    own = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    with here.waiting(), torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends by the current device
-        dist.all_gather_object(digests, own, group=group)
-        if len(set(digests)) == 1:
-            return ""
-        of_first: list[Any] = [facts]
-        dist.broadcast_object_list(of_first, src=ranks[0], group=group)
-        for ours, theirs in zip_longest(facts, of_first[0]):
-            if ours != theirs:
-                said = describe(ours, theirs, dist.get_rank(), ranks[0])
-                break
-        dist.all_gather_object(sentences, said, group=group)
-    return next((sentence for sentence in sentences if sentence), "")
 
 
 def broadcast_error(refusal: str, device: torch.device) -> str:
@@ -201,7 +153,7 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
     places = (folder.absolute(), Path(theirs))
     seen = wait_until(lambda: next((place for place in places if (place / mark).exists()), None), deadline)
-    (missing,) = all_reduce_sum(float(seen is None), device=world.device)
+    missing = gather_rows([float(seen is None)]).any()
     if world.is_main:
         with suppress(OSError):
             (folder / mark).unlink()
@@ -274,27 +226,3 @@ class AsyncAnyReduce:
         self._under_way = None
         *heard, self._stride = self._ballot.tolist()
         return [bool(wish) for wish in heard]
-
-
-class RunningMeans:
-    """Means of tensors by name, to which one rank after another adds its own."""
-
-    def __init__(self) -> None:
-        """Start without tensors."""
-        self._means: dict[str, Tensor] = {}
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add one rank's tensor of this name."""
-        self._counts[name] += 1
-        if (mean := self._means.get(name)) is None:
-            self._means[name] = value.clone()
-        elif value.is_floating_point() or value.is_complex():
-            nearer = mean + (value - mean) / self._counts[name]
-            self._means[name] = torch.where(mean == value, mean, nearer)  # equal values stay so, infinities too
-        else:
-            torch.maximum(mean, value, out=mean)
-
-    def all(self) -> dict[str, Tensor]:
-        """Return the means, or the maxima of integers such as batch counts."""
-        return dict(self._means)

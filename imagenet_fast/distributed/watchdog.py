@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -24,18 +23,17 @@ from torch._C._distributed_c10d import Store
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
-from imagenet_fast.errors import JobAborted, UserError, warn
+from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.recipe.schema import Timeout
 
 LOOK_S = 0.5  # between two looks for a failure
 _SILENT_IN = 6  # in looks: a rank without a heartbeat for so long is lost; healthy ones have one every second look
 _FOUND_IN = 2 * _SILENT_IN - 2  # in looks: how long others wait for the rank that searches
-_AGREED_IN = 20
+_AGREED_IN = 20  # in looks: how long it may take to look for lost ranks
+_TOLD_S = 2.0  # to leave a reason in a store that may be gone
 _SLEPT = 4  # in looks: longest gap that counts; in a longer one the job may have been suspended (Ctrl-Z, or its node)
 _PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
 _GRACE_S = 5.0  # for a rank to end by itself and write its outcome after another rank has failed
-_COMPARED_S = 10.0  # least time over which the paces of ranks are compared
-_SLOW = 3.0  # times the median of all ranks
 
 
 class PeerLost(RuntimeError):
@@ -53,54 +51,36 @@ def watch_board(store: Store | None = None, pause: Callable[[float], object] = t
     return Board(store or dist.distributed_c10d._get_default_store(), "watch", pause)
 
 
-class Paces:
-    """Seconds that each rank takes for its own part of a step, compared every 10 seconds of training or so."""
-
-    def __init__(self, ranks: int) -> None:
-        """Compare this many ranks."""
-        self._own_s, self._steps = [0.0] * ranks, 0
-        self._named: set[int] = set()
-
-    def add(self, own_s: Sequence[float], steps: int) -> None:
-        """Add each rank's seconds of ``steps`` steps, without waiting for others; rank 0 warns of a slow one, once."""
-        self._own_s = [before + now for before, now in zip(self._own_s, own_s, strict=True)]
-        self._steps += steps
-        if max(self._own_s) < _COMPARED_S:
-            return
-        step_s = [own / self._steps for own in self._own_s]
-        self._own_s, self._steps = [0.0] * len(step_s), 0
-        slowest, usual_s = step_s.index(max(step_s)), median(step_s)
-        if dist.get_rank() == 0 and step_s[slowest] > _SLOW * usual_s and slowest not in self._named:
-            self._named.add(slowest)
-            host = "".join(f" on {at.host}" for at in published(watch_board(), [slowest]).values())
-            warn(
-                f"rank {slowest}{host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
-                f"of all ranks is {usual_s:.2g} s"
-            )
-
-
 def report_failure(error: Exception) -> str:
     """Return why all ranks end, in one sentence, and leave it in the default store for other ranks.
 
-    If another rank has left a reason before, that one is returned: the first wins. If ``error`` is a broken connection,
-    the sentence names the lost ranks and their last positions. This takes at most 10 s.
+    If ``error`` is a broken connection, the sentence names the lost ranks and their last positions. The rest is as in
+    ``first_reason``.
     """
-    rank, error = dist.get_rank(), _first_cause(error)
-    messages = [
-        str(error) if isinstance(error, JobAborted | UserError) else f"rank {rank}: {type(error).__name__}: {error}"
-    ]
+    error = _first_cause(error)
+    told = isinstance(error, JobAborted | UserError)
+    own = str(error) if told else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    return first_reason(own, is_broken_connection(error))
 
-    def agree() -> None:
-        broken, board, own = is_broken_connection(error), watch_board(), messages[0]
+
+def first_reason(own: str, broken: bool = False) -> str:
+    """Return the first reason to end that any rank has left in the default store; if there is none, leave ``own``.
+
+    If connections between ranks are ``broken``, lost ranks are looked for before, which takes at most 10 s.
+    """
+    found = [own]
+
+    def ask() -> None:
+        board, rank, size = watch_board(), dist.get_rank(), dist.get_world_size()
         try:
-            first = find_culprit(board, rank, dist.get_world_size(), lambda _: own)[0] if broken else ""
-            messages.append(first or leave_failure(board, own))
+            found.append(find_culprit(board, rank, size, lambda _: own)[0] if broken else leave_failure(board, own))
         except dist.DistError:  # the process that held the store is lost, too
             if broken:
-                messages.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
+                found.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
 
-    call_within(_AGREED_IN * LOOK_S, agree)
-    return messages[-1]
+    if dist.is_initialized():
+        call_within(_AGREED_IN * LOOK_S if broken else _TOLD_S, ask)
+    return found[-1]
 
 
 def find_culprit(
@@ -151,13 +131,6 @@ def leave_failure(board: Board, reason: str) -> str:
 def failure_on(board: Board, deadline: float = 0.0) -> str:
     """Return the reason why all ranks must end, or an empty string if there is none by ``deadline``."""
     return board.read("failure", deadline) or ""
-
-
-def reported_failure() -> str:
-    """Return the reason that ``report_failure`` left in the default store, or an empty string."""
-    with suppress(dist.DistError):
-        return failure_on(watch_board())
-    return ""
 
 
 def is_broken_connection(error: Exception) -> bool:
@@ -268,9 +241,7 @@ class Watchdog:
 
 
 @contextmanager
-def watching_ranks(
-    timeout: Timeout | None = None, end: Callable[[str], None] = lambda sentence: None, folder: Path | None = None
-) -> Iterator[None]:
+def watching_ranks(timeout: Timeout, end: Callable[[str], None], folder: Path | None = None) -> Iterator[None]:
     """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
     The thread publishes a heartbeat every second. It ends the process with exit code 1 in two cases: the rank makes no
@@ -280,7 +251,7 @@ def watching_ranks(
     process.
 
     Args:
-        timeout: How long the rank may make no progress; None for the defaults.
+        timeout: How long the rank may make no progress.
         end: Called with the reason before the thread ends the process.
         folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
 
@@ -289,7 +260,7 @@ def watching_ranks(
     """
     leaving = threading.Event()
     store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another one may be blocked
-    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout or Timeout(), end, folder)
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, folder)
 
     def watch() -> None:
         before = time.monotonic()

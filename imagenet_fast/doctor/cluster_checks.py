@@ -1,119 +1,75 @@
-"""Checks that all ranks run together: speed of all-reduce, rated speed of network cards, agreement of clocks."""
+"""Checks that all ranks run together: speed of all-reduce, agreement of clocks."""
 
 from __future__ import annotations
 
-import os
+import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.doctor.report import CheckResult, by_host, check
+from imagenet_fast.distributed.reductions import gather_rows
+from imagenet_fast.doctor import host_checks, loader_check
+from imagenet_fast.doctor.report import CheckResult, by_host, check, write_results
+from imagenet_fast.recipe.job import DoctorJob
 
 _SHORT, _LONG, _LONG_ON_GPUS = 2**13, 2**25, 2**27  # bytes; a fast network needs long messages to be full
 _REPEATS, _ROUNDS = 20, 5
 _DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
-_POOR = 0.5  # of a card's rated speed
 
-Value = TypeVar("Value")
+
+def examine_all(job: DoctorJob, world: DistContext, folder: Path) -> None:
+    """Check every node and what is between them; rank 0 writes the results to ``folder``. Every rank must call it."""
+    own = []
+    here.enter("data")
+    if world.is_local_main:  # when all have come: to look through the data of a slow server may take long
+        own = host_checks.examine(job.data, job.out, world.local_size, job.timeout)
+        own += loader_check.try_loaders(job.data, world.local_size)
+    found = gather_results(own, world, socket.gethostname())
+    if world.is_main:
+        write_results(found, folder)
 
 
 def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:
-    """Return what local rank 0 of every node found, and the results between ranks. Every rank must call it.
-
-    Args:
-        own: The results of this node; used on local rank 0 only.
-        world: The ranks.
-        host: The host name of this node.
-    """
-    told = _of_all((host, own) if world.is_local_main else None)
+    """Return what local rank 0 of every node (``own``, on its ``host``) found, and the results between ranks."""
+    told: list[tuple[str, list[CheckResult]] | None] = [None] * world.size
+    dist.all_gather_object(told, (host, own) if world.is_local_main else None)
     found: dict[str, list[CheckResult]] = {}
     for number, (name, results) in enumerate(filter(None, told)):
         found[name if name not in found else f"{name} ({number})"] = results
-    return [*by_host(found), _network(world), *_clocks(world)]
+    return [*by_host(found), *_network(world)]
 
 
-def _network(world: DistContext) -> CheckResult:
+def _network(world: DistContext) -> Iterator[CheckResult]:
     if world.size == 1:
-        return CheckResult("all-reduce", "ok", "one rank alone needs none")
-    cards, size = (world.local_size, _LONG_ON_GPUS) if world.device.type == "cuda" else (0, _LONG)
-    latency_s, long_s = _seconds(_SHORT, world), _seconds(size, world)
+        yield CheckResult("all-reduce", "ok", "one rank alone needs none")
+        return
+    size = _LONG_ON_GPUS if world.device.type == "cuda" else _LONG
+    seconds = _seconds(_SHORT, _REPEATS, world), _seconds(size, 1, world)
+    dist.barrier()
+    told = gather_rows([*seconds, time.time()])
+    latency_s, long_s, latest = told.amax(0).tolist()
     rate = 8 * 2 * (world.size - 1) / world.size * size / long_s
-    said = f"{rate / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
-    rated = min(filter(None, _of_all(_rated_speed(os.environ, cards) if world.is_multi_node else 0.0)), default=0.0)
-    said += f", where the slowest node's cards promise {rated / 1e9:g} Gbit/s" if rated else ""
-    fix = "see `imagenet-fast bench collectives`; look for another interface (GLOO_SOCKET_IFNAME), or a busy link"
-    return check("all-reduce", rate >= _POOR * rated, said, fix)
+    measured = f"{rate / 1e9:.2f} Gbit/s and {1e6 * latency_s:.0f} us over {world.size} ranks"
+    yield CheckResult("all-reduce", "ok", measured)
+    if world.is_multi_node:
+        apart = latest - float(told[:, -1].min())
+        yield check("clocks", apart <= _DRIFT_S, f"{apart:.1f} s apart at most", "start chrony or ntpd on every node")
 
 
-def _seconds(size: int, world: DistContext) -> float:
-    """Return the seconds of an all-reduce of ``size`` bytes: the slowest rank's median of several rounds."""
-    values = torch.zeros(size // 4, device=world.device)
-    repeats = _REPEATS if size == _SHORT else 1
-
-    def wait() -> None:
-        if values.is_cuda:
-            torch.cuda.synchronize(values.device)
-
-    def one_round() -> float:
+def _seconds(size: int, repeats: int, world: DistContext) -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes: the median of several rounds after a first."""
+    values, rounds = torch.zeros(size // 4, device=world.device), []
+    for _ in range(1 + _ROUNDS):
         dist.barrier()
-        wait()
-        begun = time.perf_counter()
+        begun = record_timestamp(world.device)
         for _ in range(repeats):
             dist.all_reduce(values)
-        wait()
-        return (time.perf_counter() - begun) / repeats
-
-    one_round()
-    seconds = torch.tensor(median(one_round() for _ in range(_ROUNDS)), dtype=torch.float64, device=world.device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
-
-
-def _of_all(own: Value) -> list[Value]:
-    """Return the values of all ranks."""
-    told = [own] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    return told
-
-
-def _rated_speed(environment: Mapping[str, str], cards: int, root: Path = Path("/sys/class")) -> float:
-    """Return the rated speed of this node's network in bit/s; 0 if it is not reported.
-
-    Args:
-        environment: Environment of this process, which names gloo's interface.
-        cards: InfiniBand cards that NCCL would use, about one a GPU: the fastest are counted, since others are for
-            storage. 0: ranks use gloo, and its interface.
-        root: Directory of the kernel's classes.
-    """
-    rates = []
-    for port in sorted(root.glob("infiniband/*/ports/*")):
-        words = _text(port / "rate").split()  # "200 Gb/sec (4X HDR)"
-        if words and _text(port / "state").endswith("ACTIVE"):
-            rates.append(1e9 * float(words[0]))
-    if rates and cards:
-        return sum(sorted(rates)[-cards:])
-    interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    megabits = _text(root / "net" / interface / "speed") if interface else ""
-    return 1e6 * int(megabits) if megabits.isdecimal() else 0.0
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:  # also for an interface that is down
-        return ""
-
-
-def _clocks(world: DistContext) -> Iterator[CheckResult]:
-    if world.is_multi_node:
-        dist.barrier()
-        times = _of_all(time.time())
-        apart = max(times) - min(times)
-        said = f"{apart:.1f} s apart at most" if apart >= 0.1 else "agree"
-        yield check("clocks", apart <= _DRIFT_S, said, "start a time service (chrony, ntpd) on every node")
+        rounds.append(seconds_between(begun, record_timestamp(world.device)) / repeats)
+    return median(rounds[1:])

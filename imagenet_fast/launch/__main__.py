@@ -7,6 +7,8 @@ there.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 import sys
 from pathlib import Path
@@ -14,25 +16,28 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
-from imagenet_fast.distributed.forks import end_with_parent
 from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 
+_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that ends this process with its parent
 _FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
 
 
 def main() -> None:
     """Do the job in FILE; wait at most SECONDS for the other ranks, and end with the process LAUNCHER."""
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
-    end_with_parent(int(sys.argv[3]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever ends the launcher
+    if os.getppid() != int(sys.argv[3]):
+        raise SystemExit(1)  # it has ended already
     if (path.parent / _FINAL).exists():
         raise SystemExit(2)  # torchrun has restarted the ranks
     write_errors_to(path.parent)
     try:
         succeeded = _do(path, join_timeout_s)
     except UserError as error:
-        if _have_met():
+        distributed = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():  # they had met
             (path.parent / _FINAL).touch()
         exit_with_error(str(error))
     except JobAborted as fault:
@@ -67,14 +72,6 @@ def _do(path: Path, join_timeout_s: float) -> bool:
     # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
     # others.
     return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
-
-
-def _have_met() -> bool:
-    if "torch" not in sys.modules:
-        return False
-    import torch.distributed as dist
-
-    return dist.is_initialized()
 
 
 if __name__ == "__main__":

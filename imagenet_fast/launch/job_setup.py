@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import check_validation, find_data
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir, new_folder, run_of
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
@@ -135,18 +135,23 @@ def plan_evaluation(
 
 
 def recipe_of(
-    weights: Path, named: str | None, overrides: Sequence[str] = (), sync: str | None = None
+    weights: Path,
+    named: str | None,
+    overrides: Sequence[str] = (),
+    sync: str | None = None,
+    tell: Callable[[str], object] = warn,
 ) -> tuple[str, Recipe, Job | None]:
     """Return the name of a recipe, the recipe and its job: those of the recipe ``named``, or of the run of ``weights``.
 
-    The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe.
+    The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe, and ``tell`` is called with a
+    warning, as in ``load_recipe``.
 
     Raises:
         UserError: If no recipe is named, and ``weights`` are of no run or its job cannot be read.
     """
     if named is not None:
         path = find_recipe(named)
-        return path.stem, load_recipe(path, sync, overrides), None
+        return path.stem, load_recipe(path, sync, overrides, tell), None
     run = run_of(weights)
     folder = run.folder
     if not folder.exists():
@@ -156,4 +161,4 @@ def recipe_of(
             raise UserError(f"{folder} is a directory without a run; give one that `train` made, or a file of weights")
         raise UserError(f"{weights} does not say by which recipe to use it, as a run directory does; add --recipe NAME")
     job = run.read_job()
-    return job.name, load_recipe(run.recipe, sync, overrides) if overrides or sync else job.recipe, job
+    return job.name, load_recipe(run.recipe, sync, overrides, tell) if overrides or sync else job.recipe, job

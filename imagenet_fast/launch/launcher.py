@@ -17,7 +17,7 @@ from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
-from imagenet_fast.metrics.exit_status import OPENED, TOLD
+from imagenet_fast.metrics.exit_status import OPENED
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
@@ -54,7 +54,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
             interrupted = True
         ignore_signals()  # what is left takes milliseconds, and is to be written
         left = read_outcome(launcher_dir)
-        has_run, told = (launcher_dir / OPENED).exists(), (launcher_dir / TOLD).exists()  # by rank 0, if it is here
+        has_run = (launcher_dir / OPENED).exists()  # rank 0 is here
     if left is None and not has_run:
         if interrupted:
             raise KeyboardInterrupt
@@ -77,7 +77,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         if code != 2:
             there = f"; what there is of the run lies in {job.folder}" if has_run else ""
             print(f"failed: {outcome.message}{there}")
-    if outcome.status in ("preempted", "interrupted") and not told:
+    if outcome.status in ("preempted", "interrupted") and not (has_run and outcome.run_s):  # else rank 0 has told it
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
         with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
@@ -104,16 +104,6 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         KeyboardInterrupt: If a signal stopped this process.
     """
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
-    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
-    path = launcher_dir / f"{job.task}.json"
-    write_job(job, path)
-    code, cause = _run_ranks(path, nodes, grace_s)
-    if code:
-        cause, code = first_error_in(launcher_dir) or (cause, code)
-    return code, cause
-
-
-def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str]:
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -123,6 +113,9 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     from imagenet_fast.distributed.heartbeat import describe_exit
     from imagenet_fast.distributed.join import meet
 
+    os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
+    path = launcher_dir / f"{job.task}.json"
+    write_job(job, path)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -141,18 +134,19 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(job), str(nodes.join_timeout_s), str(os.getpid())]
+    torchrun.training_script_args = [str(path), str(nodes.join_timeout_s), str(os.getpid())]
+    code, cause = 0, ""
     try:
         run(torchrun)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return code, describe_exit(rank, end, job.parent)
+        cause = describe_exit(rank, end, launcher_dir)
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError as error:
-        return 1, _why_ended(error, nodes)
+        code, cause = 1, _why_ended(error, nodes)
     except RendezvousError as error:
         raise JobAborted(_why_ended(error, nodes)) from None
     except AttributeError as error:  # torchrun's agent has no result if this node was not needed until the end
@@ -160,7 +154,9 @@ def _run_ranks(job: Path, nodes: LaunchConfig, grace_s: float) -> tuple[int, str
             raise
     finally:
         interrupt_on_signals()  # torchrun leaves its own handlers, whose exception nobody would catch
-    return 0, ""
+    if code:
+        cause, code = first_error_in(launcher_dir) or (cause, code)
+    return code, cause
 
 
 def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:

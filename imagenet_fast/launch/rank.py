@@ -7,25 +7,21 @@ rank's command line.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.json_io import write_json
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.metrics.tables import write_json
 from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.training.evaluation import evaluate_weights
@@ -62,10 +58,10 @@ def train_as_rank(
         ending.fail(reason)
         ending.leave()
 
-    join_timeout, binding = timedelta(seconds=join_timeout_s), job.recipe.numa_binding
+    recipe = job.recipe
     try:
         with init_distributed(
-            rank, job.agreed(), join_timeout, job.recipe.timeout, end, traces, launcher_dir, binding
+            rank, job.agreed(), join_timeout_s, recipe.timeout, end, traces, launcher_dir, recipe.numa_binding
         ) as world:
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:
@@ -88,16 +84,10 @@ def evaluate_as_rank(
     recipe = evaluation.recipe
     with _joined(rank, evaluation.agreed(), join_timeout_s, recipe.timeout, launcher_dir, recipe.numa_binding) as world:
         result = evaluate_weights(evaluation, world)
-        if not world.is_main:
-            return
-        numbers = {"top-1 %": f"{result.top1:.2f}", "top-5 %": f"{result.top5:.2f}"}
-        named = (("mirror %", result.top1_mirror), ("shift %", result.top1_shift))
-        numbers |= {name: f"{value:.2f}" for name, value in named if value is not None}
-        numbers |= {"images": str(result.images), "img/s": f"{result.images_per_s:.0f}"}
-        row = (result.recipe, result.model, *numbers.values())
-        Console().print(compact_table(("recipe", "model"), list(numbers), [row]))
-        if evaluation.report is not None:
-            write_json(asdict(result), evaluation.report)
+        if world.is_main:
+            Console().print(result.table())
+            if evaluation.report is not None:
+                write_json(asdict(result), evaluation.report)
 
 
 def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: Path) -> None:
@@ -108,18 +98,10 @@ def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launc
     Raises:
         UserError: If the ranks cannot meet.
     """
-    # Ranks that train do not need it.
-    from imagenet_fast.doctor import cluster_checks, host_checks, loader_check, report
+    from imagenet_fast.doctor.cluster_checks import examine_all  # ranks that train do not need it
 
     with _joined(rank, {}, join_timeout_s, job.timeout, launcher_dir) as world:
-        own = []
-        here.enter("data")
-        if rank.is_local_main:  # when all have come: to look through the data of a slow server may take long
-            own = host_checks.examine(job.data, job.out, rank.local_size, job.timeout)
-            own += loader_check.try_loaders(job.data, rank.local_size)
-        found = cluster_checks.gather_results(own, world, socket.gethostname())
-        if world.is_main:
-            report.write_results(found, launcher_dir)
+        examine_all(job, world, launcher_dir)
 
 
 @contextmanager
@@ -129,7 +111,5 @@ def _joined(
 ) -> Iterator[DistContext]:  # fmt: skip
     """Join the ranks of a job that saves nothing, and so ends at once on a signal."""
     Signals()
-    with init_distributed(
-        rank, agreed, timedelta(seconds=join_timeout_s), timeout, left=launcher_dir, numa_binding=numa_binding
-    ) as world:
+    with init_distributed(rank, agreed, join_timeout_s, timeout, left=launcher_dir, numa_binding=numa_binding) as world:
         yield world

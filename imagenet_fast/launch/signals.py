@@ -20,7 +20,8 @@ GRACE_S = 3.0
 
 _TWICE_S = 1.0  # signals closer together count as one: a terminal and torchrun both send a rank the same one
 
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that end a command or a rank."""
 
 
 def interrupt_on_signals() -> None:
@@ -28,14 +29,14 @@ def interrupt_on_signals() -> None:
 
     A signal that is already ignored stays ignored, such as SIGHUP under nohup.
     """
-    for number in _ENDS:
+    for number in ENDS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
 
 def ignore_signals() -> None:
     """Ignore SIGINT, SIGTERM, SIGHUP and SIGUSR1 from now on."""
-    for number in _ENDS:
+    for number in ENDS:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -61,7 +62,7 @@ class Signals:
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)
-        self._answered = tuple(number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN)
+        self._answered = tuple(number for number in ENDS if signal.getsignal(number) is not signal.SIG_IGN)
         for number in self._answered:
             signal.signal(number, self._answer)
         threading.Thread(target=self._watch, args=(readable,), daemon=True).start()
@@ -113,7 +114,7 @@ def stopping_early() -> Iterator[None]:
     Raises:
         SystemExit: With the exit code of a stop without loss.
     """
-    before = {number: answer for number in _ENDS if (answer := signal.getsignal(number)) is not None}
+    before = {number: answer for number in ENDS if (answer := signal.getsignal(number)) is not None}
     interrupt_on_signals()
     try:
         yield
@@ -125,27 +126,6 @@ def stopping_early() -> Iterator[None]:
     finally:
         for number, answer in before.items():
             signal.signal(number, answer)
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Answer signals only after the block, in which a process is started.
-
-    Python drops what a handler raises while it forks, and the signal would be lost.
-    """
-    held: list[int] = []
-    before = {number: signal.getsignal(number) for number in _ENDS}
-    for number, answer in before.items():
-        if callable(answer):
-            signal.signal(number, lambda came, frame: held.append(came))
-    try:
-        yield
-    finally:
-        for number, answer in before.items():
-            if callable(answer):
-                signal.signal(number, answer)
-        if held:
-            signal.raise_signal(held[0])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -5,8 +5,7 @@ The flow is one way: no sink reports back to the training loop.
 
 from __future__ import annotations
 
-from imagenet_fast.metrics.accuracy import Accuracy
 from imagenet_fast.metrics.events import Event, MetricLogger, Sink
-from imagenet_fast.metrics.run_result import RunResult, Status
+from imagenet_fast.metrics.run_result import Accuracy, RunResult, Status
 
 __all__ = ["Accuracy", "Event", "MetricLogger", "RunResult", "Sink", "Status"]

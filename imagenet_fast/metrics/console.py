@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
+from rich.columns import Columns
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from imagenet_fast.metrics.accuracy import target_metric
 from imagenet_fast.metrics.events import Event
-from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT
+from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, target_metric
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
 
 _METRICS = {
@@ -29,7 +30,7 @@ _METRICS = {
 class ConsoleSink:
     """A sink that shows one run on a console."""
 
-    def __init__(self, folder: Path, past: Sequence[dict[str, Any]] = (), console: Console | None = None) -> None:
+    def __init__(self, folder: Path, past: Sequence[Event] = (), console: Console | None = None) -> None:
         """Create the sink.
 
         Args:
@@ -40,100 +41,87 @@ class ConsoleSink:
         self._console = console or Console(highlight=False)
         self._folder = folder
         self._evaluations = [event for event in past if event["event"] == "eval"]
-        self._latest: dict[str, Any] = {}
-        self._begun: tuple[int, float] | None = None  # step and run seconds of the first training event
+        self._last: defaultdict[str, Event] = defaultdict(dict)  # events by name; "" is the last of all
+        self._begun: Event | None = None  # the first training event
         self._live: Live | None = None
 
-    def write(self, event: Event) -> None:
+    def __call__(self, event: Event) -> None:
         """Print the event as a line, or update the panel."""
-        self._latest |= event.tagged() | {"step": event.step, "run_s": event.run_s}
-        match event.name:
+        self._last[event["event"]] = self._last[""] = event
+        match event["event"]:
             case "run":
-                self._print(event.values["note"])
+                self._print(event["note"])
                 if self._console.file.isatty() and not self._console.is_dumb_terminal:
                     self._live = Live(console=self._console, auto_refresh=False, transient=True)
                     self._live.start()
             case "resume":
-                where = " on other ranks or with another layout" if event.values["moved"] else ""
-                gap = _clock(event.values["gap_s"])
-                self._print(f"resumed from the checkpoint of step {event.step}{where}, {gap} after it was written")
+                where = " on other ranks or with another layout" if event["moved"] else ""
+                gap = _clock(event["gap_s"])
+                self._print(f"resumed from the checkpoint of step {event['step']}{where}, {gap} after it was written")
             case "train":
-                if self._begun is None:
-                    self._begun = (event.step, event.run_s)
+                self._begun = self._begun or event
                 if self._live is None:
-                    self._print("  ".join([*self._figures(), *self._precision()]))
+                    self._print("  ".join(self._figures()))
             case "choice":
-                self._console.print(_choice_table(event.values))
+                self._console.print(_choice_table(event))
             case "eval":
-                self._evaluations.append({"run_s": event.run_s, **event.values})
-                self._print(self._evaluation_line(event.values))
+                self._evaluations.append(event)
+                self._print(self._evaluation_line(event))
             case "end":
-                self.close()
-                self._print_summary(event.values)
+                if self._live is not None:
+                    self._live.stop()
+                    self._live = None
+                self._print_summary(event)
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
-
-    def close(self) -> None:
-        """Remove the live panel, if there is one."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
     def _figures(self) -> list[str]:
-        v = self._latest
+        run, train, sync, precision = (self._last[name] for name in ("run", "train", "sync", "precision"))
+        scale = {"loss scale": "loss_scale", "skipped steps": "skipped_steps"}  # as far as they are recorded
         return [
-            f"epoch {v.get('train/epoch', 0)}/{v['run/epochs']}",
-            f"step {v['step']}/{v['run/steps']}",
-            f"loss {number(v.get('train/loss'), '.4f')}",
-            f"lr {number(v.get('train/lr'), '.4g')}",
-            f"{number(v.get('speed/images_per_s'), '.0f')} img/s",
-            f"data wait {number(v.get('data/wait_pct'), '.1f', ' %')}",
-            f"exposed sync {number(v.get('sync/exposed_ms'), '.1f', ' ms')}",
-            f"sent {number(v.get('sync/sent_MB'), '.2f', ' MB/step')}",
+            f"epoch {train.get('epoch', 0)}/{run['epochs']}",
+            f"step {self._last['']['step']}/{run['steps']}",
+            f"loss {number(train.get('loss'), '.4f')}",
+            f"lr {number(train.get('lr'), '.4g')}",
+            f"{number(self._last['speed'].get('images_per_s'), '.0f')} img/s",
+            f"data wait {number(self._last['data'].get('wait_pct'), '.1f', ' %')}",
+            f"exposed sync {number(sync.get('exposed_ms'), '.1f', ' ms')}",
+            f"sent {number(sync.get('sent_MB'), '.2f', ' MB/step')}",
+            *(f"{label} {precision[key]:g}" for label, key in scale.items() if key in precision),
         ]
 
-    def _precision(self) -> list[str]:
-        """Return the loss scale and the number of skipped steps, as far as they are recorded."""
-        shown = {"loss scale": "precision/loss_scale", "skipped steps": "precision/skipped_steps"}
-        return [f"{label} {self._latest[tag]:g}" for label, tag in shown.items() if tag in self._latest]
-
-    def _evaluation_line(self, values: dict[str, Any]) -> str:
-        target = self._latest.get("run/target_top1")
-        aim = f", target {target:g} %" if target is not None else ""
-        averaged = f"with mirror images {values['top1_mirror']:.2f} %  " if "top1_mirror" in values else ""
-        averaged += f"with shifts too {values['top1_shift']:.2f} %  " if "top1_shift" in values else ""
-        bad = f" ({values['bad_images']} bad, and so wrong)" if "bad_images" in values else ""
+    def _evaluation_line(self, event: Event) -> str:
+        run = self._last["run"]
+        aim = f", target {run['target_top1']:g} %" if run.get("target_top1") is not None else ""
+        means = {"top1_mirror": "with mirror images", "top1_shift": "with shifts too"}
+        averaged = "".join(f"{label} {event[key]:.2f} %  " for key, label in means.items() if key in event)
+        bad = f" ({event['bad_images']} bad, and so wrong)" if "bad_images" in event else ""
         return (
-            f"epoch {values['epoch']}/{self._latest['run/epochs']}  top-1 {values['top1']:.2f} %  "
-            f"top-5 {values['top5']:.2f} %  {averaged}(best {self._best():.2f} %{aim})  "
-            f"{values['images']} images{bad} in {values['eval_s']:.1f} s, run {_clock(self._latest['run_s'])}"
+            f"epoch {event['epoch']}/{run['epochs']}  top-1 {event['top1']:.2f} %  "
+            f"top-5 {event['top5']:.2f} %  {averaged}(best {self._best():.2f} %{aim})  "
+            f"{event['images']} images{bad} in {event['eval_s']:.1f} s, run {_clock(event['run_s'])}"
         )
 
     def _panel(self) -> Panel:
-        v = self._latest
+        run, last = self._last["run"], self._last[""]
         shown = [
             *self._figures(),
-            f"run {_clock(v['run_s'])}",
+            f"run {_clock(last['run_s'])}",
             f"ETA end {_clock(self._seconds_to_end())}",
             f"best top-1 {number(self._best(), '.2f', ' %')}",
-            f"target {number(v.get('run/target_top1'), 'g', ' %')}",
+            f"target {number(run.get('target_top1'), 'g', ' %')}",
             f"ETA target {_clock(self._seconds_to_target())}",
-            *self._precision(),
         ]
-        rows, body = Table.grid(padding=(0, 3)), Table.grid(expand=True)
-        for first in range(0, len(shown), 4):
-            rows.add_row(*shown[first : first + 4])
-        body.add_row(ProgressBar(total=v["run/steps"], completed=v["step"]))
-        body.add_row(rows)
-        title = f"{v['run/recipe']} · {v['run/sync']} · {v['run/world_size']} ranks"
+        body = Group(ProgressBar(total=run["steps"], completed=last["step"]), Columns(shown, padding=(0, 3)))
+        title = f"{run['recipe']} · {run['sync']} · {run['world_size']} ranks"
         return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
 
     def _accuracies(self) -> list[tuple[float, float]]:
         """Return run seconds and accuracy of each evaluation that measured what a target is for."""
-        mirrored = bool(self._latest.get("run/target_mirrored"))
+        mirrored = bool(self._last["run"].get("target_mirrored"))
         found = [(e["run_s"], e.get(target_metric(e, mirrored))) for e in self._evaluations]
         return [(run_s, top1) for run_s, top1 in found if isinstance(top1, int | float)]
 
@@ -142,24 +130,25 @@ class ConsoleSink:
 
     def _seconds_to_end(self) -> float | None:
         """Extrapolate this part of the run's pace to the last step; None before its second event."""
-        if self._begun is None or self._latest["step"] == self._begun[0]:
+        last, begun = self._last[""], self._begun
+        if begun is None or last["step"] == begun["step"]:
             return None
-        pace = (self._latest["run_s"] - self._begun[1]) / (self._latest["step"] - self._begun[0])
-        return float(pace * (self._latest["run/steps"] - self._latest["step"]))
+        pace = (last["run_s"] - begun["run_s"]) / (last["step"] - begun["step"])
+        return float(pace * (self._last["run"]["steps"] - last["step"]))
 
     def _seconds_to_target(self) -> float | None:
         """Extrapolate the last two evaluations to the target; None if that is not before the end."""
-        target, end = self._latest.get("run/target_top1"), self._seconds_to_end()
+        target, end = self._last["run"].get("target_top1"), self._seconds_to_end()
         accuracies = self._accuracies()
         if target is None or end is None or len(accuracies) < 2:
             return None
         (t0, top0), (t1, top1) = accuracies[-2:]
         if top1 <= top0:
             return None
-        left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._latest["run_s"]
+        left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._last[""]["run_s"]
         return max(left, 0.0) if left <= end else None
 
-    def _print_summary(self, outcome: dict[str, Any]) -> None:
+    def _print_summary(self, outcome: Event) -> None:
         self._print(_verdict(outcome))
         if outcome["status"] == "failed" and not outcome["steps"]:
             return  # nothing was measured
@@ -176,7 +165,7 @@ class ConsoleSink:
             "run": folder,
             "look at it": f"tensorboard --logdir {folder}",
         }
-        if skipped := self._latest.get("precision/skipped_steps"):
+        if skipped := self._last["precision"].get("skipped_steps"):
             rows["skipped"] = f"{skipped} of {outcome['steps']} steps, since gradients overflowed"
         if outcome["resumed"]:
             rows["not counted"] = f"{_clock(outcome['gap_s'])} between checkpoints and resuming from them"
@@ -187,7 +176,7 @@ class ConsoleSink:
             self._print("Training waited for its images: see docs/how-to/slow-runs.md for what helps.")
 
 
-def _verdict(outcome: dict[str, Any]) -> str:
+def _verdict(outcome: Event) -> str:
     """Return one sentence on how the run ended."""
     target, message = outcome["target_top1"], outcome["message"]
     metric = target_metric(outcome, outcome["target_mirrored"])
@@ -205,19 +194,15 @@ def _verdict(outcome: dict[str, Any]) -> str:
             return f"Failed in step {outcome['steps']}" + (f": {message}" if message else ".")
 
 
-def _choice_table(values: dict[str, Any]) -> Table:
+def _choice_table(event: Event) -> Table:
     """Return the step times that ``auto`` predicted for the engines, fastest first."""
     rows = [
-        (engine, f"{ms:.1f}", "taken" if engine == values["engine"] else "" if values["exact"][engine] else "not exact")
-        for engine, ms in sorted(values["predicted_ms"].items(), key=lambda item: item[1])
+        (engine, f"{ms:.1f}", "taken" if engine == event["engine"] else "" if event["exact"][engine] else "not exact")
+        for engine, ms in sorted(event["predicted_ms"].items(), key=lambda item: item[1])
     ]
     return compact_table(("engine",), ("predicted ms/step", ""), rows)
 
 
 def _clock(seconds: float | None) -> str:
-    """Return seconds as H:MM:SS or M:SS, and None as a dash."""
-    if seconds is None:
-        return NOTHING
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    """Return seconds as H:MM:SS, and None as a dash."""
+    return NOTHING if seconds is None else str(timedelta(seconds=round(seconds)))

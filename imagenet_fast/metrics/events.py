@@ -1,4 +1,4 @@
-"""Events: passed on to sinks, and kept in a run's events.jsonl, its authoritative record, one event per line.
+"""Events: kept in a run's events.jsonl, its authoritative record, one event per line, and passed on to sinks.
 
 The record can be read while the run writes it.
 """
@@ -10,93 +10,83 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from imagenet_fast.atomic_io import atomic_write_text, check_place
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.tables import to_json
 
+Event = dict[str, Any]
+"""Values measured at one step, as a line of ``events.jsonl`` has them.
 
-@dataclass(frozen=True)
-class Event:
-    """A set of values measured at one step.
+``event`` is its name, ``step`` the optimizer steps done so far, ``run_s`` the seconds since the run began. The names of
+the other values include their units. The last event of a run is called ``end``.
+"""
 
-    The tag of value ``v`` of event ``name`` is ``name/v``. The name of a value includes its unit.
-    """
-
-    name: str
-    step: int
-    """Optimizer steps done so far."""
-    run_s: float
-    """Seconds since the run began."""
-    values: dict[str, Any]
-
-    def tagged(self) -> dict[str, Any]:
-        """Return the values by tag."""
-        return {f"{self.name}/{key}": value for key, value in self.values.items()}
-
-
-class Sink(Protocol):
-    """A consumer of events, such as a file or the console."""
-
-    def write(self, event: Event) -> None:
-        """Record one event."""
-        ...
-
-    def close(self) -> None:
-        """Release the sink's resources."""
-        ...
+Sink = Callable[[Event], None]
+"""A reader of a run's events, such as the console. It is called with each event; ``end`` is the last."""
 
 
 class MetricLogger:
-    """Adds the run time to values and passes them on to every sink.
+    """Writes events to ``events.jsonl``, without buffering, and passes them on to every sink.
 
-    On ranks other than 0 there are no sinks, and nothing is recorded.
+    One that could not be written is written before the next one, so that none is lost or torn while the process lives.
+    Nothing is written to a file that has lost its name: with its directory renamed, a run's record would be here and
+    what it saves elsewhere.
 
     >>> record("train", step, loss=2.3, lr=0.1)
     """
 
-    def __init__(self, run_s: Callable[[], float], sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, run_s: Callable[[], float], sinks: Sequence[Sink] = (), folder: Path | None = None) -> None:
         """Create a logger.
 
         Args:
             run_s: Returns the seconds since the run began.
-            sinks: Receive every event.
+            sinks: Receive every event, when it is written.
+            folder: The run directory; None: nothing is written, as on ranks other than 0.
         """
         self._run_s = run_s
         self._sinks = sinks
+        if folder is not None:
+            self._path = RunDir(folder).events
+            self._file = self._path.open("ab", buffering=0)
+            self._sinks = [self._append, *sinks]
+        self._pending = b""
         self._waits = False
 
     def __call__(self, name: str, step: int, **values: Any) -> None:
         """Record one event.
 
         If the disk is full or the run's directory has another name now, print a warning once; ``events.jsonl`` gets
-        the events later.
+        the events later, unless this is the end.
 
         Raises:
-            UserError: A sink cannot be written for any other reason.
+            UserError: It cannot be written for any other reason.
         """
-        event = Event(name, step, self._run_s(), values)
-        obstacles = []
+        event = {"event": name, "step": step, "run_s": round(self._run_s(), 4), **values}
+        errors = []
         for sink in self._sinks:
             try:
-                sink.write(event)
+                sink(event)
             except OSError as error:
-                obstacles.append(_obstacle(error))
-        if obstacles and not self._waits:
+                errors.append(error)
+        obstacles = [_obstacle(error) for error in errors]
+        if obstacles and name == "end":
+            warn(f"the run's last events are not recorded: {obstacles[0]}")
+        elif obstacles and not self._waits:
             warn(f"{obstacles[0]}, and what happens meanwhile is recorded then")
         self._waits = bool(obstacles)
 
-    def close(self) -> None:
-        """Close all sinks, with a warning if events are lost."""
-        for sink in self._sinks:
-            try:
-                sink.close()
-            except OSError as error:
-                warn(f"the run's last events are not recorded ({error.strerror or error})")
+    def _append(self, event: Event) -> None:
+        """Append an event, and any earlier one that could not be written. Raises OSError if it must wait."""
+        self._pending += f"{to_json(event)}\n".encode()
+        check_place(self._path, os.fstat(self._file.fileno()))
+        while self._pending:  # a write may take only a part
+            self._pending = self._pending[self._file.write(self._pending) :]
+        if event["event"] == "end":
+            self._file.close()
 
 
 def _obstacle(error: OSError) -> str:
@@ -113,49 +103,7 @@ def _obstacle(error: OSError) -> str:
             ) from None
 
 
-class JsonLines:
-    """A sink that appends to ``events.jsonl``, without buffering.
-
-    An event is in the file as soon as ``write`` returns. One that could not be written is written before the next one,
-    so that none is lost or torn while the process lives. Nothing is written to a file that has lost its name: with its
-    directory renamed, a run's record would be here and what it saves elsewhere.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Open the file in the run directory ``folder``."""
-        self._path = RunDir(folder).events
-        self._file = self._path.open("ab", buffering=0)
-        self._pending = b""
-
-    def write(self, event: Event) -> None:
-        """Append one event, after any earlier one that could not be written.
-
-        Raises:
-            OSError: It cannot be written now; it is kept for the next call.
-        """
-        line = {"event": event.name, "step": event.step, "run_s": round(event.run_s, 4), **event.values}
-        self._pending += f"{to_json(line)}\n".encode()
-        self._flush()
-
-    def close(self) -> None:
-        """Write what is left, and close the file.
-
-        Raises:
-            OSError: The rest cannot be written, and is lost.
-        """
-        try:
-            self._flush()
-        finally:
-            self._file.close()
-
-    def _flush(self) -> None:
-        if self._pending:
-            check_place(self._path, os.fstat(self._file.fileno()))
-        while self._pending:  # a write may take only a part
-            self._pending = self._pending[self._file.write(self._pending) :]
-
-
-def take_back(folder: Path, step: int) -> list[dict[str, Any]]:
+def take_back(folder: Path, step: int) -> list[Event]:
     """Remove the events that a run which resumes from ``step`` records again, and return the others.
 
     The file is replaced at once, so that there is always a complete record.
@@ -173,7 +121,7 @@ def take_back(folder: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-def read_events(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: Path) -> list[Event]:
     """Read the events of a run.
 
     A last line that was cut off while being written is left out. Other lines that hold no event are left out too, with
@@ -195,7 +143,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event is not None]
 
 
-def _event(line: bytes) -> dict[str, Any] | None:
+def _event(line: bytes) -> Event | None:
     """Return the event of a line, or None if it holds none."""
     try:
         event = json.loads(line)

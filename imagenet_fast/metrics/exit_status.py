@@ -7,22 +7,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import torch.distributed as dist
-
 from imagenet_fast.atomic_io import check_place
-from imagenet_fast.distributed.board import call_within
 from imagenet_fast.distributed.ranks import RankInfo
-from imagenet_fast.distributed.watchdog import leave_failure, reported_failure, watch_board
+from imagenet_fast.distributed.watchdog import first_reason
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
-OPENED, TOLD = "opened", "told"
-"""Files in a launcher's directory.
-
-``OPENED``: rank 0 has started to write the run directory. ``TOLD``: rank 0 has printed how the run ended.
-"""
-
-_TELLING_S = 2.0  # limit for the report to a store that may be gone
+OPENED = "opened"
+"""File in a launcher's directory: rank 0 has started to write the run directory."""
 
 
 class Ending:
@@ -56,12 +48,6 @@ class Ending:
             if self._handover is not None:
                 (self._handover / OPENED).touch()
 
-    def printed(self) -> None:
-        """Record that the outcome was printed."""
-        if self._place.is_main and self._handover is not None:
-            with suppress(OSError):
-                (self._handover / TOLD).touch()
-
     def stopped(self, saved: bool) -> None:
         """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
         then = "not saved, as not every node sees the run; give an --out that all of them share"
@@ -75,13 +61,10 @@ class Ending:
 
         Report it to the other ranks, which may not have received the signal.
         """
-        reported = reported_failure() if dist.is_initialized() else ""
-        if reported and not reported.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
-            self.fail(reported)
-            return
         self._stop(why)
-        if dist.is_initialized():
-            call_within(_TELLING_S, lambda: _tell(self.outcome.message))
+        first = first_reason(self.outcome.message)
+        if not first.startswith(STOPPED_WORDS):  # torchrun stopped this rank after another failed
+            self.fail(first)
 
     def late(self) -> int:
         """Write the outcome when the time after a signal is up; return the exit code.
@@ -122,18 +105,7 @@ class Ending:
                 outcome.write(self._handover)
 
     def _stop(self, why: str) -> None:
-        saved = self.saved_step()
-        if self.outcome.steps <= saved:
-            self.outcome.status, self.outcome.message = "preempted", f"{NOTHING_LOST}; {self._job.resuming} goes on"
-            return
+        steps, saved, resuming = self.outcome.steps, self.saved_step(), self._job.resuming
         then = f"goes on from the checkpoint of step {saved}" if saved else "begins again, as no checkpoint was written"
-        self.outcome.status = "interrupted"
-        self.outcome.message = (
-            f"{STOPPED_WORDS} in step {self.outcome.steps + 1}, and not saved {why or 'since it came again'}; "
-            f"{self._job.resuming} {then}"
-        )
-
-
-def _tell(message: str) -> None:
-    with suppress(dist.DistError):
-        leave_failure(watch_board(), message)
+        lost = f"{STOPPED_WORDS} in step {steps + 1}, and not saved {why or 'since it came again'}; {resuming} {then}"
+        self.fail(lost if steps > saved else f"{NOTHING_LOST}; {resuming} goes on")

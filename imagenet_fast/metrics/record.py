@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import torch
+import torch.distributed as dist
 
 from imagenet_fast import __version__
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.cores import usable_cores
-from imagenet_fast.distributed.groups import backend_name
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.events import JsonLines, MetricLogger, take_back
-from imagenet_fast.metrics.json_io import to_json
-from imagenet_fast.metrics.mllog import MLLog
+from imagenet_fast.metrics.events import MetricLogger, take_back
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.tables import to_json
 from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import to_toml
 
@@ -50,9 +49,7 @@ def open_record(job: Job, world: DistContext, run_s: Callable[[], float], resume
         atomic_write_text(run.recipe, to_toml(job.recipe))
         atomic_write_text(run.environment, to_json(environment(job, world), indent=2) + "\n")
         past = [] if resumed is None else take_back(run.folder, resumed)
-        return MetricLogger(
-            run_s, [JsonLines(run.folder), MLLog(job), TensorBoard(job, resumed, past), ConsoleSink(run.folder, past)]
-        )
+        return MetricLogger(run_s, [TensorBoard(job, resumed, past), ConsoleSink(run.folder, past)], run.folder)
     except OSError as error:
         raise UserError(
             f"{error.filename or run.folder} cannot be written ({error.strerror}); see to that, or restore it"
@@ -70,20 +67,14 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
         "imagenet_fast": __version__,
         "command": job.command,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {name: found.version for name in packages for found in distributions(name=name)},
         "host": platform.node(),
         "system": platform.platform(),
         "cores": usable_cores(),
         "ranks": world.size,
-        "backend": backend_name(world.device),
+        # By its class: torch's name "nccl" denotes another one since 2.15.
+        "backend": type(dist.distributed_c10d._get_default_group()._get_backend(world.device)).__name__,
         "bf16": world.bf16,
         "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "variables": {key: value for key, value in os.environ.items() if key.startswith(steering)},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

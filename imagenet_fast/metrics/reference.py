@@ -7,17 +7,15 @@ that is known of them is in ``reference_points.json``.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.report import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.recipe.job import Job, recipe_tables
+from imagenet_fast.recipe.job import Job
 
 _TABLE = json.loads(Path(__file__).with_name("reference_points.json").read_text(encoding="utf-8"))
 _TARGET: float = _TABLE["target_top1"]
@@ -27,24 +25,11 @@ _RUNS: dict[int, list[int]] = {entry["batch"]: entry["epochs"] for entry in _TAB
 SOURCE = f"Reference: MLCommons' convergence points for {_TARGET:g} % ({_TABLE['source']})."
 
 
-@dataclass(frozen=True)
-class ReferencePoint:
-    """Epochs that the reference needs at one batch size."""
-
-    batch: int
-    mean: float
-    fewest: float
-    most: float
-    interpolated: bool
-
-
-def reference_at(batch: int) -> ReferencePoint | None:
-    """Return the point of ``batch``, interpolated linearly if there is none; None outside the range of the points."""
-    if not min(_RUNS) <= batch <= max(_RUNS):
-        return None
+def reference_at(batch: int) -> tuple[float, float, float]:
+    """Return the mean, the fewest and the most epochs at ``batch``, interpolated linearly between points."""
     known = [(fmean(epochs), min(epochs), max(epochs)) for epochs in _RUNS.values()]
     mean, fewest, most = (float(np.interp(batch, [*_RUNS], column)) for column in zip(*known, strict=True))
-    return ReferencePoint(batch, mean, fewest, most, batch not in _RUNS)
+    return mean, fewest, most
 
 
 def judge_by_reference(run: PastRun) -> str:
@@ -58,72 +43,49 @@ def judge_by_reference(run: PastRun) -> str:
         job = RunDir(run.folder).read_job()
     except UserError:
         return "not compared: its job.json is missing or damaged"
-    images, batch = run.begun.get("train_images"), run.begun.get("global_batch")
-    if (why := _misfit(job, images, batch)) is not None:
-        return f"not compared: {why}"
-    assert isinstance(images, int)
-    assert isinstance(batch, int)
-    point = reference_at(batch)
-    if point is None:
-        return f"not compared: its batch is {batch}, and there are points from {min(_RUNS)} to {max(_RUNS)} alone"
+    images, batch = (run.last(key, "run") or 0 for key in ("train_images", "global_batch"))  # 0: damaged
+    if (misfit := _misfit(job, images, batch)) is not None:
+        return f"not compared: {misfit}"
     evaluations = [
         (e["epoch"], e["top1"])
         for e in run.events
         if e["event"] == "eval" and isinstance(e.get("epoch"), int) and isinstance(e.get("top1"), int | float)
     ]
-    means = _other_means(job)
-    others = f"; the reference has other means than {', '.join(means)}" if means else ""
-    return _verdict(point, evaluations, images // batch * batch / images, run.status) + others
+    return _verdict(batch, evaluations, images // batch * batch / images, run.status)
 
 
-def _misfit(job: Job, images: Any, batch: Any) -> str | None:
+def _misfit(job: Job, images: int, batch: int) -> str | None:
     """Return why the run is none of ResNet-50 on ImageNet as MLPerf evaluates it; None if it is."""
-    recipe, (fewest, most) = job.recipe, _TABLE["images"]
-    model, size = recipe.model.label, recipe.data.evaluated_size
-    if model != _TABLE["model"]:
-        return f"its model is {model}, and the points are for {_TABLE['model']}"
-    if not isinstance(images, int) or not fewest <= images <= most:  # some may be left out
-        return f"it was trained on {images or 'an unknown number of'} images, and the points are for ImageNet's {most}"
-    if size != _TABLE["image_size"]:
-        return f"it was evaluated at {size} pixels, and the points are for {_TABLE['image_size']}"
-    if not isinstance(batch, int):
-        return "its events do not tell its batch"
-    return f"it starts from the weights {job.init_from}, and the reference from fresh ones" if job.init_from else None
+    recipe, pixels, (fewest, most) = job.recipe, _TABLE["image_size"], _TABLE["images"]  # some may be left out
+    model, size, first, last = recipe.model.label, recipe.data.evaluated_size, min(_RUNS), max(_RUNS)
+    conditions = {
+        f"its model is {model}, and the points are for {_TABLE['model']}": model == _TABLE["model"],
+        f"it was trained on {images} images, and the points are for ImageNet's {most}": fewest <= images <= most,
+        f"it was evaluated at {size} pixels, and the points are for {pixels}": size == pixels,
+        f"it starts from the weights {job.init_from}, and the reference from fresh ones": job.init_from is None,
+        f"its batch is {batch}, and there are points from {first} to {last} alone": first <= batch <= last,
+    }
+    return next((misfit for misfit, holds in conditions.items() if not holds), None)
 
 
-def _verdict(point: ReferencePoint, evaluations: list[tuple[int, float]], passes: float, status: str) -> str:
-    """Compare with a point; ``passes`` is how much of all images an epoch of the run trains on."""
+def _verdict(batch: int, evaluations: list[tuple[int, float]], passes: float, status: str) -> str:
+    """Compare epochs and accuracies; ``passes`` is how much of all images an epoch of the run trains on."""
+    mean, fewest, most = reference_at(batch)
     field = (
-        f"the reference needs {point.mean:.1f} epochs at a batch of {point.batch} "
-        f"({point.fewest:.4g} to {point.most:.4g} in its runs{', interpolated' * point.interpolated})"
+        f"the reference needs {mean:.1f} epochs at a batch of {batch} "
+        f"({fewest:.4g} to {most:.4g} in its runs{', interpolated' * (batch not in _RUNS)})"
     )
     if passes < 0.995:
         field += f"; an epoch of the run has {100 * passes:.1f} % of the images"
-    last = max((epoch for epoch, _ in evaluations), default=0)
     reached = next((epoch for epoch, top1 in evaluations if top1 >= _TARGET), None)
-    if reached is None and round(last * passes) > point.most:
-        return f"slower than the field: not at {_TARGET:g} % after {last} epochs, and {field}"
-    if reached is None:
-        ended = f"it is '{status}'" if status not in ("finished", "reached") else "it ended"
-        return f"not compared: {ended} after epoch {last} without {_TARGET:g} %, and {field}"
-    before = max((epoch for epoch, _ in evaluations if epoch < reached), default=0)
-    said = f"{_TARGET:g} % in epoch {reached}" + (f" (or since {before + 1})" if reached > before + 1 else "")
-    if round(before * passes) >= point.most:
-        return f"slower than the field: {said}, and {field}"
-    if round(reached * passes) < point.fewest:
-        return f"better than the field: {said}, and {field}"
-    return f"normal: {said}, and {field}"
-
-
-def _other_means(job: Job) -> list[str]:
-    """Return the keys of the recipe by which the run is trained otherwise than the reference."""
-    tables = recipe_tables(job.recipe)
-    others = []
-    for key, known in _TABLE["means"].items():
-        table, _, name = key.rpartition(".")
-        own = (tables[table] if table else tables).get(name, known)
-        if own != known:
-            others.append(f"{key} '{own}'" if isinstance(own, str) else key)
-    if (engine := job.recipe.sync.kind) in ("sparse", "powersgd"):
-        others.append(f"sync.kind '{engine}'")
-    return others
+    before = max((epoch for epoch, _ in evaluations if reached is None or epoch < reached), default=0)
+    said = f"not at {_TARGET:g} % after {before} epochs"
+    if reached is not None:
+        said = f"{_TARGET:g} % in epoch {reached}" + (f" (or since {before + 1})" if reached > before + 1 else "")
+    if round(before * passes) >= most:
+        verdict = "slower than the field"
+    elif reached is None:
+        verdict = f"not compared ({status})"
+    else:
+        verdict = "better than the field" if round(reached * passes) < fewest else "normal"
+    return f"{verdict}: {said}, and {field}"

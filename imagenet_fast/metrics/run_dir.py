@@ -40,8 +40,6 @@ class RunDir:
         """Every event, one a line."""
         self.outcome = folder / "outcome.json"
         """How the run ended; the ranks of a launcher leave one in its directory, too."""
-        self.mllog = folder / "mllog.txt"
-        """The events in MLPerf's format."""
         self.trace = folder / "trace.json"
         """With ``--trace``: a timeline of a few steps."""
         self.checkpoints = folder / "checkpoints"
@@ -66,20 +64,11 @@ class RunDir:
 
     def holds_run(self) -> bool:
         """Return whether there are results of a run. Raises OSError."""
-        saved = [path.name for path in self.checkpoints.glob("*")]
-        return (
-            self.events.exists()
-            or self.outcome.exists()
-            or any(name == self.final_weights.name or name.startswith(_CHECKPOINT) for name in saved)
-        )
+        results = (self.events, self.outcome, self.final_weights, *self.checkpoints.glob(f"{_CHECKPOINT}*"))
+        return any(path.exists() for path in results)
 
-    def check_writable(self, resume: bool = False, otherwise: str = "go on with it by --resume auto, ") -> None:
-        """Raise UserError if the directory cannot be written, or holds a run and ``resume`` is False.
-
-        Args:
-            resume: Whether the run in it is to go on.
-            otherwise: Begins what the message says to do about a run that is there.
-        """
+    def check_writable(self, resume: bool = False) -> None:
+        """Raise UserError if the directory cannot be written, or holds a run that is not to ``resume``."""
         folder = nearest = self.folder
         whole = str(folder.absolute())
         try:
@@ -90,7 +79,7 @@ class RunDir:
             ) from None
         try:
             if not resume and self.holds_run():
-                raise UserError(f"{folder} already holds a run; {otherwise}give another --out, or remove it")
+                raise UserError(f"{folder} already holds a run; give another --out, remove it, or resume it by `train`")
             places = (self.checkpoints, folder, *folder.absolute().parents)
             nearest = next(place for place in places if os.path.lexists(place))
             if not nearest.is_dir():
@@ -144,14 +133,12 @@ def weights_file(given: Path) -> Path:
             return given
         if run.final_weights.is_file():
             return run.final_weights
-        begun = run.job.exists()
+        if run.job.exists():
+            raise UserError(
+                f"{given} holds a run without {run.final_weights.relative_to(given)}, since it has not come to its "
+                f"end; give one of its checkpoints, as {given}@newest, another run, or a file of weights"
+            )
+        what = f"{given} is a directory without a run" if given.is_dir() else f"there is no file {given}"
+        raise UserError(f"{what}; give a file of weights, or a run directory that `train` made")
     except OSError as error:
         raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
-    if begun:
-        raise UserError(
-            f"{given} holds a run without {run.final_weights.relative_to(given)}, since it has not come to its end; "
-            f"give one of its checkpoints, as {given}@newest, another run, or a file of weights"
-        )
-    if given.is_dir():
-        raise UserError(f"{given} is a directory without a run; give one that `train` made, or a file of weights")
-    raise UserError(f"there is no file {given}; give a file of weights, or a run directory that `train` made")

@@ -1,10 +1,10 @@
-"""The result of a run: ``outcome.json`` and the exit code."""
+"""The result of a run: accuracies, ``outcome.json`` and the exit code."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +13,8 @@ from pydantic.dataclasses import dataclass
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.accuracy import Accuracy, target_metric
-from imagenet_fast.metrics.json_io import to_json
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.tables import to_json
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 
@@ -39,6 +38,44 @@ _OWN = {
 """What a run that resumes has of its own."""
 
 
+@dataclasses.dataclass(kw_only=True)
+class Accuracy:
+    """Top-1 and top-5 accuracy over ``images`` validation images, in percent; None: not measured.
+
+    The label is the first, or among the first five, of the model's guesses.
+    """
+
+    top1: float | None = None
+    top5: float | None = None
+    top1_mirror: float | None = None
+    """Top-1 by the mean logits of each image and its mirror image."""
+    top5_mirror: float | None = None
+    """Top-5 by the same."""
+    top1_shift: float | None = None
+    """Top-1 by the mean logits of shifted images, too."""
+    top5_shift: float | None = None
+    """Top-5 by the same."""
+    images: int = 0
+    bad_images: int | None = None
+    """Images that could not be decoded, and were counted as wrong; None: no such image."""
+
+    def measured(self) -> dict[str, Any]:
+        """Return what was measured, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def target_metric(values: Mapping[str, Any], mirrored: bool) -> str:
+    """Return the name of the accuracy that is compared with the target.
+
+    Args:
+        values: Accuracies of an evaluation, by name.
+        mirrored: The recipe's ``target_mirrored``.
+    """
+    if not mirrored:
+        return "top1"
+    return "top1_mirror" if values.get("top1_shift") is None else "top1_shift"
+
+
 @dataclass(config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class RunResult(Accuracy):
     """The result of a run, with the accuracy of its last evaluation.
@@ -58,7 +95,7 @@ class RunResult(Accuracy):
     train_s: float = 0.0
     """Training time, without evaluations."""
     run_s: float = 0.0
-    """Run time."""
+    """Run time; 0 until the record has ended."""
     epochs: int = 0
     """The epoch of the last step."""
     steps: int = 0
@@ -86,11 +123,6 @@ class RunResult(Accuracy):
     judged_s: float | None = None
     """Run time at the end of the last evaluation."""
 
-    @property
-    def is_starved(self) -> bool:
-        """True if the run waited too long for its images: over 5 % of training."""
-        return (self.data_wait_pct or 0.0) > BEARABLE_WAIT_PCT
-
     @classmethod
     def of(cls, name: str, recipe: Recipe, batching: Batching) -> RunResult:
         """Return the result of a run of the recipe ``name`` before it begins."""
@@ -107,16 +139,21 @@ class RunResult(Accuracy):
         """
         for key in vars(self).keys() & saved.keys() - _OWN:  # an older version saved fewer keys
             setattr(self, key, saved[key])
-        if self._meets_target(vars(self)):
-            self._reach(self.judged_s)  # the target was higher when this was measured
-        else:
-            self.time_to_accuracy_s = None
+        last = vars(self) | {"run_s": self.judged_s if self.time_to_accuracy_s is None else self.time_to_accuracy_s}
+        self.clear_target()
+        self.judge([last])
 
-    def find_time_to_target(self, events: Iterable[Mapping[str, Any]]) -> None:
-        """Set the time to accuracy to the first evaluation among ``events`` that reached the target, if one did."""
-        evaluations = (event for event in events if event["event"] == "eval")
-        reached = (event["run_s"] for event in evaluations if self._meets_target(event))
-        self.time_to_accuracy_s = next(reached, self.time_to_accuracy_s)
+    def judge(self, evaluations: Iterable[Mapping[str, Any]]) -> None:
+        """Set the status and the time to accuracy by the first of ``evaluations`` that reached the target, if one did.
+
+        Args:
+            evaluations: Accuracies by name, and as ``run_s`` the run time at the end of the evaluation.
+        """
+        for evaluation in evaluations:
+            top1 = evaluation.get(target_metric(evaluation, self.target_mirrored))
+            if self.target_top1 is not None and isinstance(top1, int | float) and top1 >= self.target_top1:
+                self.status, self.time_to_accuracy_s = "reached", evaluation["run_s"]
+                break
 
     def clear_target(self) -> None:
         """Take back that the target was reached: by an evaluation of earlier weights than those that training has."""
@@ -142,18 +179,8 @@ class RunResult(Accuracy):
         for name, value in vars(accuracy).items():
             setattr(self, name, value)
         self.judged_s = run_s
-        if self._meets_target(vars(self)):
-            self._reach(run_s)
-
-    def _meets_target(self, values: Mapping[str, Any]) -> bool:
-        """Return whether there is a target, and the accuracies in ``values`` reach it."""
-        top1 = values.get(target_metric(values, self.target_mirrored))
-        return self.target_top1 is not None and isinstance(top1, int | float) and top1 >= self.target_top1
-
-    def _reach(self, run_s: float | None) -> None:
-        self.status = "reached"
         if self.time_to_accuracy_s is None:
-            self.time_to_accuracy_s = run_s
+            self.judge([vars(self) | {"run_s": run_s}])
 
     @property
     def exit_code(self) -> int:
@@ -177,7 +204,7 @@ class RunResult(Accuracy):
 
         Nodes may share ``folder``.
         """
-        atomic_write_text(RunDir(folder).outcome, to_json(asdict(self), indent=2) + "\n", shared=True)
+        atomic_write_text(RunDir(folder).outcome, to_json(dataclasses.asdict(self), indent=2) + "\n", shared=True)
 
 
 def read_outcome(folder: Path) -> RunResult | None:

@@ -1,13 +1,18 @@
-"""Tables without frames for a terminal of any width, in which nothing is cut off; and number formatting."""
+"""What commands show and write: tables for a terminal of any width, numbers, and JSON."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from copy import copy
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
+
+from imagenet_fast.errors import UserError
 
 NOTHING = "–"
 """The cell for a missing value."""
@@ -19,6 +24,20 @@ _NAME = 10  # least characters for the first column before other columns are mov
 def number(value: float | None, form: str, unit: str = "") -> str:
     """Return ``value`` in the format ``form``, with its unit, or a dash for None."""
     return NOTHING if value is None else f"{value:{form}}{unit}"
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return ``value`` as JSON with null for NaN and infinities, which RFC 8259 lacks; NumPy's numbers may be in it."""
+    text = json.dumps(value, default=lambda number: number.item())
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
+
+
+def write_json(value: Any, path: Path) -> None:
+    """Write the result of a command to ``path``. Raises UserError if it cannot be written."""
+    try:
+        path.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another place") from None
 
 
 def compact_table(text: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

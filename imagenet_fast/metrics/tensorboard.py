@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event as Record
@@ -27,8 +27,8 @@ from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
 _SCALARS = {"train", "speed", "sync", "data", "precision", "eval"}
 """Events whose values are scalars."""
 
-_NO_CURVES = {"train/epoch", "eval/epoch", "eval/images", "eval/eval_s", "eval/train_s"}
-"""Tags that are left out, since no run is judged by them."""
+_NO_CURVES = {"event", "step", "run_s", "epoch", "images", "eval_s", "train_s"}
+"""Values that are left out, since no run is judged by them."""
 
 _CHARTS = {
     "top-1 (%)": "eval/top1",
@@ -50,7 +50,7 @@ _DECIDING = (
 class TensorBoard:
     """A sink that writes an event file to the run directory."""
 
-    def __init__(self, job: Job, resumed: int | None = None, past: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, job: Job, resumed: int | None = None, past: Sequence[Event] = ()) -> None:
         """Open a new event file.
 
         Args:
@@ -59,10 +59,8 @@ class TensorBoard:
             past: The events that ``take_back`` has kept.
         """
         run = RunDir(job.folder)
-        self._folder = job.folder
-        self._speeds = [event for event in past if event["event"] in ("run", "speed")]
-        _, accuracies = PastRun(job.folder, None, past).curve("eval", "top1")
-        self._best = max((top1 for top1 in accuracies if not math.isnan(top1)), default=-math.inf)
+        self._compared = [event for event in past if event["event"] in ("run", "speed", "eval")]
+        self._record = PastRun(job.folder, self._compared, "")
         # TensorBoard reads files in the order of their names, in which it expects the time, whatever the clock says.
         times = run.tensorboard_times()
         now = max([int(time.time()), *(before + 1 for before in times)])
@@ -71,49 +69,35 @@ class TensorBoard:
         self._add(file_version="brain.Event:2")
         self._add(session_log=SessionLog(status=SessionLog.START), step=0 if resumed is None else resumed + 1)
         # Without the summary of the experiment the table's columns are made from all runs, those that differ first.
-        # A file's name may have bytes that the locale could not decode.
-        keys = {
-            k: os.fsencode(v).decode(errors="replace") if isinstance(v, str) else v
-            for k, v in hyperparameters(job).items()
-        }
-        _, row, self._success = hparams(keys, {})
+        _, row, self._success = hparams(hyperparameters(job), {})
         self._add(summary=row)
         charts = {title: ["Multiline", [f"^{tag}$"]] for title, tag in _CHARTS.items()}
         self._add(summary=custom_scalars({"Overview": charts}))
 
-    def write(self, event: Event) -> None:
-        """Write the event's scalars. Raises OSError, and they are lost, if they cannot be written."""
-        if event.name in ("run", "speed"):
-            self._speeds.append({"event": event.name, "step": event.step, **event.values})
-        if event.name == "end" and event.values["status"] in ("reached", "finished"):
-            self._add(summary=self._success)
-        values = [
-            Summary.Value(tag=tag, simple_value=math.nan if value is None else value)
-            for tag, value in self._scalars(event)
-        ]
-        if values:
-            self._add(event.run_s, step=event.step, summary=Summary(value=values))
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._file.close()
-
-    def _scalars(self, event: Event) -> Iterator[tuple[str, Any]]:
-        """Yield tag and value of each scalar of an event.
+    def __call__(self, event: Event) -> None:
+        """Write the event's scalars. Raises OSError, and they are lost, if they cannot be written.
 
         Those in ``compare`` are what runs are compared by. TensorBoard's table of hyper-parameters shows the last value
         of each tag, and by default of the first five in alphabetical order.
         """
-        if event.name in _SCALARS:
-            yield from ((tag, value) for tag, value in event.tagged().items() if tag not in _NO_CURVES)
-        match event.name:
-            case "eval":
-                self._best = max(self._best, event.values["top1"])
-                yield "compare/top1_best", self._best
-                if (step_s := PastRun(self._folder, None, self._speeds).step_s) is not None:
-                    yield "compare/step_s", step_s
-            case "end" if event.values["time_to_accuracy_s"] is not None:
-                yield "compare/time_to_accuracy_s", event.values["time_to_accuracy_s"]
+        name, scalars, compared = event["event"], {}, {}
+        if name in ("run", "speed", "eval"):
+            self._compared.append(event)
+        if name in _SCALARS:
+            scalars = {f"{name}/{key}": value for key, value in event.items() if key not in _NO_CURVES}
+        if name == "eval":
+            known = [top1 for top1 in self._record.curve("eval", "top1")[1] if not math.isnan(top1)]
+            compared = {"top1_best": max(known, default=None), "step_s": self._record.step_s}
+        if name == "end":
+            compared = {"time_to_accuracy_s": event["time_to_accuracy_s"]}
+            if event["status"] in ("reached", "finished"):
+                self._add(summary=self._success)
+        scalars |= {f"compare/{key}": value for key, value in compared.items() if value is not None}
+        if scalars:
+            values = [Summary.Value(tag=t, simple_value=math.nan if v is None else v) for t, v in scalars.items()]
+            self._add(event["run_s"], step=event["step"], summary=Summary(value=values))
+        if name == "end":
+            self._file.close()
 
     def _add(self, run_s: float = 0.0, **content: Any) -> None:
         self._file.write(Record(wall_time=self._begun + run_s, **content).SerializeToString())
@@ -134,5 +118,5 @@ def hyperparameters(job: Job) -> dict[str, str | float]:
         if key in _DECIDING or any(key == given or key.startswith(f"{given}.") for given in job.overrides):
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and key != "seed"
             shown.setdefault(key, value if is_number or isinstance(value, str) else json.dumps(value))
-    # a file's name may have bytes that the locale could not decode
+    # A file's name may have bytes that the locale could not decode.
     return {k: os.fsencode(v).decode(errors="replace") if isinstance(v, str) else v for k, v in shown.items()}

@@ -1,7 +1,7 @@
 """Define two AlexNets: torchvision's, and the one with batch norm of the large-batch papers.
 
-``AlexNet`` has torchvision's names and initialisation (Krizhevsky, arXiv 1404.5997). ``AlexNetBN`` equals NVIDIA's
-Caffe model ``alexnet_bn``, by LARS' co-authors, layer for layer: grouped convolutions, pooling before the norm, norms
+``alexnet`` has torchvision's names and initialisation (Krizhevsky, arXiv 1404.5997). ``alexnet_bn`` equals NVIDIA's
+Caffe model of that name, by LARS' co-authors, layer for layer: grouped convolutions, pooling before the norm, norms
 without scale and shift, and the initialisation it was trained from (``train_val2.prototxt``). All biases start above 0
 there, so LARS has a norm to scale their steps by.
 """
@@ -12,29 +12,14 @@ from torch import Tensor, nn
 
 
 class AlexNet(nn.Module):
-    """AlexNet without norms, from images [N, 3, H, W] to logits [N, classes]."""
+    """Convolutions and fully connected layers, from images [N, 3, H, W] to logits [N, classes]."""
 
-    def __init__(self, classes: int, dropout: float) -> None:
-        """Build the network with fresh weights, for one seed those of torchvision's.
-
-        Args:
-            classes: Number of classes.
-            dropout: Probability of dropout in the classifier.
-        """
+    def __init__(self, features: nn.Sequential, classifier: nn.Sequential) -> None:
+        """Build the network of its two halves, between which maps are averaged to 6 x 6 pixels."""
         super().__init__()
-        self.features = CompilableSequential(
-            nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
-            nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
-            nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
-            nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
-            nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
-        )  # fmt: skip
+        self.features = features
         self.avgpool = nn.AdaptiveAvgPool2d(6)
-        self.classifier = CompilableSequential(
-            nn.Dropout(dropout), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
-            nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
-            nn.Linear(4096, classes),
-        )  # fmt: skip
+        self.classifier = classifier
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes] for images [N, 3, H, W]."""
@@ -42,46 +27,56 @@ class AlexNet(nn.Module):
         return out
 
 
-class AlexNetBN(nn.Module):
-    """AlexNet with batch norm, from images [N, 3, H, W] to logits [N, classes]; 227 x 227 in the papers."""
+def alexnet(classes: int, dropout: float) -> AlexNet:
+    """Return AlexNet without norms, with fresh weights: for one seed those of torchvision's.
 
-    def __init__(self, classes: int, dropout: float, pool5_norm: bool) -> None:
-        """Build the network with fresh weights.
+    Args:
+        classes: Number of classes.
+        dropout: Probability of dropout in the classifier.
+    """
+    features = CompilableSequential(
+        nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(384, 256, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+    )  # fmt: skip
+    classifier = CompilableSequential(
+        nn.Dropout(dropout), nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True),
+        nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU(inplace=True),
+        nn.Linear(4096, classes),
+    )  # fmt: skip
+    return AlexNet(features, classifier)
 
-        Args:
-            classes: Number of classes.
-            dropout: Probability of dropout in the classifier.
-            pool5_norm: Whether to add the norm after the last pooling that Jia et al. (arXiv 1807.11205) train with.
-        """
-        super().__init__()
-        pool5 = [nn.MaxPool2d(3, 2), *([_norm(256)] if pool5_norm else [])]
-        self.features = CompilableSequential(
-            nn.Conv2d(3, 96, 11, stride=4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(96),
-            nn.Conv2d(96, 256, 5, padding=2, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(256),
-            nn.Conv2d(256, 384, 3, padding=1), nn.ReLU(inplace=True), _norm(384),
-            nn.Conv2d(384, 384, 3, padding=1, groups=2), nn.ReLU(inplace=True), _norm(384),
-            nn.Conv2d(384, 256, 3, padding=1, groups=2), nn.ReLU(inplace=True), *pool5,
-        )  # fmt: skip
-        self.avgpool = nn.AdaptiveAvgPool2d(6)  # the identity at 227 pixels
-        self.classifier = CompilableSequential(
-            nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
-            nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
-            nn.Linear(4096, classes),
-        )  # fmt: skip
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                assert module.bias is not None
-                nn.init.normal_(module.weight, std=0.01)
-                nn.init.constant_(module.bias, 0.01)
-            elif isinstance(module, nn.Linear):
-                hidden = module is not self.classifier[-1]
-                nn.init.normal_(module.weight, std=0.005 if hidden else 0.01)
-                nn.init.constant_(module.bias, 0.1 if hidden else 0.01)
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return logits [N, classes] for images [N, 3, H, W]."""
-        out: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
-        return out
+def alexnet_bn(classes: int, dropout: float, pool5_norm: bool) -> AlexNet:
+    """Return AlexNet with batch norm, with fresh weights; its images have 227 x 227 pixels in the papers.
+
+    Args:
+        classes: Number of classes.
+        dropout: Probability of dropout in the classifier.
+        pool5_norm: Whether to add the norm after the last pooling that Jia et al. (arXiv 1807.11205) train with.
+    """
+    features = CompilableSequential(
+        nn.Conv2d(3, 96, 11, stride=4), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(96),
+        nn.Conv2d(96, 256, 5, padding=2, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2), _norm(256),
+        nn.Conv2d(256, 384, 3, padding=1), nn.ReLU(inplace=True), _norm(384),
+        nn.Conv2d(384, 384, 3, padding=1, groups=2), nn.ReLU(inplace=True), _norm(384),
+        nn.Conv2d(384, 256, 3, padding=1, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2),
+        *([_norm(256)] if pool5_norm else []),
+    )  # fmt: skip
+    classifier = CompilableSequential(
+        nn.Linear(256 * 6 * 6, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+        nn.Linear(4096, 4096), nn.ReLU(inplace=True), nn.Dropout(dropout),
+        nn.Linear(4096, classes),
+    )  # fmt: skip
+    for module in (*features, *classifier):
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            hidden = isinstance(module, nn.Linear) and module is not classifier[-1]
+            assert module.bias is not None
+            nn.init.normal_(module.weight, std=0.005 if hidden else 0.01)
+            nn.init.constant_(module.bias, 0.1 if hidden else 0.01)
+    return AlexNet(features, classifier)
 
 
 def _norm(channels: int) -> nn.BatchNorm2d:

@@ -63,7 +63,7 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
         layers: "conv_maxpool" also blurs strided max pooling.
 
     Raises:
-        UserError: There is no such layer, or one is of another class than torch's, which may pad or scale.
+        UserError: There is no such layer, or one is of another class than torch's, which may pad, or rounds sizes up.
     """
     blurs = False
     usual: type[nn.Module]
@@ -76,15 +76,10 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
                 usual, blurring, kernels = nn.MaxPool2d, BlurMaxPool2d, binomial_filter()
             case _:
                 continue
-        if type(layer) is not usual:
+        if type(layer) is not usual or getattr(layer, "ceil_mode", False):
             raise UserError(
                 f"model.blurpool '{layers}' cannot blur {name}, a {type(layer).__name__}: it knows torch's own "
-                f"{usual.__name__} alone; leave it off"
-            )
-        if getattr(layer, "ceil_mode", False):
-            raise UserError(
-                f"model.blurpool '{layers}' cannot blur {name}: it rounds sizes up (ceil_mode); take 'conv', or leave "
-                "it off"
+                f"{usual.__name__} alone, without ceil_mode; leave it off"
             )
         layer.__class__ = blurring
         layer.register_buffer("blur", kernels, persistent=False)

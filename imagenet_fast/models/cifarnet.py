@@ -6,7 +6,6 @@ whose logits are scaled down. Convolutions begin as identities where they can.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -53,9 +52,6 @@ class ScaledLinear(nn.Linear):
 class CifarNet(nn.Sequential):
     """The network from images [N, 3, H, W] to logits [N, classes], for H and W of at least 32."""
 
-    whiten: nn.Conv2d
-    """The first layer. Its weights are not trained; its bias is."""
-
     def __init__(self, classes: int, widths: Sequence[int]) -> None:
         """Build the network with fresh weights; those of ``whiten`` are random until ``set_whitening``.
 
@@ -63,22 +59,19 @@ class CifarNet(nn.Sequential):
             classes: Number of classes.
             widths: Channels of the three groups.
         """
+        super().__init__()
         first, second, third = widths
-        whiten = nn.Conv2d(3, 2 * _PATCH_VALUES, _PATCH)
-        assert whiten.bias is not None
-        nn.init.zeros_(whiten.bias)
-        whiten.weight.requires_grad_(False)
-        layers: list[tuple[str, nn.Module]] = [
-            ("whiten", whiten),
-            ("activation", nn.GELU()),
-            ("group1", ConvGroup(2 * _PATCH_VALUES, first)),
-            ("group2", ConvGroup(first, second)),
-            ("group3", ConvGroup(second, third)),
-            ("pool", nn.AdaptiveMaxPool2d(1)),
-            ("flatten", nn.Flatten()),
-            ("head", ScaledLinear(third, classes)),
-        ]
-        super().__init__(OrderedDict(layers))
+        self.whiten = nn.Conv2d(3, 2 * _PATCH_VALUES, _PATCH)
+        assert self.whiten.bias is not None
+        nn.init.zeros_(self.whiten.bias)
+        self.whiten.weight.requires_grad_(False)
+        self.activation = nn.GELU()
+        self.group1 = ConvGroup(2 * _PATCH_VALUES, first)
+        self.group2 = ConvGroup(first, second)
+        self.group3 = ConvGroup(second, third)
+        self.pool = nn.AdaptiveMaxPool2d(1)
+        self.flatten = nn.Flatten()
+        self.head = ScaledLinear(third, classes)
 
     @torch.no_grad()
     def set_whitening(self, images: Iterable[Tensor]) -> None:

@@ -22,8 +22,7 @@ from imagenet_fast.errors import UserError, did_you_mean, first_line
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
 
 _CORRECT = "correct model.name"
-_WITHOUT_AUXILIARIES = {"aux_logits": False, "init_weights": True}
-_OPTIONS = {"googlenet": _WITHOUT_AUXILIARIES, "inception_v3": _WITHOUT_AUXILIARIES}
+_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
 """Options of torchvision's models that otherwise give several outputs in training."""
 
 
@@ -35,13 +34,20 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
     """
     match model:
         case TorchvisionModel():
-            network = _built(model, _torchvision(model.name), num_classes=classes)
+            build = _torchvision(model.name)
         case TimmModel():
-            network = _built(model, _timm(model.name), num_classes=classes)
+            build = _timm(model.name)
         case PythonModel():
-            network = _built(model, _function(model.name), classes)
+            build = _function(model.name)
         case _:
             assert_never(model)
+    try:
+        network = build(classes, **model.options)
+    except (Exception, SystemExit) as error:  # of code that is not ours
+        options = f" with {model.options}" if model.options else ""
+        raise UserError(
+            f"model.name '{model.name}' cannot be built{options}: {_where(error)}; correct it, or model.options"
+        ) from None
     if not isinstance(network, nn.Module):
         raise UserError(
             f"model.name '{model.name}' returned a {type(network).__name__}; let it return a torch.nn.Module"
@@ -156,21 +162,6 @@ def _unused(network: nn.Module, logits: Tensor) -> str:
     return ""
 
 
-def _built(model: ExternalModel, builder: Callable[..., Any], *classes: int, **named_classes: int) -> Any:
-    """Call ``builder`` with the number of classes and the recipe's options."""
-    try:
-        return builder(*classes, **named_classes, **model.options)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:  # of code that is not ours
-        inside = isinstance(model, PythonModel) and error.__traceback__ is not None and error.__traceback__.tb_next
-        told = f"cannot be built: {_where(error)}"
-        if isinstance(error, TypeError) and not inside:
-            given = f"model.options {model.options}" if model.options else "the number of classes"
-            told = f"does not take {given} ({first_line(error)})"
-        raise UserError(f"model.name '{model.name}' {told}; correct it") from None
-
-
 def _untrainable(network: nn.Module) -> str:
     """Return the end of an error message if the parameters cannot be trained, else an empty string."""
     if isinstance(network, torch.jit.ScriptModule):
@@ -216,7 +207,8 @@ def _torchvision(name: str) -> Callable[..., Any]:
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"torchvision has no classifier '{name}'; {did_you_mean(name, known, _CORRECT)}")
-    return lambda **options: models.get_model(name, weights=None, **(_OPTIONS.get(name, {}) | options))
+    usual = _OPTIONS.get(name, {})
+    return lambda classes, **options: models.get_model(name, weights=None, num_classes=classes, **usual | options)
 
 
 def _timm(name: str) -> Callable[..., Any]:
@@ -228,7 +220,7 @@ def _timm(name: str) -> Callable[..., Any]:
         ) from None
     if not timm.is_model(name):
         raise UserError(f"timm has no model '{name}'; {did_you_mean(name, timm.list_models(), _CORRECT)}")
-    return lambda **options: timm.create_model(name, pretrained=False, **options)
+    return lambda classes, **options: timm.create_model(name, pretrained=False, num_classes=classes, **options)
 
 
 def _function(name: str) -> Callable[..., Any]:
@@ -245,8 +237,7 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(f"{cannot} ({error}); install it, or run the command where it lies") from None
     except (Exception, SystemExit) as error:  # of code that is not ours
         raise UserError(f"{cannot}: {_where(error)}; correct it") from None
-    function = getattr(module, attribute, None)
+    function: Callable[..., Any] | None = getattr(module, attribute, None)
     if not callable(function):
         raise UserError(f"model.name '{name}': {module_name} has no function {attribute}; correct it")
-    found: Callable[..., Any] = function
-    return found
+    return function

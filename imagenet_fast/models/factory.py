@@ -9,7 +9,7 @@ from typing import assert_never
 
 from torch import nn
 
-from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.alexnet import CompilableSequential, alexnet, alexnet_bn
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
 from imagenet_fast.models.compiler import check_compiler
@@ -19,8 +19,7 @@ from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 
-_EVALUATED_FORMS = 2
-"""Variants in which a block is compiled for evaluation: the last batch may be smaller."""
+_VARIANTS = 100_000  # more than the blocks of a network times the sizes of images
 
 
 def build_model(model: schema.Model, classes: int) -> nn.Module:
@@ -38,14 +37,13 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     network: nn.Module
     match model:
         case schema.AlexNet():
-            network = AlexNet(classes, model.dropout)
+            network = alexnet(classes, model.dropout)
         case schema.AlexNetBN():
-            network = AlexNetBN(classes, model.dropout, model.pool5_norm)
+            network = alexnet_bn(classes, model.dropout, model.pool5_norm)
+        case schema.ResNet(kind="resnet18"):
+            network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
         case schema.ResNet():
-            if model.kind == "resnet18":
-                network = ResNet(BasicBlock, (2, 2, 2, 2), classes, model.zero_init_last_gamma)
-            else:
-                network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
+            network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
         case schema.CifarNet():
             network = CifarNet(classes, model.widths)
         case TorchvisionModel() | TimmModel() | PythonModel():
@@ -59,7 +57,7 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
     return network
 
 
-def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
+def compile_blocks(model: nn.Module) -> None:
     """Compile the blocks of ``model`` in place.
 
     These are a ResNet's stem and residual blocks, AlexNet's two halves, or a CifarNet's groups of convolutions.
@@ -68,29 +66,16 @@ def compile_blocks(model: nn.Module, sizes: int = 1) -> None:
     (pytorch issue 109774). Sizes are compiled as constants. By default torch does so only until it meets a second size.
     It treats all blocks as one function, which is called with images of always different sizes.
 
-    Args:
-        model: The network.
-        sizes: Number of image sizes in training.
-
     Raises:
         UserError: This node lacks what ``torch.compile`` needs.
     """
-    check_compiler()
-    if isinstance(model, ResNet):
-        model.compile_stem(dynamic=False)
-    pieces = [m for m in model.modules() if isinstance(m, BasicBlock | Bottleneck | CompilableSequential | ConvGroup)]
-    for piece in pieces:
-        piece.compile(dynamic=False)
-    _allow_compilations((_EVALUATED_FORMS + sizes) * len(pieces))
-
-
-def _allow_compilations(more: int) -> None:
-    """Raise torch's limit of compiled variants of one function (8), above which it runs the function uncompiled.
-
-    To torch all blocks, in every model of this process, are one function. A variant that fits several blocks is
-    compiled once, so fewer are compiled than are allowed.
-    """
     from torch._dynamo import config
 
-    config.recompile_limit += more
-    config.accumulated_recompile_limit += more
+    check_compiler()
+    # Above 8 variants of a function torch runs it uncompiled, and to torch all blocks of all models are one function.
+    config.recompile_limit = config.accumulated_recompile_limit = _VARIANTS
+    if isinstance(model, ResNet):
+        model.compile_stem(dynamic=False)
+    for piece in model.modules():
+        if isinstance(piece, BasicBlock | Bottleneck | CompilableSequential | ConvGroup):
+            piece.compile(dynamic=False)

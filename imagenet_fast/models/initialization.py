@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import assert_never
 
 from torch import nn
 
@@ -29,16 +28,11 @@ def initialize(model: nn.Module, rules: Sequence[Init], classes: int) -> None:
         raise UserError("model.init 'linear_log_constant_bias' needs a linear last layer with biases; leave it out")
     for rule in rules:
         for module in model.modules():
-            match rule:
-                case "kaiming_normal":
-                    if isinstance(module, nn.Conv2d | nn.Linear):
-                        nn.init.kaiming_normal_(module.weight)
-                case "bn_uniform":
-                    if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
-                        nn.init.uniform_(module.weight)
-                        nn.init.zeros_(module.bias)
-                case "linear_log_constant_bias":
-                    if module is last:
-                        nn.init.constant_(module.bias, -math.log(classes))
-                case _:
-                    assert_never(rule)
+            match rule, module:
+                case "kaiming_normal", nn.Conv2d() | nn.Linear():
+                    nn.init.kaiming_normal_(module.weight)
+                case "bn_uniform", nn.modules.batchnorm._BatchNorm(affine=True):
+                    nn.init.uniform_(module.weight)
+                    nn.init.zeros_(module.bias)
+                case "linear_log_constant_bias", _ if module is last:
+                    nn.init.constant_(module.bias, -math.log(classes))

@@ -64,10 +64,15 @@ class Bottleneck(nn.Module):
         return activated
 
 
+def _stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = pool(relu(norm(conv(images))))
+    return out
+
+
 class ResNet(nn.Module):
     """ResNet from images [N, 3, H, W] to logits [N, classes]."""
 
-    _compiled_stem: Callable[[Tensor], Tensor] | None = None
+    _stem: Callable[..., Tensor] = staticmethod(_stem)
 
     def __init__(
         self, block: type[BasicBlock | Bottleneck], layers: Sequence[int], num_classes: int = 1000,
@@ -96,7 +101,6 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        for module in self.modules():
             if zero_init_residual and isinstance(module, BasicBlock | Bottleneck):
                 last = module.bn2 if isinstance(module, BasicBlock) else module.bn3
                 nn.init.zeros_(last.weight)
@@ -113,39 +117,17 @@ class ResNet(nn.Module):
         return nn.Sequential(first, *(block(outputs, planes) for _ in range(blocks - 1)))
 
     def compile_stem(self, **options: Any) -> None:
-        """Compile the first four layers as one block, with ``torch.compile``, as ``nn.Module.compile`` does a module.
+        """Compile the first four layers as one block, with ``torch.compile`` and its ``options``.
 
         They are no module of their own, or they would lose torchvision's names.
-
-        Args:
-            **options: Options of ``torch.compile``.
         """
-        compiled = torch.compile(self._stem, **options)
-
-        def stem(images: Tensor) -> Tensor:
-            for param in (self.conv1.weight, self.bn1.weight, self.bn1.bias):
-                param.detach()  # whose update may be pending, which would break the compiled code into pieces
-            out: Tensor = compiled(images)
-            return out
-
-        self._compiled_stem = stem
-
-    def _stem(self, images: Tensor) -> Tensor:
-        out: Tensor = self.maxpool(self.relu(self.bn1(self.conv1(images))))
-        return out
+        self._stem = torch.compile(_stem, **options)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes] for images [N, 3, H, W]."""
-        stem = self._compiled_stem or self._stem
-        features = self.layer4(self.layer3(self.layer2(self.layer1(stem(images)))))
+        for param in (self.conv1.weight, self.bn1.weight, self.bn1.bias):
+            param.detach()  # whose update may be pending, which would break compiled code into pieces
+        features = self._stem(self.conv1, self.bn1, self.relu, self.maxpool, images)
+        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
         logits: Tensor = self.fc(self.avgpool(features).flatten(1))
         return logits
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the compiled stem.
-
-        Copies are not compiled, as with torch's modules: the stem would use this model's weights.
-        """
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        state.pop("_compiled_stem", None)
-        return state

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate
+from operator import itemgetter
 
 from torch import nn
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.alexnet import AlexNet, AlexNetBN, CompilableSequential
+from imagenet_fast.models.alexnet import AlexNet, CompilableSequential
 from imagenet_fast.models.resnet import ResNet
 
 _TORCHVISION = ("torchvision.models.alexnet", "torchvision.models.resnet")
@@ -51,7 +52,7 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield every layer by name, in the order of forward; the layers of a Sequential one by one."""
     match model:
-        case _ if isinstance(model, ResNet | AlexNet | AlexNetBN) or type(model).__module__ in _TORCHVISION:
+        case _ if isinstance(model, ResNet | AlexNet) or type(model).__module__ in _TORCHVISION:
             *body, head = _children(model)
             yield from _opened(body)
             yield "flatten", nn.Flatten()
@@ -112,16 +113,14 @@ def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
     sums = list(accumulate(costs, initial=0.0))
 
     @cache
-    def best(groups: int, end: int) -> tuple[float, int]:
-        """Return what the dearest of ``groups`` up to ``end`` costs at least, and where the last begins."""
+    def best(groups: int, end: int) -> tuple[float, list[slice]]:
+        """Return the least cost of the dearest of ``groups`` up to ``end``, and these groups."""
         if groups == 1:
-            return sums[end], 0
-        begins = range(groups - 1, end)
-        return min((max(best(groups - 1, begin)[0], sums[end] - sums[begin]), begin) for begin in begins)
+            return sums[end], [slice(0, end)]
+        ways = [(best(groups - 1, begin), begin) for begin in range(groups - 1, end)]
+        return min(
+            ((max(cost, sums[end] - sums[begin]), [*earlier, slice(begin, end)]) for (cost, earlier), begin in ways),
+            key=itemgetter(0),
+        )
 
-    runs: list[slice] = []
-    for groups in range(parts, 0, -1):
-        begin = best(groups, count)[1]
-        runs.insert(0, slice(begin, count))
-        count = begin
-    return runs
+    return best(parts, count)[1]

@@ -15,27 +15,21 @@ from imagenet_fast.models.split_points import Segment, linear_partition, segment
 
 
 @dataclass(frozen=True)
-class ActivationSpec:
-    """Shape, dtype and memory layout of one micro-batch's activations after a layer."""
+class Crossing:
+    """One micro-batch's activations after a layer, sent in the order of memory, as backends want them."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    channels_last: bool
-    """Whether they are sent as they lie in memory, [n, height, width, channels], which backends take for contiguous."""
-
-    @property
-    def meta_tensor(self) -> Tensor:
-        """Tensor on the meta device, like the one that is sent."""
-        shape = [self.shape[axis] for axis in (0, 2, 3, 1)] if self.channels_last else self.shape
-        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+    meta_tensor: Tensor
+    """Tensor on the meta device, like the one that is sent."""
+    axes: tuple[int, ...]
+    """Axes of the activations in the order of memory: [n, height, width, channels], where they are channels_last."""
 
     def leaving(self, values: Tensor) -> Tensor:
-        """Return ``values`` in the layout in which they are sent."""
-        return (values.permute(0, 2, 3, 1) if self.channels_last else values).contiguous()
+        """Return ``values`` as they are sent."""
+        return values.permute(self.axes).contiguous()
 
     def arrived(self, values: Tensor) -> Tensor:
-        """Return received ``values`` in the layout that layers take."""
-        return values.permute(0, 3, 1, 2) if self.channels_last else values
+        """Return received ``values`` as layers take them."""
+        return values.permute([self.axes.index(axis) for axis in range(len(self.axes))])
 
 
 @dataclass(frozen=True)
@@ -45,17 +39,9 @@ class Stage:
     index: int
     """Position in the pipeline."""
     layers: Segment
-    arriving: ActivationSpec | None
+    arriving: Crossing | None
     """Activations that the stage receives; None: images."""
-    leaving: ActivationSpec
-
-    def __call__(self, values: Tensor) -> Tensor:
-        """Run the layers on what was received, and return what is to be sent."""
-        if self.arriving is not None:
-            values = self.arriving.arrived(values)
-        for layer in self.layers.values():
-            values = layer(values)
-        return self.leaving.leaving(values)
+    leaving: Crossing
 
 
 class LocalStages(nn.Module):
@@ -97,7 +83,12 @@ class LocalStages(nn.Module):
         Returns:
             Activations to send, or logits [n, classes] of the network's last stage.
         """
-        return self.stages[number](values)
+        stage = self.stages[number]
+        if stage.arriving is not None:
+            values = stage.arriving.arrived(values)
+        for layer in stage.layers.values():
+            values = layer(values)
+        return stage.leaving.leaving(values)
 
 
 def split_model(
@@ -149,13 +140,9 @@ def recorded_times(pieces: Sequence[Segment], profile: Profile) -> list[float]:
     return [sum(times[name] for name in piece) for piece in pieces]
 
 
-def _trace_shapes(
-    model: nn.Module, pieces: Sequence[Segment], images: Tensor
-) -> tuple[list[ActivationSpec], list[float]]:
-    """Run the pieces once; return the output spec and the forward FLOPs of each, and leave the model as it was."""
+def _trace_shapes(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -> tuple[list[Crossing], list[float]]:
+    """Run the pieces once; return the activations after each and its forward FLOPs, and leave the model as it was."""
     modes = {module: module.training for module in model.modules()}
-    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    hooks = [norm.register_forward_pre_hook(_refuse_single_values) for norm in norms]
     values = torch.zeros_like(images, device=next(model.parameters()).device)
     crossings, work = [], []
     model.eval()
@@ -164,25 +151,14 @@ def _trace_shapes(
             with torch.no_grad(), FlopCounterMode(display=False) as counter:
                 for layer in piece.values():
                     values = layer(values)
-            lies_last = values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
-            crossings.append(
-                ActivationSpec(tuple(values.shape), values.dtype, lies_last and not values.is_contiguous())
-            )
+            axes = tuple(sorted(range(values.dim()), key=values.stride().__getitem__, reverse=True))
+            like = torch.empty_like(values.permute(axes), device="meta", requires_grad=True)
+            crossings.append(Crossing(like, axes))
             work.append(float(counter.get_total_flops()))
     finally:
-        for hook in hooks:
-            hook.remove()
         for module, training in modes.items():
             module.training = training
     return crossings, work
-
-
-def _refuse_single_values(norm: nn.Module, inputs: tuple[Tensor]) -> None:
-    if inputs[0].numel() == inputs[0].size(1):
-        raise UserError(
-            "in micro-batches of one image so small a batch norm has a single value of each channel, and nothing to "
-            "normalise by; take fewer micro-batches, or a larger batch"
-        )
 
 
 def _add(module: nn.Module, name: str, layer: nn.Module) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypeGuard
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from imagenet_fast.atomic_io import atomic_path
@@ -31,7 +31,6 @@ from imagenet_fast.recipe.schema import Recipe
 _KEY = "imagenet_fast"  # the only metadata key: safetensors writes several in any order, and files would differ
 _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_LONGEST_HEADER = 2**32
 _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Entries of other programs' checkpoints that hold weights.
 
@@ -41,20 +40,11 @@ _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
 _CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _LISTED = 3  # number of misfitting weights that a message lists
-_MODELS: tuple[schema.Model, ...] = (
-    schema.AlexNet(kind="alexnet"),
-    schema.AlexNetBN(kind="alexnet_bn"),
-    schema.AlexNetBN(kind="alexnet_bn", pool5_norm=True),
-    schema.ResNet(kind="resnet18"),
-    schema.ResNet(kind="resnet50"),
-    schema.CifarNet(kind="cifarnet"),
-    schema.CifarNet(kind="cifarnet", widths=(64, 128, 128)),
-)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of one file, under the names of the model's own state dict."""
+    """Weights of one file, under the plain names of a model's state dict: without those of wrappers around it."""
 
     source: str
     """Name of the source in messages."""
@@ -82,7 +72,7 @@ def read_weights(file: Path) -> Weights:
         raise UserError(f"{file} cannot be read ({error.strerror}); give a file of weights, or a run") from None
     if start.startswith(_LFS):
         raise UserError(f"{file} is a pointer of Git LFS and not the weights; run `git lfs pull` where it lies")
-    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < _LONGEST_HEADER:
+    if start[8:9] == b"{":  # the header, after its length
         return _read_safetensors(file)
     if start.startswith((_ZIP, _PICKLE)):
         return _unwrap(file, _read_pickle(file))
@@ -92,23 +82,12 @@ def read_weights(file: Path) -> Weights:
 def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
     """Write weights by name, and ``about`` them what ``describe`` says, as a safetensors file, atomically."""
     metadata = {_KEY: json.dumps(about, sort_keys=True)} if about else None
+    apart = {  # each with memory of its own, as safetensors wants, also where weights are tied
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
     with atomic_path(path) as partial:
-        partial.touch()
-        usual = partial.stat().st_mode
-        save_file(_apart(tensors), partial, metadata)
-        partial.chmod(usual)  # the library's file is its owner's alone, whatever the umask
-
-
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return ``tensors`` on the CPU, each with memory of its own, as safetensors wants; tied weights are copied."""
-    apart: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        memory = tensor.untyped_storage().data_ptr()
-        apart[name] = tensor.clone() if memory in seen else tensor
-        seen.add(memory)
-    return apart
+        partial.write_bytes(save(apart, metadata))
 
 
 def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:
@@ -123,7 +102,7 @@ def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> di
 
 
 def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = False) -> Weights:
-    """Return the tensors of ``weights`` that a model is filled with, by the model's own names and in its dtypes.
+    """Return the tensors of ``weights`` that a model is filled with, in the dtypes of its own.
 
     Batch counts, which nothing here reads, may be missing, as in files from before torch had them. With ``fresh_head``
     the last layer is left out.
@@ -131,7 +110,7 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
     Raises:
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
     """
-    own_names, expected = _expected(model, classes)
+    expected = _expected(model, classes)
     found = {name: tensor for name, tensor in weights.tensors.items() if _is_read(name, tensor, expected)}
     if fresh_head:
         head = _head(model)
@@ -147,7 +126,7 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
             form = f"{tensor.layout} {tensor.dtype} on {tensor.device}"
             fix = "give weights in floating point" if dtype.is_floating_point else "give the weights as they were saved"
             raise UserError(f"{name} in {weights.source} is {form}, and plain {dtype} is wanted; {fix}")
-        fitting[own_names[name]] = fits = tensor.detach().to(dtype)
+        fitting[name] = fits = tensor.detach().to(dtype)
         trained = isinstance(expected[name], nn.Parameter) or name.endswith((".running_mean", ".running_var"))
         if not (fits.isfinite() if trained else ~fits.isnan()).all():  # a mask may hold infinities
             raise UserError(f"{name} in {weights.source} holds values that are not finite; give other weights")
@@ -159,13 +138,8 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
 def with_classes(weights: Weights, model: schema.Model, class_names: Sequence[str]) -> Weights:
     """Return the result of ``fit`` with its classes in the order of ``class_names``, which are theirs."""
     order = torch.tensor([weights.class_names.index(name) for name in class_names])
-    own_names, _ = _expected(model, len(class_names))
-    moved = {own_names[name]: axis for name, axis in _head(model).items()}
-    tensors = {
-        name: tensor.index_select(moved[name], order) if name in moved else tensor
-        for name, tensor in weights.tensors.items()
-    }
-    return replace(weights, tensors=tensors, about={**weights.about, "classes": list(class_names)})
+    head = {name: weights.tensors[name].index_select(axis, order) for name, axis in _head(model).items()}
+    return replace(weights, tensors=weights.tensors | head, about={**weights.about, "classes": list(class_names)})
 
 
 def _is_read(name: str, tensor: Tensor, expected: Mapping[str, Tensor]) -> bool:
@@ -181,16 +155,8 @@ def _is_read(name: str, tensor: Tensor, expected: Mapping[str, Tensor]) -> bool:
 
 def fill(network: nn.Module, fitting: Weights) -> None:
     """Load the result of ``fit`` into ``network``; what ``fit`` left out stays as it is."""
-    network.load_state_dict(fitting.tensors, strict=False)
-
-
-def recognise(weights: Weights) -> tuple[schema.Model, int] | None:
-    """Return the known model that these weights belong to, and their number of classes; None if there is none."""
-    for model in _MODELS:
-        classes = classes_of(weights, model)
-        if classes and not _differences(weights.tensors, _expected(model, classes)[1]):
-            return model, classes
-    return None
+    named = {name: fitting.tensors.get(_plain(name)) for name in network.state_dict()}
+    network.load_state_dict({name: tensor for name, tensor in named.items() if tensor is not None}, strict=False)
 
 
 def classes_of(weights: Weights, model: schema.Model) -> int:
@@ -205,7 +171,7 @@ def _read_safetensors(file: Path) -> Weights:
             said = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (it is no dict)
     except Exception as error:  # the errors of a reader on a damaged file are not documented
-        raise UserError(f"{file} is damaged or cut off ({_first_sentence(error)}); copy or fetch it again") from None
+        raise UserError(f"{file} is damaged or cut off ({first_line(error)}); copy or fetch it again") from None
     try:
         about = json.loads(said.get(_KEY, "{}"))
     except (ValueError, RecursionError):
@@ -229,7 +195,7 @@ def _read_pickle(file: Path) -> object:
                 f"{file} is an archive without a state dict, as a .pt2 is, of which nothing is read; give a "
                 ".safetensors file, a .pth of a state dict, or a run"
             ) from None
-        reason = "" if isinstance(error, UnpicklingError) else f" ({_first_sentence(error)})"
+        reason = "" if isinstance(error, UnpicklingError) else f" ({first_line(error)})"
         raise UserError(f"{file} is damaged, or no state dict{reason}; copy or fetch it again") from None
 
 
@@ -259,30 +225,27 @@ def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:
     )
 
 
+def _plain(name: str) -> str:
+    """Remove what torch's wrappers add to a name: compiled modules, averaged models, DDP.
+
+    pytorch/examples wraps only the features of AlexNet and VGG in DataParallel.
+    """
+    return re.sub(r"(^|(?<=features\.))(module\.)+", "", name.replace("_orig_mod.", ""))
+
+
 def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes that torch's wrappers add to names: compiled modules, averaged models, DDP."""
-    plain = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items() if name != "n_averaged"}
-    while plain and all(name.startswith("module.") for name in plain):
-        plain = {name.removeprefix("module."): tensor for name, tensor in plain.items()}
-    # pytorch/examples wraps only the features of AlexNet and VGG in DataParallel
-    return {name.replace("features.module.", "features."): tensor for name, tensor in plain.items()}
+    return {_plain(name): tensor for name, tensor in tensors.items() if name != "n_averaged"}
 
 
-def _blank(model: schema.Model, classes: int) -> nn.Module:
-    """Return the network without memory for its weights."""
+def _expected(model: schema.Model, classes: int) -> dict[str, Tensor]:
+    """Return the network's tensors by their plain names, without memory where that can be had."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of each tensor that a network of a user's loads while it is made
-            return build_model(model, classes)
+            network = build_model(model, classes)
     except Exception:  # a network defined elsewhere may compute with values while it is made
-        return build_model(model, classes)
-
-
-def _expected(model: schema.Model, classes: int) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return the network's names of its tensors, and its tensors, without memory; both by their plain names."""
-    tensors = {name: t for name, t in _blank(model, classes).state_dict(keep_vars=True).items() if name != "n_averaged"}
-    plain = _plain_names(tensors)
-    return dict(zip(plain, tensors, strict=True)), plain
+        network = build_model(model, classes)
+    return _plain_names(network.state_dict(keep_vars=True))
 
 
 def _head(model: schema.Model) -> dict[str, int]:
@@ -290,8 +253,8 @@ def _head(model: schema.Model) -> dict[str, int]:
 
     It is found by a number of classes that divides no other axis, so it need not be linear, nor one layer alone.
     """
-    _, tensors = _expected(model, _CLASSES)
-    axes = ((name, axis, size) for name, tensor in tensors.items() for axis, size in enumerate(tensor.shape))
+    tensors = _expected(model, _CLASSES).items()
+    axes = ((name, axis, size) for name, tensor in tensors for axis, size in enumerate(tensor.shape))
     return {name: axis for name, axis, size in axes if size and size % _CLASSES == 0}
 
 
@@ -306,32 +269,13 @@ def _differences(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
 
 def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[str, str]) -> str:
     """Return the message why weights do not fit, as short as possible."""
-    source, wanted = weights.source, _name(model)
-    match recognise(weights):
-        case (known, theirs) if _name(known) == wanted:
-            return (
-                f"{source} tells {theirs} classes apart, and the data has {classes}; give weights and data of the same "
-                "classes, or train with --fresh-head, which starts the last layer anew"
-            )
-        case (known, theirs):
-            return (
-                f"{source} is of the model {_name(known)} for {theirs} classes, and the recipe's is {wanted}; give "
-                f"weights of that, or a recipe with {_name(known)}"
-            )
+    theirs = classes_of(weights, model)
+    if theirs not in (0, classes) and not _differences(weights.tensors, _expected(model, theirs)):
+        return (
+            f"{weights.source} tells {theirs} classes apart, and the data has {classes}; give weights and data of the "
+            "same classes, or train with --fresh-head, which starts the last layer anew"
+        )
     listed = [f"{name} {what}" for name, what in list(wrong.items())[:_LISTED]]
     more = f" and {len(wrong) - _LISTED} more do not fit" if len(wrong) > _LISTED else ""
-    return f"{source} is not of the recipe's model {wanted}: {', '.join(listed)}{more}; give weights of that model"
-
-
-def _name(model: schema.Model) -> str:
-    match model:
-        case schema.AlexNetBN(pool5_norm=True):
-            return "alexnet_bn with pool5_norm"
-        case schema.CifarNet():
-            return f"cifarnet of widths {'/'.join(map(str, model.widths))}"
-        case _:
-            return model.label
-
-
-def _first_sentence(error: Exception) -> str:
-    return first_line(error).partition(". ")[0]
+    what = f"is not of the recipe's model {model.label}: {', '.join(listed)}{more}"
+    return f"{weights.source} {what}; give weights of that model, or a recipe with theirs"

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError
-from imagenet_fast.models.batchnorm_stats import PipelinedStatistics
+from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.parallel.ddp import DdpPeer, GradientSync
 from imagenet_fast.parallel.pool_group import ActivationTraffic
@@ -142,11 +142,11 @@ class _MicroStage(PipelineStage):
         self._number = number
         self._sync = sync
         self._observe = observe
-        self.statistics = PipelinedStatistics(stage.layers.values(), micro_batches)
+        self.statistics = StepStatistics(nn.ModuleList(stage.layers.values()), micro_batches)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         here.enter("forward")
-        with self._observe("forward", self.stage_index), self.statistics.forward():
+        with self._observe("forward", self.stage_index), self.statistics.micro_step():
             arrived = self.submod(*args, self._number)
         here.enter("sync")
         return arrived

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import tomllib
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.errors import UserError, did_you_mean
 from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.recipe.base import Table
+from imagenet_fast.recipe.load import recipe_folder
 
 
 def _unknown(value: object) -> object:
@@ -32,6 +31,15 @@ Share = Annotated[float, Field(ge=1e-6, le=1)]
 Sigma = Annotated[float, Field(ge=0, le=10)]
 
 
+def _ordered(values: tuple[float, float, float]) -> tuple[float, float, float]:
+    if not values[0] <= values[1] <= values[2]:
+        raise ValueError("its numbers are low, used, high; put them in that order")
+    return values
+
+
+_Rising = AfterValidator(_ordered)
+
+
 class Nic(Table):
     """The network cards of a node."""
 
@@ -39,16 +47,10 @@ class Nic(Table):
     """Line rate of one in Gbit/s."""
     count: Count = 1
     """Cards of a node; all its GPUs share them."""
-    efficiency: tuple[Share, Share, Share] = (0.8, 0.9, 0.95)
+    efficiency: Annotated[tuple[Share, Share, Share], _Rising] = (0.8, 0.9, 0.95)
     """Share of the line rate that carries payload: low, used, high."""
     latency_us: Known = 14.0
     """A hop between nodes; on CPUs a whole all-reduce."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Nic:
-        if not self.efficiency[0] <= self.efficiency[1] <= self.efficiency[2]:
-            raise ValueError("efficiency is low, used, high; put its numbers in that order")
-        return self
 
 
 class Inside(Table):
@@ -64,14 +66,8 @@ class Inside(Table):
 class Stragglers(Table):
     """Spread of the ranks' step times."""
 
-    sigma: tuple[Sigma, Sigma, Sigma] = (0.005, 0.01, 0.02)
+    sigma: Annotated[tuple[Sigma, Sigma, Sigma], _Rising] = (0.005, 0.01, 0.02)
     """Standard deviation of a rank's step over its mean: low, used, high."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Stragglers:
-        if not self.sigma[0] <= self.sigma[1] <= self.sigma[2]:
-            raise ValueError("sigma is low, used, high; put its numbers in that order")
-        return self
 
 
 class Input(Table):
@@ -89,9 +85,11 @@ class Cluster(Table):
     nodes: Count
     gpus_per_node: Count
     device: str
-    """A device of ``plan/devices.py``, or the path of a layer profile that `bench profile` wrote."""
+    """A device of ``plan/devices.toml``, or the path of a layer profile that `bench profile` wrote."""
     device_batch: Count | None = None
     """Images of a step in that layer profile."""
+    usd_per_gpu_hour: Annotated[float, Field(gt=0, le=1e4)] | None = None
+    """The price of a GPU for an hour, for `plan --fastest`."""
     kinds: dict[str, Literal["measured", "published", "assumed"]] = Field(default_factory=dict)
     """The kind of each value, by its key."""
     nic: Nic
@@ -101,11 +99,12 @@ class Cluster(Table):
 
     @model_validator(mode="after")
     def _kinds_of_keys(self) -> Cluster:
-        tables: dict[str, type[Table]] = {"": Cluster, **_TABLES}
         for key in self.kinds:
-            table, _, name = key.rpartition(".")
-            if table not in tables or name not in tables[table].model_fields:
-                raise ValueError(f'kinds has a key "{key}" that no cluster has; write it as "nodes" or "nic.gbit"')
+            try:
+                attrgetter(key)(self)
+            except AttributeError:
+                message = f'kinds has a key "{key}" that no cluster has; write it as "nodes" or "nic.gbit"'
+                raise ValueError(message) from None
         return self
 
     def layout(self, gpus: int, on_gpu: bool) -> RankLayout:
@@ -153,14 +152,13 @@ _TABLES: dict[str, type[Table]] = {"nic": Nic, "inside": Inside, "stragglers": S
 
 
 def cluster_folder() -> Path:
-    """Return the directory of the shipped clusters: inside an installed package, beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "clusters", package.parent / "clusters") if folder.is_dir())
+    """Return the directory of the shipped clusters, beside that of the recipes."""
+    return recipe_folder().with_name("clusters")
 
 
 def cluster_names() -> list[str]:
     """Return the names of the shipped clusters."""
-    return sorted(path.stem for path in cluster_folder().glob("*.toml"))
+    return sorted(path.stem for path in cluster_folder().glob("*.toml") if path.stem != "published")
 
 
 def load_cluster(name: str) -> Cluster:
@@ -178,14 +176,9 @@ def load_cluster(name: str) -> Cluster:
         path = cluster_folder() / f"{name}.toml"
     try:
         tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder; name the cluster's .toml file in it") from None
     except FileNotFoundError:
-        raise UserError(
-            f"there is no file {path}; correct the path, or take one of {', '.join(cluster_names())}"
-        ) from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not in UTF-8, as TOML must be; save it in UTF-8") from None
+        known = ", ".join(cluster_names())
+        raise UserError(f"there is no file {path}; correct the path, or take one of {known}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     try:
@@ -196,6 +189,31 @@ def load_cluster(name: str) -> Cluster:
     return (
         cluster.model_copy(update={"device": str(beside)}) if beside.suffix == ".json" and beside.exists() else cluster
     )
+
+
+def this_machine() -> Cluster:
+    """Return this machine's GPUs as a cluster of one node, with links inside as in a shipped cluster of such GPUs.
+
+    Raises:
+        UserError: There are none, or of a kind that no shipped cluster has.
+    """
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        gpus = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        gpus = []
+    words = re.split(r"[^a-z0-9]+", gpus[0].lower()) if gpus else []
+    shipped = ((name, load_cluster(name)) for name in cluster_names())
+    like = next(((name, one) for name, one in shipped if words and {*one.device.split("-")} <= {*words}), None)
+    if like is None:
+        found = f"nothing is known of its {gpus[0]}" if gpus else "it has no GPUs that nvidia-smi shows"
+        raise UserError(
+            f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(cluster_names())}, or "
+            "give a .toml file"
+        )
+    source = f"this machine, {len(gpus)} x {gpus[0]}; its links are assumed to be those of {like[0]}"
+    own = {"source": source, "nodes": 1, "gpus_per_node": len(gpus), "nic": Nic(gbit=None), "kinds": {}}
+    return like[1].model_copy(update=own)
 
 
 def _explain(error: ErrorDetails) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
-from imagenet_fast.plan.published import PUBLISHED
+from imagenet_fast.plan.rows import published
 
 
 def draw_plan(rows: Sequence[Planned], title: str, cluster: str, model: str, over_nic: bool, figure: Any) -> None:
@@ -30,21 +31,40 @@ def draw_plan(rows: Sequence[Planned], title: str, cluster: str, model: str, ove
             ))  # fmt: skip
         axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
     if not over_nic:
-        for point in PUBLISHED:
+        for point in published():
             if point.cluster == cluster and point.model == model and point.gbit is None:
                 share = 100 * point.compute.seconds(point.batch) / (point.step_ms / 1e3)
                 axes.plot([point.gpus], [share], "k*", markersize=9)
                 axes.annotate(point.name, (point.gpus, share), xytext=(5, -3), textcoords="offset points", fontsize=7)
-    axes.set_xscale("log", base=2)
-    ticks = sorted({float((row.nic_gbit if over_nic else row.gpus) or 0) for row in rows})
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.minorticks_off()
+    _over(axes, sorted({(row.nic_gbit if over_nic else row.gpus) or 0 for row in rows}))
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.set(
         xlabel="Gbit/s of a node's NICs" if over_nic else "GPUs",
         ylabel="minutes to train" if over_nic else "% of as many single GPUs",
     )
     axes.set_title(f"{title}: predicted, not run", fontsize=9)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+
+
+def draw_fastest(swept: Sequence[tuple[int, Way]], cluster: str, figure: Any) -> None:
+    """Draw the minutes of the best way on up to so many GPUs each, named where the training or the engine changes."""
+    axes, gpus, named = figure.subplots(), [count for count, _ in swept], ""
+    axes.plot(gpus, [way.minutes for _, way in swept], marker="o", markersize=3)
+    axes.fill_between(gpus, [way.least for _, way in swept], [way.most for _, way in swept], alpha=0.15, linewidth=0)
+    for count, way in swept:
+        if named != (named := f"{way.training}, {way.engine}"):
+            axes.annotate(named, (count, way.minutes), xytext=(4, 5), textcoords="offset points", fontsize=7)
+    _over(axes, gpus)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="up to so many GPUs", ylabel="minutes to the target")
+    axes.set_title(f"The fastest published training on {cluster}: predicted, not run", fontsize=9)
+
+
+def _over(axes: Any, ticks: Sequence[float]) -> None:
+    """Let ``axes`` have a logarithmic scale to the right with ``ticks``, a grid and no frame."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from imagenet_fast.cost_model.collectives import (
     BLOCK,
-    RankLayout,
-    WireFormat,
     cost_of,
-    operations,
     piece_bytes,
     slot_alignment,
     wire_format,
@@ -24,9 +22,8 @@ from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.devices import Compute, Device
-from imagenet_fast.plan.network import StatedNetwork, nic_share
-from imagenet_fast.plan.stragglers import straggling
+from imagenet_fast.plan.devices import Device
+from imagenet_fast.plan.network import StatedNetwork, nic_share, straggling
 from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines
 from imagenet_fast.recipe.schema import Recipe
@@ -65,8 +62,6 @@ class Planned:
     """Communication that nothing hides: ``step_s`` less the slowest rank's compute."""
     nic_bytes: float
     """Bytes that the busiest node sends to others in a step."""
-    launches: int
-    """Operations that a rank's host launches in a step."""
     bucket_bytes: float | None
     """Bucket size that the cost model chooses, in bytes on the wire; None: everything at once."""
     images_per_s: float
@@ -77,8 +72,6 @@ class Planned:
     """With the low efficiency of the NICs and the high sigma of the stragglers."""
     efficiency_high: float
     """With the high efficiency of the NICs and the low sigma of the stragglers."""
-    efficiency_of_node: float
-    """Images a second over those of as many single nodes."""
     steps: int
     """Steps of the recipe's epochs."""
     train_s: float
@@ -161,14 +154,12 @@ class Step:
         return Timing(needed, layers.forward_s + before, ready, layers.backward_s)
 
 
-@dataclass(frozen=True)
-class Result:
-    """A predicted step, and what it sends."""
+class Result(NamedTuple):
+    """A predicted step, its bucket size, and the bytes that the busiest node sends."""
 
     step_s: float
     fuse: float
     nic_bytes: float
-    launches: int
 
 
 def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: float, fuse: float | None = None) -> Result:
@@ -184,7 +175,7 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
     layout = network.layout
     timing = step.timing(straggling(sigma, layout.size))
     if layout.size == 1:
-        return Result(timing.compute_s, math.inf, 0.0, 0)
+        return Result(timing.compute_s, math.inf, 0.0)
     wire = wire_format(settings.wire)
     alignment = math.lcm(16, slot_alignment(layout, wire))
     engine = declaration_of(settings)  # type: ignore[arg-type]  # those that choose are refused
@@ -205,24 +196,10 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: floa
         * nic_share(message.collective, layout, engine.servers)
         for message in messages
     )
-    launches = sum(
-        sum(operations(message.collective, layout, wire)) / (1 if message.half is None else 2) for message in messages
-    )
-    return Result(
-        step_s, fuse, settings.share * sent * _with_scales(wire) + _norms(settings, step, layout), round(launches)
-    )
-
-
-def _with_scales(wire: WireFormat) -> float:
-    """Return the bytes of codes and their bf16 scales, over the bytes of the codes."""
-    return 1 + 2 / BLOCK if wire.coded else 1.0
-
-
-def _norms(settings: Sync, step: Step, layout: RankLayout) -> float:
-    """Return the bytes through a NIC of the norms of ``sparse``'s chunks, in fp32."""
-    if not isinstance(settings, SparseSync):
-        return 0.0
-    return 4.0 * math.ceil(step.profile.elements / settings.chunk) * nic_share("hierarchical", layout)
+    sent *= settings.share * (1 + 2 / BLOCK if wire.coded else 1.0)  # codes have a bf16 scale a block
+    if isinstance(settings, SparseSync):  # and chunks their norms in fp32
+        sent += 4.0 * math.ceil(step.profile.elements / settings.chunk) * nic_share("hierarchical", layout)
+    return Result(step_s, fuse, sent)
 
 
 @dataclass(frozen=True)
@@ -243,24 +220,23 @@ class Situation:
         recipe = self.recipe if self.scaling == "strong" else scale_recipe(self.recipe, gpus)
         return split_batch(recipe, gpus)
 
-    def step(self, batching: Batching, compute: Compute) -> Step:
-        """Return the step of one GPU."""
-        data = self.recipe.data
-        pixels = data.sizes[-1][1] if data.sizes else data.image_size
-        micro_s = compute.seconds(batching.micro_batch, pixels)
+    def step(self, batching: Batching) -> Step:
+        """Return the step of one GPU; if images grow with the epochs, their mean step."""
+        compute, data, epochs = self.device.compute(self.recipe.model.kind), self.recipe.data, self.recipe.epochs
+        knots = [(1.0, data.image_size), *data.sizes, (epochs + 1.0, 0)]
+        reached = [(min(max(1.0, epoch), epochs + 1.0), pixels) for epoch, pixels in knots]
+        lasting = [(end - begin, pixels) for (begin, pixels), (end, _) in pairwise(reached)]
+        micro_s = sum(share * compute.seconds(batching.micro_batch, pixels) for share, pixels in lasting) / epochs
         layers = self.device.layers(self.recipe.model.kind)
         return Step(layers, batching.micro_batch, batching.accumulation, micro_s)
 
-    def rows(
-        self, engines: Sequence[Sync], gpus: int, gbit: float | None = None, compute: Compute | None = None
-    ) -> list[Planned]:
+    def rows(self, engines: Sequence[Sync], gpus: int, gbit: float | None = None) -> list[Planned]:
         """Predict every engine on ``gpus`` GPUs.
 
         Args:
             engines: The engines.
             gpus: Number of GPUs.
             gbit: Rate of all NICs of a node together, instead of the cluster's.
-            compute: What is known of the device, instead of its first.
 
         Raises:
             UserError: The GPUs are no whole nodes, the batch does not divide or is larger than the training set, or a
@@ -271,7 +247,7 @@ class Situation:
         cluster, on_gpu = self.cluster, self.device.on_gpu
         layout = cluster.layout(gpus, on_gpu)
         batching = self.batching(gpus)
-        step = self.step(batching, compute or self.device.compute(self.recipe.model.kind)[0])
+        step = self.step(batching)
         images, batch = training_images(self.recipe), batching.global_batch
         if images < batch:
             strong = ", or --scaling strong" if self.scaling == "weak" else ""
@@ -281,22 +257,20 @@ class Situation:
             )
         steps = self.recipe.epochs * (images // batch)
         low, used, high = cluster.stragglers.sigma
-        node = cluster.layout(min(gpus, cluster.gpus_per_node), on_gpu)
         total = gbit if gbit is not None else cluster.nic.gbit and cluster.nic.gbit * cluster.nic.count
         rows = []
         for settings in engines:
             found = predict_step(settings, step, cluster.network(layout, 1, gbit), used)
             worst = predict_step(settings, step, cluster.network(layout, 0, gbit), high, found.fuse).step_s
             best = predict_step(settings, step, cluster.network(layout, 2, gbit), low, found.fuse).step_s
-            one_node = predict_step(settings, step, cluster.network(node, 1, gbit), used).step_s
             bucket_bytes = found.fuse if math.isfinite(found.fuse) else None
             exposed = found.step_s - step.compute_s * straggling(used, gpus)
             rows.append(
                 Planned(
                     label(settings), settings.wire, gpus, total, batch // gpus, found.step_s, step.compute_s,
-                    max(0.0, exposed), found.nic_bytes, found.launches, bucket_bytes, batch / found.step_s,
+                    max(0.0, exposed), found.nic_bytes, bucket_bytes, batch / found.step_s,
                     step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
-                    one_node / found.step_s, steps, steps * found.step_s, settings.exact, False,
+                    steps, steps * found.step_s, settings.exact, False,
                 )
             )  # fmt: skip
         return marked(rows)

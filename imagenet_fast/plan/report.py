@@ -1,11 +1,114 @@
-"""Sentences about a prediction: what ``auto`` would take, what the inputs are, and other step times of the device."""
+"""Sentences about a prediction: what ``auto`` would take, the job, what to beware of, and what the inputs are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
-from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, rivals
-from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, rivals, training_images
+from imagenet_fast.recipe.batching import explain, scale_recipe
+from imagenet_fast.recipe.schema import Recipe
+
+ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50": 57.0}
+"""Megabytes kept for backward by an image of 224 pixels in 16 bits.
+
+ResNet-50's and AlexNet-BN's were counted from the tensors that autograd saves; the others are estimates.
+"""
+JPEG_BYTES = 110_000
+"""Bytes of an image of ImageNet's training set: 138 GB over 1.28 million."""
+HOST_S = 150e-6
+"""Assumed seconds that eager PyTorch's host needs a layer, for forward, backward and update."""
+CONTEXT_GB = 1.5
+"""Assumed memory of a CUDA context, NCCL and the allocator's rest."""
+_INPUTS = (
+    ("nodes", "nic.gbit", "nic.count", "nic.efficiency", "nic.latency_us"),
+    ("inside.gb_per_s", "inside.latency_us", "stragglers.sigma", "input.images_per_s"),
+)
+
+
+def dry_run(situation: Situation, row: Planned) -> Iterator[str]:
+    """Yield lines about the job that ``row`` predicts: ranks, batch, schedule, memory and input."""
+    written, gpus, device = situation.recipe, row.gpus, situation.device
+    recipe = written if situation.scaling == "strong" else scale_recipe(written, gpus)
+    batching = situation.batching(gpus)
+    images = training_images(recipe)
+    per_epoch = images // batching.global_batch
+    warmup = round(getattr(recipe.schedule, "warmup_epochs", 0) * per_epoch)
+    yield explain(written, recipe, batching)
+    yield (
+        f"global batch {batching.global_batch}, {per_epoch} steps an epoch, {row.steps} steps in {recipe.epochs} "
+        f"epochs; {images - per_epoch * batching.global_batch} of {images} images are left out of each epoch"
+    )
+    yield (
+        f"{recipe.schedule.kind} schedule: {recipe.optim.kind} to a rate of {recipe.optim.lr:.4g} over {warmup} steps, "
+        f"then down over {max(0, row.steps - warmup)}"
+    )
+    held = "" if device.memory_gb is None else f" of {device.memory_gb:g} GB"
+    yield (
+        f"memory a GPU: about {needed_gb(situation, batching.micro_batch):.1f} GB{held} for {batching.micro_batch} "
+        f"images of {recipe.model.kind} (weights, gradients and momentum in fp32, messages, activations in "
+        f"{16 * _wide(recipe)} bits)"
+    )
+    rate = _images_of_node(situation, row)
+    yield (
+        f"input: {rate:,.0f} images/s a node, {rate * JPEG_BYTES / 1e9:.2f} GB/s of JPEGs of {JPEG_BYTES // 1000} kB "
+        "(published mean); `bench data` shows what a node's loader gives"
+    )
+    if recipe.target_top1 is not None:
+        yield f"top-1 of {recipe.target_top1:g} % is assumed to be reached: no prediction is made of accuracy"
+
+
+def needed_gb(situation: Situation, micro_batch: int) -> float:
+    """Return the gigabytes of a GPU's memory that training on ``micro_batch`` images at once needs, about."""
+    recipe = situation.recipe
+    elements = situation.device.layers(recipe.model.kind).elements * situation.device.scale
+    state = elements * (4 + 4 + 4 + 2)
+    area = (max(recipe.data.training_sizes) / 224) ** 2
+    return (state + _wide(recipe) * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
+
+
+def _wide(recipe: Recipe) -> int:
+    """Return the size of an activation, in units of 16 bits."""
+    return 1 if recipe.precision.kind in ("bf16", "fp16") else 2
+
+
+def _images_of_node(situation: Situation, row: Planned) -> float:
+    """Return the images a second that a node takes."""
+    return row.images_per_s / row.gpus * min(row.gpus, situation.cluster.gpus_per_node)
+
+
+def warnings(situation: Situation, row: Planned) -> Iterator[str]:
+    """Yield what to beware of."""
+    device, given, rate = situation.device, situation.cluster.input, _images_of_node(situation, row)
+    micro_batch = situation.batching(row.gpus).micro_batch
+    if given.images_per_s is not None and given.images_per_s < rate:
+        yield (
+            f"the input gives {given.images_per_s:,.0f} images/s a node, and {rate:,.0f} are needed: steps would take "
+            f"{rate / given.images_per_s:.1f} times as long; shrink images by `data prepare --resize`, or decode "
+            "them by `--format pixels`"
+        )
+    if given.gb_per_s is not None and given.gb_per_s < rate * JPEG_BYTES / 1e9:
+        yield (
+            f"storage gives {given.gb_per_s:g} GB/s a node, and {rate * JPEG_BYTES / 1e9:.2f} are needed; "
+            "copy the data to local disks, or shrink images by `data prepare --resize`"
+        )
+    if given.images_per_s is None:
+        yield "input.images_per_s of the cluster is unknown, so a slow input is not seen; measure it by `bench data`"
+    if device.on_gpu and device.profile is None and _wide(situation.recipe) > 1:
+        yield (
+            f"the step times of {device.name} are of 16 bits, so with precision.kind {situation.recipe.precision.kind} "
+            "a step takes longer"
+        )
+    layers = len(device.layers(situation.recipe.model.kind).layers)
+    micro_s = row.compute_s * micro_batch / row.batch
+    if device.on_gpu and layers * HOST_S > micro_s:
+        yield (
+            f"a micro-batch of {micro_batch} computes {1e3 * micro_s:.1f} ms, and eager PyTorch's host needs about "
+            f"{1e3 * layers * HOST_S:.0f} ms (assumed, {layers} layers): "
+            "the host sets the pace; compile, or take more images a GPU"
+        )
+    if device.memory_gb is not None and (needed := needed_gb(situation, micro_batch)) > device.memory_gb:
+        yield f"{needed:.1f} GB do not fit into {device.memory_gb:g} GB; --set micro_batch={max(1, micro_batch // 2)}"
 
 
 def verdict(rows: Sequence[Planned]) -> str:
@@ -22,32 +125,16 @@ def verdict(rows: Sequence[Planned]) -> str:
 
 def inputs(situation: Situation) -> Iterator[str]:
     """Yield each input with its kind: measured, published, fitted or assumed."""
-    cluster, kinds = situation.cluster, situation.cluster.kinds
-    nic, inside = cluster.nic, cluster.inside
-
-    def said(key: str, value: object) -> str:
-        return f"{key} {'unknown' if value is None else value} ({kinds.get(key, 'assumed')})"
-
+    cluster, model = situation.cluster, situation.recipe.model.kind
     yield f"cluster: {cluster.source}"
-    yield ", ".join([
-        said("nodes", cluster.nodes), said("nic.gbit", nic.gbit), said("nic.count", nic.count),
-        said("nic.efficiency", list(nic.efficiency)), said("nic.latency_us", nic.latency_us),
-    ])  # fmt: skip
-    yield ", ".join([
-        said("inside.gb_per_s", inside.gb_per_s), said("inside.latency_us", inside.latency_us),
-        said("stragglers.sigma", list(cluster.stragglers.sigma)),
-        said("input.images_per_s", cluster.input.images_per_s),
-    ])  # fmt: skip
-    for compute in situation.device.compute(situation.recipe.model.kind):
-        yield (
-            f"device {situation.device.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of "
-            f"{situation.recipe.model.kind} ({compute.kind}: {compute.source})"
+    for keys in _INPUTS:
+        values = zip(keys, attrgetter(*keys)(cluster), strict=True)
+        yield ", ".join(
+            f"{key} {'unknown' if value is None else value} ({cluster.kinds.get(key, 'assumed')})"
+            for key, value in values
         )
-
-
-def other_computes(situation: Situation, engines: Sequence[Sync], gpus: int) -> Iterator[str]:
-    """Yield the efficiencies with each further step time of the device."""
-    for compute in situation.device.compute(situation.recipe.model.kind)[1:]:
-        rows = situation.rows(engines, gpus, compute=compute)
-        shares = ", ".join(f"{row.engine} {row.wire} {row.efficiency:.0%}" for row in rows)
-        yield f"with {1e3 * rows[0].compute_s:.1f} ms a step ({compute.kind}: {compute.source}): {shares}"
+    compute = situation.device.compute(model)
+    yield (
+        f"device {situation.device.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of {model} "
+        f"({compute.kind}: {compute.source})"
+    )

@@ -1,20 +1,24 @@
-"""Published and measured rows beside the model: none tuned to fit, none hidden."""
+"""Published and measured rows beside the model: none tuned to fit, none hidden. See ``clusters/published.toml``."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
-from imagenet_fast.plan.cluster import load_cluster
-from imagenet_fast.plan.devices import DEVICES
+from imagenet_fast.plan.cluster import cluster_folder, load_cluster
+from imagenet_fast.plan.devices import DEVICES, Compute
 from imagenet_fast.plan.network import StatedNetwork
-from imagenet_fast.plan.prediction import Step, label, predict_step
-from imagenet_fast.plan.published import PUBLISHED, SHAPED, Published, Shaped
-from imagenet_fast.recipe.sync_config import DearSync, HybridSync, LazySync, RingSync, Sync
+from imagenet_fast.plan.prediction import Step, label, planned_engines, predict_step
+from imagenet_fast.recipe.load import parse_engines
+from imagenet_fast.recipe.sync_config import Sync
 
 TCP_PAYLOAD = 1448 / 1514
 """Share of a frame that TCP leaves for data."""
@@ -57,10 +61,71 @@ class Row:
     """The part that the model leaves unexplained, where it misses by over 10 %."""
 
 
+@dataclass(frozen=True)
+class Published:
+    """A published result; ``clusters/published.toml`` says what its fields are."""
+
+    name: str
+    cluster: str
+    gpus: int
+    batch: int
+    step_ms: float
+    compute: Compute
+    engine: Sync
+    model: str = "resnet50"
+    calibrated_on: str = "held out"
+    gbit: float | None = None
+    minutes: float | None = None
+    left: str = ""
+
+
+@dataclass(frozen=True)
+class Shaped:
+    """Steps that `bench sync` measured, or will, between hosts in network namespaces."""
+
+    profile: str
+    scale: int
+    hosts: int
+    mbit: float
+    compute_s: float
+    """Measured seconds of a step without synchronisation."""
+    seconds: Sequence[tuple[Sync, float]] = ()
+    """Engines, and measured seconds."""
+    ranks_per_host: int = 1
+
+
+def _tables() -> dict[str, Any]:
+    return tomllib.loads((cluster_folder() / "published.toml").read_text(encoding="utf-8"))
+
+
+@cache
+def published() -> list[Published]:
+    """Return the published results."""
+    tables, found = _tables(), []
+    engines = {name: TypeAdapter(Sync).validate_python(table) for name, table in tables["engines"].items()}
+    for row in tables["published"]:
+        model, times = row.get("model", "resnet50"), row["compute"]
+        compute = (
+            DEVICES[times].computes[model] if isinstance(times, str) else Compute(times[0], times[1], "fitted", "")
+        )
+        found.append(Published(**row | {"compute": compute, "engine": engines[row.get("engine", "fused")]}))
+    return found
+
+
+@cache
+def shaped() -> list[Shaped]:
+    """Return the steps measured between shaped hosts."""
+    found = []
+    for row in _tables()["shaped"]:
+        engines = parse_engines(",".join(row["seconds"]), "bf16")
+        found.append(Shaped(**row | {"seconds": [*zip(engines, row["seconds"].values(), strict=True)]}))
+    return found
+
+
 @cache
 def all_rows() -> list[Row]:
     """Return the published rows, then the measured ones."""
-    return [*map(published_row, PUBLISHED), *(row for shaped in SHAPED for row in shaped_rows(shaped))]
+    return [*map(published_row, published()), *(row for steps in shaped() for row in shaped_rows(steps))]
 
 
 def published_row(row: Published) -> Row:
@@ -68,11 +133,10 @@ def published_row(row: Published) -> Row:
     cluster = load_cluster(row.cluster)
     layout = cluster.layout(row.gpus, on_gpu=True)
     network = cluster.network(layout, 1, row.gbit)
-    profile = DEVICES["v100"].layers(row.model)
-    step = Step(profile, row.batch, 1, row.compute.seconds(row.batch))
+    step = Step(DEVICES["v100"].layers(row.model), row.batch, 1, row.compute.seconds(row.batch))
     sigma = cluster.stragglers.sigma[1]
     predicted = predict_step(row.engine, step, network, sigma).step_s
-    engines: list[Sync] = [RingSync(), LazySync(), HybridSync(), DearSync()]
+    engines = planned_engines("ring,lazy,hybrid,dear", "bf16")
     ours = {engine.kind: predict_step(engine, step, network, sigma).step_s for engine in engines}
     best = min(ours, key=ours.__getitem__)
     reported = row.step_ms / 1e3
@@ -83,28 +147,28 @@ def published_row(row: Published) -> Row:
     )  # fmt: skip
 
 
-def shaped_rows(shaped: Shaped) -> list[Row]:
+def shaped_rows(steps: Shaped) -> list[Row]:
     """Predict what was measured between shaped hosts, from their nominal link."""
     rows = []
-    for engine, measured in shaped.seconds:
-        predicted = shaped_step_s(shaped, engine)
+    for engine, measured in steps.seconds:
+        predicted = shaped_step_s(steps, engine)
         rows.append(
             Row(
-                f"{shaped.profile}/{shaped.scale}, {shaped.hosts} x {shaped.mbit:g} Mbit/s, {shaped.compute_s:g} s",
-                shaped.hosts * shaped.ranks_per_host, None, f"{engine.kind} {engine.wire}", measured, predicted,
+                f"{steps.profile}/{steps.scale}, {steps.hosts} x {steps.mbit:g} Mbit/s, {steps.compute_s:g} s",
+                steps.hosts * steps.ranks_per_host, None, f"{engine.kind} {engine.wire}", measured, predicted,
                 predicted / measured - 1, "nothing", "", predicted, "",
             )
         )  # fmt: skip
     return rows
 
 
-def shaped_step_s(shaped: Shaped, engine: Sync) -> float:
+def shaped_step_s(steps: Shaped, engine: Sync) -> float:
     """Return the predicted seconds of a step between shaped hosts, by the nominal rate of their links."""
-    profile = load_profile(shaped.profile).downscaled(shaped.scale)
-    layout = RankLayout((shaped.ranks_per_host,) * shaped.hosts, on_gpu=False)
+    profile = load_profile(steps.profile).downscaled(steps.scale)
+    layout = RankLayout((steps.ranks_per_host,) * steps.hosts, on_gpu=False)
     latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
-    network = StatedNetwork(layout, TCP_PAYLOAD * shaped.mbit * 1e6 / 8, between_s=latency_s)
-    return predict_step(engine, Step(profile, 1, 1, shaped.compute_s), network, 0.0).step_s
+    network = StatedNetwork(layout, TCP_PAYLOAD * steps.mbit * 1e6 / 8, between_s=latency_s)
+    return predict_step(engine, Step(profile, 1, 1, steps.compute_s), network, 0.0).step_s
 
 
 def summary(rows: Sequence[Row]) -> list[str]:

@@ -8,7 +8,7 @@ from itertools import count
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.recipe.schema import AlexNetBN, CifarNet, Recipe, ResNet
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import check_axes
 
 _LISTED = 5  # most node counts that an error message lists
@@ -47,11 +47,23 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     """Split the recipe's global batch over ``ranks`` ranks, by accumulating gradients where needed.
 
     The micro-batch is the recipe's own, or a smaller one that divides each rank's share. A pipeline reads as many
-    micro-batches at once as it processes concurrently (``parallel.micro_batches``).
+    micro-batches at once as it processes concurrently (``parallel.micro_batches``). Keys of a recipe, and the split::
+
+        global_batch  ranks  micro_batch  pipeline  micro_batches  on ranks   images at once x accumulation x readers
+                  64      8            0         1              1         8     8 x 1 x 8
+                  64      8            0         1              1         2     8 x 4 x 2
+                  64      8            0         1              1        16     4 x 1 x 16
+                  64      8            4         1              1         8     4 x 2 x 8
+                  60      4            8         1              1         3     5 x 4 x 3
+                 100      1           16         1              1         2    10 x 5 x 2
+                  64      8            0         2              4         8    16 x 1 x 4
+                  64      8            0         2              4         2    16 x 4 x 1
+                  64      8            4         2              4         4    16 x 2 x 2
+                  64      8            0         1              1         3    48 and 72 would have one
 
     Raises:
         UserError: The ranks do not divide over the recipe's axes, or no split needs at most twice the fewest possible
-            accumulation steps. The message names the nearest layouts, or global batches, that have one.
+            accumulation steps. The message names the nearest global batches that have one.
     """
     check_axes(recipe, ranks)
     batch = recipe.global_batch
@@ -72,52 +84,32 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
 
     That happens for a micro-batch of 1 image that is so small that its last feature maps are one pixel.
     """
-    largest = _largest_with_a_pixel(recipe)
+    largest = recipe.model.one_pixel_image
     size = min([recipe.data.image_size, *(size for _, size in recipe.data.sizes)])
     if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
         return
     raise UserError(
-        f"micro_batch is 1, and of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value "
-        "a channel, which has no variance; --set micro_batch=2 with a global_batch of 2 or more a rank, or give "
+        f"of a micro-batch of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value a "
+        "channel, which has no variance; take larger micro-batches, with a global_batch of 2 or more a rank, or "
         f"images of more than {largest} pixels"
     )
-
-
-def _largest_with_a_pixel(recipe: Recipe) -> int:
-    """Return the largest image size, in pixels, with 1x1 maps in a batch norm; 0 if there is none."""
-    match recipe.model:
-        case ResNet():
-            return 32
-        case AlexNetBN(pool5_norm=True):
-            return 98
-        case CifarNet():
-            return 16
-        case _:
-            return 0
 
 
 def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
     """Raise UserError unless the global batch can be split over every number of nodes in ``nodes``.
 
-    The message lists the numbers of nodes that work, and a larger global batch that works for all, if there is one.
+    The message lists the numbers of nodes that work.
     """
-    batch = recipe.global_batch
-
-    def fits(batch: int, count: int) -> bool:
-        return _split(recipe, batch, count * ranks_each) is not None
-
-    there = [count for count in nodes if fits(batch, count)]
+    there = [count for count in nodes if _split(recipe, recipe.global_batch, count * ranks_each) is not None]
     if len(there) == len(nodes):
         return
-    missing = next(count for count in nodes if not fits(batch, count))
-    unit = math.lcm(recipe.ranks, max(1, nodes[-1] * ranks_each // recipe.parallel.pipeline))
-    larger = next((b for b in range(unit, 2 * batch, unit) if b > batch and all(fits(b, n) for n in nodes)), None)
+    missing = next(count for count in nodes if count not in there)
     listed = ", ".join(map(str, there[:_LISTED])) + (f" and {more} more" if (more := len(there) - _LISTED) > 0 else "")
     over = f"only over {listed}" if there else "nor over any other number of them"
     raise UserError(
-        f"global_batch {batch} does not divide over {_count(missing, 'node')} x {_count(ranks_each, 'rank')}, "
-        f"{over}, and --nodes {nodes[0]}:{nodes[-1]} allows each from {nodes[0]} to {nodes[-1]}; choose another range"
-        + (f", or --set global_batch={larger}" if larger else "")
+        f"global_batch {recipe.global_batch} does not divide over {_count(missing, 'node')} x "
+        f"{_count(ranks_each, 'rank')}, {over}, and --nodes {nodes[0]}:{nodes[-1]} allows each from {nodes[0]} to "
+        f"{nodes[-1]}; choose another range, or another global_batch"
     )
 
 

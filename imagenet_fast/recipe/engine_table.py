@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Self, get_args
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from imagenet_fast.recipe.base import Bytes, Table
 
@@ -44,8 +44,6 @@ Fusion = Bytes | Literal["auto"]
 0: each tensor by itself. ``inf``: no limit. ``auto``: the best size by the cost model for this network and model, both
 measured in the first steps; ``sparse`` has its own rule.
 """
-
-_AWAITS: dict[str, Awaits] = {"allreduce": "each", "hybrid": "read", "dear": "read"}  # others: "backward"
 
 
 def fusion_bytes(fusion: Fusion) -> float | None:
@@ -81,8 +79,8 @@ class EngineTable(Table):
 
     @property
     def awaits(self) -> Awaits:
-        """The point at which a step waits for its transfers: that of the engine ``timing``, if it has this key."""
-        return _AWAITS.get(getattr(self, "timing", self.kind), "backward")
+        """The point at which a step waits for its transfers."""
+        return "backward"
 
     @property
     def defers(self) -> bool:
@@ -136,31 +134,7 @@ class PoolTable(EngineTable):
 class CodingTable(PoolTable):
     """Settings of an engine that can send gradients as 8-bit codes."""
 
+    wire: Wire = "bf16"
+    """Wire dtype of the gradients."""
     bf16_steps: NonNegativeInt = 0
     """First steps whose gradients are sent in bf16 if ``wire`` is int8 or fp8; 0: none."""
-
-
-class KeepingTable(PoolTable):
-    """Settings of an engine that adds up over steps the values that it does not send.
-
-    It sends everything during ``dense_epochs``.
-    """
-
-    keeps: ClassVar[bool] = True
-
-    timing: str
-    """The engine whose timing it uses."""
-    dense_epochs: NonNegativeFloat | None = None
-    """Epochs at the start in which everything is sent.
-
-    Unset: while the recipe's learning rate warms up; without a recipe, none.
-    """
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
-
-    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
-        """Return the settings with ``dense_epochs``, if unset, equal to the warm-up's epochs."""
-        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": warmup_epochs})

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from imagenet_fast.errors import UserError, did_you_mean, listed
+from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
+from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_config import Sync, engines
 
 
 def recipe_folder() -> Path:
@@ -50,13 +51,17 @@ def find_recipe(name: str) -> Path:
     raise UserError(f"there is no recipe '{name}'; {near}")
 
 
-def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path, sync: str | None = None, overrides: Sequence[str] = (), tell: Callable[[str], object] = warn
+) -> Recipe:
     """Read and validate a recipe.
 
     Args:
         path: The TOML file.
-        sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept.
-        overrides: ``KEY=VALUE`` pairs, applied after ``sync``.
+        sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept, or bf16
+            taken instead of 8-bit codes if the engine does not send these.
+        overrides: ``KEY=VALUE`` pairs, applied after ``sync``; the value ``none`` is that of an absent key.
+        tell: Called with a warning if bf16 is taken.
 
     Raises:
         UserError: The file cannot be read, or a value is wrong. The message names the first wrong key and a fix.
@@ -70,6 +75,9 @@ def load_recipe(path: Path, sync: str | None = None, overrides: Sequence[str] = 
         tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if isinstance(old, dict) and "wire" in old else {})
     for override in overrides:
         _override(tables, override)
+    if sync is not None and (wire := _impossible_wire(tables["sync"])) is not None:
+        tell(f"--sync {sync} does not send in {wire}, which sync.wire is; it sends in bf16")
+        tables["sync"]["wire"] = "bf16"
     return parse_recipe(path.name, tables)
 
 
@@ -88,7 +96,16 @@ def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
 
 def engine_names() -> list[str]:
     """Return the values that ``sync.kind`` can have."""
-    return [get_args(member.model_fields["kind"].annotation)[0] for member in get_args(get_args(Sync)[0])]
+    return list(engines())
+
+
+def _impossible_wire(table: Any) -> str | None:
+    """Return the wire of a ``[sync]`` table if it is of 8-bit codes, and the table's engine does not send these."""
+    if not isinstance(table, dict) or table.get("wire") not in get_args(Codes):
+        return None
+    wire: str = table["wire"]
+    engine = engines().get(str(table.get("kind")))
+    return None if engine is None or wire in get_args(engine.model_fields["wire"].annotation) else wire
 
 
 class _OnlySync(Table):
@@ -138,21 +155,21 @@ def _override(tables: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     *folders, leaf = key.strip().split(".")
     if not equals or not leaf or "" in folders:
-        raise UserError(f"--set {override} is not KEY=VALUE; write for example --set optim.lr=0.5")
+        raise UserError(f"{override} is not KEY=VALUE; write for example optim.lr=0.5")
     try:
-        found = tomllib.loads(f"value = {text}")
+        found = {"value": None} if text.strip() == "none" else tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         found = {"value": text}
     except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
-        raise UserError(f"--set {_shortened(override)} cannot be read ({error}); correct it") from None
+        raise UserError(f"{_shortened(override)} cannot be read ({error}); correct it") from None
     if found.keys() != {"value"}:
-        raise UserError(f"--set {_shortened(override)} sets several keys; give each a --set of its own")
+        raise UserError(f"{_shortened(override)} sets several keys; write one KEY=VALUE for each")
     value = found["value"]
     table = tables
     for folder in folders:
         table = table.setdefault(folder, {})
         if not isinstance(table, dict):
-            raise UserError(f"--set {override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
+            raise UserError(f"{override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
     table[leaf] = value
 
 
@@ -172,34 +189,36 @@ def _first(error: ValidationError) -> ErrorDetails:
 
 def _explain(error: ErrorDetails) -> str:
     """Return one pydantic error as a sentence with the key's path and a fix."""
-    location = [str(part) for part in error["loc"]]
-    table: type[BaseModel] = Recipe
-    path = location
-    if len(location) > 1 and location[0] in Recipe.model_fields:
-        annotation = Recipe.model_fields[location[0]].annotation
-        if isinstance(annotation, type) and issubclass(annotation, Table):
-            table = annotation
-        else:  # a union: pydantic puts the member's tag into the path
-            table = _member(location[0], location[1])
-            path = [location[0], *location[2:]]
+    path = [str(part) for part in error["loc"]]
+    kinds = _kinds(path[0]) if len(path) > 1 else {}
+    given = path.pop(1) if len(kinds) > 1 else ""  # pydantic puts the kind into the path
+    table = kinds.get(given, Recipe)
     key = ".".join(path)
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
     match error["type"]:
         case "extra_forbidden" if (
-            len(path) == 2 and "options" not in table.model_fields and (others := _tags_with(path[0], path[1]))
+            len(path) == 2
+            and "options" not in table.model_fields
+            and (others := [kind for kind, other in kinds.items() if path[1] in other.model_fields])
         ):
-            field, given, by = path[0], location[1], _discriminator(path[0])
+            field, by = path[0], _discriminator(path[0])
             return (
                 f"{key} is for {field}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace "
                 f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
             )
-        case "extra_forbidden" if len(path) == 1 and (tables := _tables_with(key)):
+        case "extra_forbidden" if len(path) == 1 and (
+            tables := [
+                name for name in Recipe.model_fields if any(key in t.model_fields for t in _kinds(name).values())
+            ]
+        ):
             return f"unknown key {key}; did you mean {' or '.join(f'{name}.{key}' for name in tables)}?"
         case "extra_forbidden":
             prefix, otherwise = key.removesuffix(path[-1]), f"the keys here are {_keys(table)}"
             near = did_you_mean(path[-1], table.model_fields, otherwise, 1, 0.4, prefix)
             return f"unknown key {key}; {near}"
+        case _ if error["input"] is None:  # KEY=none
+            return f"{key} cannot be none, which is for keys that may be absent; give it a value, or leave it out"
         case "union_tag_invalid":
             return f"{tag} is {_shortened(repr(context['tag']))}; it must be one of {context['expected_tags']}"
         case "union_tag_not_found":
@@ -231,38 +250,24 @@ def _fix(key: str, error: ErrorDetails) -> str:
             return "correct it"
 
 
-def _tables_with(key: str) -> list[str]:
-    """Return the names of the recipe's tables that have ``key``."""
-    unions = {name: get_args(field.annotation) or (field.annotation,) for name, field in Recipe.model_fields.items()}
-    return [name for name, members in unions.items() if any(key in getattr(one, "model_fields", ()) for one in members)]
-
-
 def _shortened(found: str) -> str:
     """Return ``found`` cut to 100 characters, for an error message."""
     return found if len(found) <= 100 else f"{found[:100]} ..."
 
 
-def _member(field: str, tag: str) -> type[BaseModel]:
-    """Return the table of the union at ``field`` whose literal tag is ``tag``."""
-    for member in get_args(Recipe.model_fields[field].annotation):
-        for inner in member.model_fields.values():
-            if get_origin(inner.annotation) is Literal and tag in get_args(inner.annotation):
-                found: type[BaseModel] = member
-                return found
-    return Recipe
+def _kinds(field: str) -> dict[str, type[BaseModel]]:
+    """Return the tables that ``field`` of a recipe can be, by kind; one without kinds as ""; none for a value."""
+    if field not in Recipe.model_fields:
+        return {}
+    annotation, by = Recipe.model_fields[field].annotation, _discriminator(field)
+    if by:
+        return {kind: one for one in get_args(annotation) for kind in get_args(one.model_fields[by].annotation)}
+    return {"": annotation} if isinstance(annotation, type) and issubclass(annotation, Table) else {}
 
 
 def _discriminator(field: str) -> str:
     """Return the key that chooses the table of the union at ``field``; empty if there is no union."""
     return str(Recipe.model_fields[field].discriminator or "") if field in Recipe.model_fields else ""
-
-
-def _tags_with(field: str, key: str) -> list[str]:
-    """Return the tags of those tables of the union at ``field`` that have ``key``; none if there is no union."""
-    if not (discriminator := _discriminator(field)):
-        return []
-    members = [member for member in get_args(Recipe.model_fields[field].annotation) if key in member.model_fields]
-    return [tag for member in members for tag in get_args(member.model_fields[discriminator].annotation)]
 
 
 def _keys(table: type[BaseModel]) -> str:

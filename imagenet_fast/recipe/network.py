@@ -15,6 +15,11 @@ Init = Literal["kaiming_normal", "bn_uniform", "linear_log_constant_bias"]
 class Network(Table):
     """Settings of every network."""
 
+    sharded_width: ClassVar[int] = 0
+    """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has no such layers."""
+    smallest_image: ClassVar[int] = 1
+    """Smallest side of images that it takes, in pixels."""
+
     blurpool: Literal["off", "conv", "conv_maxpool"] = "off"
     """Layers that blur their input before they subsample it, against aliasing (BlurPool, Zhang 2019).
 
@@ -30,6 +35,16 @@ class Network(Table):
     """
 
     @property
+    def most_stages(self) -> int:
+        """Largest number of pipeline stages that the model can be split into."""
+        return 1000
+
+    @property
+    def one_pixel_image(self) -> int:
+        """Largest side of images, in pixels, whose last batch norm sees maps of one pixel; 0: none."""
+        return 0
+
+    @property
     def label(self) -> str:
         """Name of the network in tables and logs."""
         name: str = getattr(self, "name", "") or getattr(self, "kind")  # noqa: B009  (subclasses have them)
@@ -38,9 +53,6 @@ class Network(Table):
 
 class _External(Network):
     """A network that is defined elsewhere."""
-
-    sharded_width: ClassVar[int] = 0
-    most_stages: ClassVar[int] = 1000
 
     name: str
     """Name of the network.

@@ -5,12 +5,13 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from imagenet_fast.recipe.base import Fraction, Percent, Table
 from imagenet_fast.recipe.data_config import Data
+from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.network import ExternalModel, Network
 from imagenet_fast.recipe.optim_config import Lars, Optim, Schedule
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
@@ -21,9 +22,8 @@ class AlexNet(Network):
     """torchvision's AlexNet (Krizhevsky's "one weird trick" variant, 61.1 M parameters)."""
 
     sharded_width: ClassVar[int] = 4096
-    """Units of the fully connected layers that ``parallel.tensor`` divides; 0: it has no such layers."""
+    smallest_image: ClassVar[int] = 63
     most_stages: ClassVar[int] = 8
-    """Largest number of pipeline stages that the model can be split into."""
 
     kind: Literal["alexnet"]
     dropout: Fraction = 0.5
@@ -37,6 +37,7 @@ class AlexNetBN(Network):
     """
 
     sharded_width: ClassVar[int] = 4096
+    smallest_image: ClassVar[int] = 67
     most_stages: ClassVar[int] = 8
 
     kind: Literal["alexnet_bn"]
@@ -45,11 +46,17 @@ class AlexNetBN(Network):
     pool5_norm: bool = False
     """Whether to add a batch norm after the last pooling layer, pool5."""
 
+    @property
+    def one_pixel_image(self) -> int:
+        """Largest side of images, in pixels, whose last batch norm sees maps of one pixel; 0: none."""
+        return 98 if self.pool5_norm else 0
+
 
 class ResNet(Network):
     """torchvision's ResNet-18 or ResNet-50."""
 
-    sharded_width: ClassVar[int] = 0
+    smallest_image: ClassVar[int] = 32
+    one_pixel_image: ClassVar[int] = 32
 
     kind: Literal["resnet18", "resnet50"]
     zero_init_last_gamma: bool = False
@@ -67,8 +74,9 @@ class CifarNet(Network):
     Its first layer whitens patches, by weights computed from training images when a run begins.
     """
 
-    sharded_width: ClassVar[int] = 0
+    smallest_image: ClassVar[int] = 9
     most_stages: ClassVar[int] = 5
+    one_pixel_image: ClassVar[int] = 16
 
     kind: Literal["cifarnet"]
     widths: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 256, 256)
@@ -253,8 +261,7 @@ class Recipe(Table):
             raise ValueError(
                 f"compile true compiles known blocks, and model.kind '{self.model.kind}' has none; set compile to false"
             )
-        each = {"alexnet": 63, "alexnet_bn": 67, "resnet18": 32, "resnet50": 32, "cifarnet": 9}
-        smallest = each.get(self.model.kind, 1)
+        smallest = self.model.smallest_image
         sizes = {"image_size": self.data.image_size, "eval_size": self.data.evaluated_size}
         sizes |= {f"sizes from epoch {epoch:g} on": size for epoch, size in self.data.sizes}
         for key, size in sizes.items():
@@ -272,15 +279,17 @@ class Recipe(Table):
         gradients for later steps does not have the gradients of one step.
         """
         sync = self.sync
+        other = "another engine, such as sync.kind 'lazy'"
         if sync.defers:
             if self.clip_norm:
                 raise ValueError(
                     f"{sync.as_written} updates a layer before the gradients of all others have come, so it cannot "
-                    f"clip their global norm (clip_norm {self.clip_norm})"
+                    f"clip their global norm (clip_norm {self.clip_norm}); set clip_norm to 0, or take {other}"
                 )
             if self.compile:
                 raise ValueError(
-                    f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true)"
+                    f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true); "
+                    f"set compile to false, or take {other}"
                 )
         if sync.velocity_momentum is not None and (isinstance(self.optim, Lars) or self.optim.nesterov):
             which = "optim.kind 'lars'" if isinstance(self.optim, Lars) else "optim.nesterov true"
@@ -289,11 +298,17 @@ class Recipe(Table):
                 "is another; turn it off, or take optim.kind 'sgd' without nesterov"
             )
         if sync.keeps:
+            other = "sync.wire 'bf16'" if sync.wire in get_args(Codes) else other
             why = f"{sync.as_written} adds up gradients over steps, so it cannot"
             if self.clip_norm:
-                raise ValueError(f"{why} clip the norm of one (clip_norm {self.clip_norm})")
+                raise ValueError(
+                    f"{why} clip the norm of one (clip_norm {self.clip_norm}); set clip_norm to 0, or take {other}"
+                )
             if isinstance(self.precision, Float16):
-                raise ValueError(f"{why} drop one that overflows (precision.kind 'fp16')")
+                raise ValueError(
+                    f"{why} drop one that overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take "
+                    f"{other}"
+                )
 
     def _check_parallel(self) -> None:
         """Refuse axes that do not fit the model, the sync engine or torch.compile."""
@@ -331,5 +346,5 @@ class Recipe(Table):
         if not self.sync.ours:
             raise ValueError(
                 f"{asked} averages some parameters over other ranks than others, and {self.sync.as_written} has one "
-                "group of ranks for all"
+                "group of ranks for all; take another engine, such as sync.kind 'lazy', or set parallel to {}"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -16,7 +16,7 @@ from imagenet_fast.recipe.engine_table import (
     Collective,
     EngineTable,
     Fusion,
-    KeepingTable,
+    PoolTable,
     Wire,
 )
 
@@ -24,8 +24,11 @@ from imagenet_fast.recipe.engine_table import (
 class AllReduceSync(CodingTable):
     """One all-reduce per layer after backward: the naive baseline."""
 
+    awaits: ClassVar[Awaits] = "each"
+
     kind: Literal["allreduce"] = "allreduce"
     wire: Wire = "fp32"
+    """Wire dtype of the gradients."""
     collective: Collective = "native"
     """All-reduce algorithm."""
     servers: PositiveInt = 1
@@ -38,7 +41,6 @@ class RingSync(CodingTable):
     """A ring all-reduce per bucket of ``bucket_mb``, overlapped with backward."""
 
     kind: Literal["ring"] = "ring"
-    wire: Wire = "bf16"
     bucket_mb: Fusion = "auto"
     """Bucket size in MiB on the wire, or ``auto``."""
 
@@ -55,7 +57,6 @@ class LazySync(CodingTable):
     """
 
     kind: Literal["lazy"] = "lazy"
-    wire: Wire = "bf16"
     threshold_mb: Fusion = "auto"
     """Size in MiB on the wire at which neighbouring gradients are sent, or ``auto``."""
     collective: Collective | Literal["auto"] = "auto"
@@ -73,6 +74,39 @@ class LazySync(CodingTable):
         return self.threshold_mb == "auto"
 
 
+class KeepingTable(PoolTable):
+    """Settings of an engine that adds up over steps the values that it does not send.
+
+    It sends everything during ``dense_epochs``.
+    """
+
+    keeps: ClassVar[bool] = True
+
+    wire: Cast = "bf16"
+    """Wire dtype of the gradients."""
+    timing: str
+    """The engine whose timing it uses."""
+    dense_epochs: NonNegativeFloat | None = None
+    """Epochs at the start in which everything is sent.
+
+    Unset: while the recipe's learning rate warms up; without a recipe, none.
+    """
+
+    @property
+    def awaits(self) -> Awaits:
+        """The point at which a step of the engine ``timing`` waits for its transfers."""
+        return engines()[self.timing].model_validate({}).awaits
+
+    @property
+    def as_written(self) -> str:
+        """The setting as a recipe writes it, for error messages."""
+        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
+
+    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
+        """Return the settings with ``dense_epochs``, if unset, equal to the warm-up's epochs."""
+        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": warmup_epochs})
+
+
 class SparseSync(KeepingTable):
     """Coarse-grained sparse communication (GradientFlow): a share of ``sparsity`` of the pool's chunks is not sent.
 
@@ -83,7 +117,6 @@ class SparseSync(KeepingTable):
     learns: ClassVar[bool] = False
 
     kind: Literal["sparse"] = "sparse"
-    wire: Cast = "bf16"
     sparsity: Fraction = 0.875
     """Share of the chunks that is not sent in a step, from 0 to below 1."""
     chunk: PositiveInt = 32768
@@ -148,7 +181,6 @@ class PowerSgdSync(KeepingTable):
     """
 
     kind: Literal["powersgd"] = "powersgd"
-    wire: Cast = "bf16"
     rank: PositiveInt = 4
     """Columns of each factor; at least 1."""
     timing: Literal["allreduce", "lazy", "hybrid", "dear"] = "lazy"
@@ -172,8 +204,9 @@ class HybridSync(CodingTable):
     ``policy`` = ``by-type`` suits AlexNet, ``by-size`` ResNet-50.
     """
 
+    awaits: ClassVar[Awaits] = "read"
+
     kind: Literal["hybrid"] = "hybrid"
-    wire: Wire = "bf16"
     policy: Literal["by-type", "by-size"] = "by-type"
     """Rule that separates small from large layers.
 
@@ -196,8 +229,9 @@ class HybridSync(CodingTable):
 class DearSync(CodingTable):
     """Reduce-scatter during backward, all-gather during the next forward (arXiv 2302.12445)."""
 
+    awaits: ClassVar[Awaits] = "read"
+
     kind: Literal["dear"] = "dear"
-    wire: Wire = "bf16"
     bucket_mb: Fusion = "auto"
     """Bucket size in MiB on the wire, or ``auto``."""
 
@@ -211,7 +245,6 @@ class AutoSync(CodingTable):
     chooses: ClassVar[bool] = True
 
     kind: Literal["auto"] = "auto"
-    wire: Wire = "bf16"
     defer: bool = True
     """Whether it may choose an engine that overlaps the next forward."""
     inexact: bool = False
@@ -251,6 +284,7 @@ class DdpSync(EngineTable):
 
     kind: Literal["ddp"] = "ddp"
     wire: Cast = "fp32"
+    """Wire dtype of the gradients."""
     bucket_cap_mb: PositiveFloat | None = None
     """Bucket size in MiB; absent: torch's default, a first bucket of 1 MiB and others of 25 MiB."""
     powersgd_rank: Annotated[int, Field(ge=0)] = 0
@@ -288,6 +322,11 @@ Sync = Annotated[
     AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync | DdpSync,
     Field(discriminator="kind"),
 ]
+
+
+def engines() -> dict[str, type[EngineTable]]:
+    """Return the table of each engine."""
+    return {member.model_fields["kind"].default: member for member in get_args(get_args(Sync)[0])}
 
 
 def matrix_of(sizes: Sequence[int]) -> tuple[int, int]:

@@ -9,14 +9,14 @@ from imagenet_fast.recipe.schema import Recipe
 def check_axes(recipe: Recipe, ranks: int) -> None:
     """Raise UserError if ``ranks`` do not divide over the recipe's axes, or the batch not over its micro-batches.
 
-    The message names the nearest layouts that fit, or the nearest global batch that a pipeline can split evenly.
+    In the latter case the message names the nearest global batch that a pipeline can split evenly.
     """
     parallel = recipe.parallel
     if ranks % parallel.ranks:
         there = f"there are {ranks}" if ranks > 1 else "there is 1"
         raise UserError(
-            f"{parallel.as_written} needs a multiple of {parallel.ranks} ranks, and {there}; "
-            f"give {' or '.join(_nearest(recipe, ranks))}, or choose another --nproc"
+            f"{parallel.as_written} needs a multiple of {parallel.ranks} ranks, and {there}; choose another --nproc, "
+            f"or sizes whose product divides {ranks}"
         )
     of_a_stage = ranks // parallel.pipeline
     pieces = of_a_stage * parallel.micro_batches
@@ -27,23 +27,6 @@ def check_axes(recipe: Recipe, ranks: int) -> None:
             f"{parallel.micro_batches} equal micro-batches each; give --set global_batch={nearest}, or choose another "
             "parallel.micro_batches"
         )
-
-
-def _nearest(recipe: Recipe, ranks: int) -> list[str]:
-    """Return at most two layouts of ``ranks`` over the axes that the recipe uses, as options."""
-    asked = {axis: size for axis in ("tensor", "pipeline") if (size := getattr(recipe.parallel, axis)) > 1}
-    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    layouts: list[dict[str, int]] = [{}]
-    for axis in asked:
-        layouts = [{**layout, axis: size} for layout in layouts for size in sizes]
-    even = [
-        layout
-        for layout in layouts
-        if ranks % (layout.get("tensor", 1) * layout.get("pipeline", 1)) == 0
-        and recipe.model.sharded_width % layout.get("tensor", 1) == 0
-    ]
-    even.sort(key=lambda layout: sum(abs(size - asked[axis]) for axis, size in layout.items()))
-    return [" ".join(f"--set parallel.{axis}={size}" for axis, size in layout.items()) for layout in even[:2]]
 
 
 def lint(recipe: Recipe) -> list[str]:

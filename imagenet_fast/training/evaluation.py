@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -15,8 +16,9 @@ from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import all_reduce_sum, first_of_node
-from imagenet_fast.metrics.accuracy import Accuracy
+from imagenet_fast.distributed.reductions import first_of_node, gather_rows
+from imagenet_fast.metrics.run_result import Accuracy
+from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
@@ -75,8 +77,8 @@ def evaluate(
     model.train(modes[model])  # a network of one's own may do more in it
     for module, training in modes.items():
         module.training = training  # frozen norms, for example, stay frozen
-    *hits, bad_images, images_seen, cut_off = all_reduce_sum(
-        *correct.flatten().tolist(), float(bad), float(seen), float(stopped), device=world.device
+    *hits, bad_images, images_seen, cut_off = (
+        gather_rows([*correct.flatten().tolist(), float(bad), float(seen), float(stopped)]).sum(0).tolist()
     )
     if cut_off:
         raise StopRequested
@@ -137,6 +139,14 @@ class EvalResult(Accuracy):
     eval_s: float
     """Seconds from the first image to the last, with compilation included."""
     images_per_s: float
+
+    def table(self) -> Table:
+        """Return the result as a table of one row."""
+        numbers = {"top-1 %": f"{self.top1:.2f}", "top-5 %": f"{self.top5:.2f}"}
+        named = (("mirror %", self.top1_mirror), ("shift %", self.top1_shift))
+        numbers |= {name: f"{value:.2f}" for name, value in named if value is not None}
+        numbers |= {"images": str(self.images), "img/s": f"{self.images_per_s:.0f}"}
+        return compact_table(("recipe", "model"), list(numbers), [(self.recipe, self.model, *numbers.values())])
 
 
 def evaluate_weights(evaluation: Evaluation, world: DistContext) -> EvalResult:

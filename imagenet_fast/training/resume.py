@@ -61,7 +61,7 @@ class ResumePoint:
         if world.is_main and state.outcome.status == "reached":  # perhaps earlier, if the target was higher until now
             with suppress(UserError):
                 events = read_events(checkpoint.folder.parents[1])
-                state.outcome.find_time_to_target(event for event in events if event["step"] <= self.step)
+                state.outcome.judge(e for e in events if e["event"] == "eval" and e["step"] <= self.step)
         state.outcome.resumed += 1
         state.outcome.gap_s += self.gap_s
         measured = [top1 is not None for top1 in (state.outcome.top1_mirror, state.outcome.top1_shift)]

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.distributed.reductions import RunningMeans, all_reduce_sum, average_batch_norms
+from imagenet_fast.distributed.reductions import average_batch_norms, gather_rows
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.parallel.ddp import GradientSync
 from imagenet_fast.parallel.parallelize import ParallelModel
-from imagenet_fast.sync.kept_state import reshard_sync_state
+from imagenet_fast.sync.kept_state import RunningMeans, reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.nonfinite import NonFiniteCounter
@@ -91,8 +91,7 @@ class TrainState:
         """
         weights = [param.detach() for param in self.model.parameters() if param.numel() and param.is_floating_point()]
         finite = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()
-        (spoilt,) = all_reduce_sum(float(int(self.streak) > 0 or not finite), device=finite.device)
-        return not spoilt
+        return not gather_rows([int(self.streak) > 0 or not finite]).any()
 
     def shared(self) -> dict[str, Any]:
         """Return the state that ranks hold alike or in parts, under the whole model's names.

@@ -17,7 +17,7 @@ from imagenet_fast.data.order import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult
-from imagenet_fast.metrics.trace import TracedSteps
+from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
@@ -46,7 +46,7 @@ class TrainingStep:
         clip_norm: float,
         accumulation: int,
         meter: Meter,
-        trace: TracedSteps | None,
+        trace: Trace | None,
     ) -> None:
         """Create a step that trains ``state``.
 
@@ -175,7 +175,7 @@ def build_step(
         model = division.own
     average = ModelEma(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
-        compile_blocks(model, len(recipe.data.training_sizes))
+        compile_blocks(model)
     if division is None:
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:
@@ -195,7 +195,7 @@ def build_step(
         recipe.clip_norm,
         batching.accumulation,
         Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps, outcome),
-        TracedSteps(model, world.device, trace) if trace is not None else None,
+        Trace(model, world.device, trace) if trace is not None else None,
     )
 
 

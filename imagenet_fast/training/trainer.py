@@ -7,9 +7,10 @@ take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import find_data
-from imagenet_fast.distributed.forks import freeze_gc, unfreezing_gc
+from imagenet_fast.distributed.cores import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
@@ -124,7 +125,8 @@ class Trainer:
             JobAborted: It had to end early, for a reason that the message gives.
             KeyboardInterrupt: A signal ended it.
         """
-        with claimed(self.job, self.world), unfreezing_gc():
+        with claimed(self.job, self.world), ExitStack() as at_end:
+            at_end.callback(gc.unfreeze)  # what lived in this run can then be collected
             self.open_data()
             with self._recorded():
                 self.build()
@@ -351,8 +353,6 @@ class Trainer:
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 self.metrics("end", outcome.steps, **vars(outcome))
-                self.metrics.close()
-                ending.printed()
 
     def _write_final_weights(self) -> None:
         """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""

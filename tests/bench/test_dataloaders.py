@@ -13,11 +13,11 @@ import pytest
 from PIL import Image
 
 from imagenet_fast.bench.dataloaders import Loader, bench_loading
-from imagenet_fast.bench.tables import loading_table
 from imagenet_fast.data.folders import ImageFolder
 from imagenet_fast.data.loader import THREADS
 from imagenet_fast.data.throughput import make_photos
 from tests.bench.small import benched
+from tests.conftest import refusal_of
 from tests.data.small import scan
 
 
@@ -27,19 +27,21 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
 
 
-@pytest.mark.ci
-def test_photos_are_made_of_the_usual_size_and_are_all_different(tmp_path: Path):
-    assert make_photos(tmp_path, 6) == "parts of scikit-learn's two photos"
+@pytest.mark.parametrize(
+    ("count", "made_of"), [(1, "noise"), pytest.param(6, "parts of scikit-learn's", marks=pytest.mark.ci)]
+)
+def test_photos_are_made_of_the_usual_size_and_are_all_different(
+    count: int, made_of: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    if made_of == "noise":
+        request.getfixturevalue("noise")
+    assert make_photos(tmp_path, count).startswith(made_of)
     train, val = scan(tmp_path)
     assert len(val) == 1
-    assert len({train.read(index) for index in range(6)}) == len(train) == 6
-    assert {Image.open(train.name(index)).size for index in range(6)} == {(500, 375)}
-    assert all(40_000 < len(train.read(index)) < 200_000 for index in range(6))
-
-
-def test_without_scikit_learn_they_are_noise_that_takes_as_long(tmp_path: Path, noise: None):
-    assert make_photos(tmp_path, 1).startswith("noise")
-    assert 40_000 < len(scan(tmp_path)[0].read(0)) < 200_000
+    assert len({train.read(index) for index in range(count)}) == len(train) == count
+    for index in range(count):
+        assert Image.open(train.name(index)).size == (500, 375)
+        assert 40_000 < len(train.read(index)) < 200_000
 
 
 @pytest.mark.ci
@@ -80,11 +82,12 @@ def test_made_photos_go_only_when_no_thread_reads_them(noise: None, monkeypatch,
     assert not capsys.readouterr().err, "no warning of a photo that is gone"
 
 
-def test_where_dali_is_not_installed_the_table_says_so(noise: None, monkeypatch: pytest.MonkeyPatch):
+def test_where_dali_is_not_installed_it_is_left_out(noise: None, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    (rate,) = bench_loading(["dali"], None, image_size=32, batch=2, workers=1, seconds=0)
-    assert rate.images_per_s is None
-    assert list(map(str, loading_table([rate]).columns[1].cells)) == ["is not installed"]
+    (rate,) = bench_loading(["dali", "synthetic"], None, image_size=32, batch=2, workers=1, seconds=0)
+    assert rate.loader == "synthetic"
+    assert "warning: DALI's loaders are left out" in capsys.readouterr().err
+    assert "--loaders dali needs DALI; `pip install" in refusal_of(bench_loading, ["dali"], None, 32, 2, 1, 0)
 
 
 def cut_off(root: Path) -> Path:
@@ -106,7 +109,7 @@ def test_an_image_that_is_cut_off_is_named_or_passed_over(refusal: Callable[...,
 
 
 @pytest.mark.ci
-def test_torchvision_names_such_an_image(refusal: Callable[..., str], tmp_path: Path, noise: None):
+def test_torchvision_names_such_an_image(tmp_path: Path, noise: None):
     cut_off(tmp_path)
-    measured = f"--data {tmp_path} --batch 4 --seconds 0 --rounds 1 --workers 1 --loaders torchvision-pil"
-    assert "such files; take them away to measure" in refusal("bench", "data", *measured.split())
+    said = refusal_of(bench_loading, ["torchvision-pil"], tmp_path, 32, 4, 1, 0)
+    assert "such files; take them away to measure" in said

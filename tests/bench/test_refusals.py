@@ -59,14 +59,14 @@ pipeline --schedules gpipe,zbv -> --schedules: schedule zbv is not one of gpipe,
 pipeline --schedules 1f1b --micro-batches 2 -> 1f1b has a micro-batch for each of 4 stages at least
 pipeline --device cuda --stages 19 -> GPUs for 19 stages
 pipeline --device tpu -> neither cpu nor cuda
-pipeline --model vgg -> --model vgg is not known; write alexnet, alexnet_bn, resnet18 or resnet50
-pipeline --image-size 32 --micro-batches 2,32 -> a single value of each channel
+pipeline --image-size 32 --micro-batches 2,32 -> see one value a channel
 pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet comes in 8 pieces, too few for 9 stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 stages
-data --loaders dali,disk -> --loaders dali,disk: a loader is one of synthetic, folder, pixels, dali
+data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among synthetic, folder, pixels
 step --checkpoint-every 2 --steps 3 -> --steps has no effect beside --checkpoint-every
 profile here.txt -> here.txt does not end in .json
+kernels --model resnet50 -> bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels`
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,lazy:bf16 -> names lazy:bf16 twice (lazy and lazy:bf16 are the same); leave one out
@@ -92,7 +92,7 @@ def test_what_cannot_be_measured(command: str, refusal: Callable[..., str]):
 
 NETWORKS = {
     "bench sync": "--rate 1gbit", "bench collectives": "--rate 1gbit --sizes 4KB",
-    "plan": "--validate --recipe alexnet-4host", "compare": "--rate 1gbit --recipe smoke",
+    "plan": "validate --recipe alexnet-4host", "compare": "--rate 1gbit --recipe smoke",
 }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def count(settings: Sync, ranks: int, ranks_per_node: int) -> Count:
 @pytest.mark.ci
 def test_512_ranks_of_alexnet_need_few_calls_and_bytes(tmp_path: Path):
     rows, printed = benched(tmp_path, "sync --count --model alexnet --ranks 64,512", drawn=False)
-    assert "alexnet, nodes of 8 ranks, bf16: counted, without a network" in printed
+    assert "alexnet, nodes of 8 ranks: counted, without a network" in printed
     assert [(row["engine"], row["ranks"]) for row in rows] == [
         (engine, ranks) for engine in ("lazy", "dear", "ring", "hybrid", "sparse") for ranks in (64, 512)
     ]

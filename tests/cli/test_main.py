@@ -20,6 +20,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
+from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import in_process
 
 
@@ -27,15 +28,18 @@ def test_an_error_of_a_path_is_a_sentence(refusal: Callable[..., str], monkeypat
     for number in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.EROFS):
         error = OSError(number, os.strerror(number), "my/run")
         monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
-        assert refusal("report", "my/run") == f"error: {error}; check the path\n"
+        assert refusal("report", "my/run") == f"error: my/run: {error.strerror}; check the path\n"
 
 
-def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch):
+def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", "report", "my/run"])
+    for number in (errno.EMFILE, errno.ENOSPC, errno.EIO):
+        error: OSError = OSError(number, os.strerror(number), "my/run")
+        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert (end.value.code, capsys.readouterr().err) == (1, f"error: my/run: {error.strerror}\n")
     for error in (
-        OSError(errno.EMFILE, "Too many open files", "my/run"),
-        OSError(errno.ENOSPC, "No space left on device", "my/run"),
-        OSError(errno.EIO, "Input/output error", "my/run"),
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a process or a socket
     ):
@@ -58,11 +62,48 @@ def test_help_needs_neither_torch_nor_pydantic():
         assert command in imported.stdout
 
 
-@pytest.mark.parametrize(("words", "completed"), [("be", "bench"), ("bench st", "step"), ("train --rec", "--recipe")])
-def test_completion_names_commands_and_options(words: str, completed: str):
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("be", "bench"),
+        ("bench st", "step"),
+        ("train --rec", "--recipe"),
+        ("train --recipe resnet50-1g", "resnet50-1gpu"),
+        ("compare --recipe smo", "smoke"),
+        ("launch ssh --sync spa", "sparse"),
+        ("data prepare --format web", "webdataset"),
+        ("data fetch dig", "digits"),
+    ],
+)
+def test_completion_names_commands_options_and_choices(words: str, completed: str):
     asked = {"_IMAGENET_FAST_COMPLETE": "complete_bash", "COMP_WORDS": f"imagenet-fast {words}"}
     runner = CliRunner(env=asked | {"COMP_CWORD": str(len(words.split()))})
     assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
+
+
+@pytest.mark.parametrize("words", ["--hosts 3", "--hosts=3"])
+def test_an_option_of_before_is_read_with_a_warning(words: str, monkeypatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", "compare", "--recipe=smoke", "--layout=dp2", *words.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.splitlines() == [
+        "warning: --hosts is now --nproc; the old name is read until the next version",
+        "error: --layout dp2: dp2 is of 2 ranks, and there are 3; write for example dp3, or give --nproc 2",
+    ]
+
+
+@pytest.mark.parametrize("words", ["launch slurm --nodes 1", "compare --layout dp2 --nproc 2 --out {}/a"])
+def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_path: Path, monkeypatch, capsys):
+    coded = tmp_path / "coded.toml"
+    coded.write_text(find_recipe("smoke").read_text().replace("[sync]", '[sync]\nwire = "int8"'))
+    monkeypatch.setattr("imagenet_fast.bench.compare._on_this_node", lambda *_: 2)
+    words += f" --recipe {coded} --sync ddp"
+    monkeypatch.setattr(sys, "argv", ["imagenet-fast", *words.format(tmp_path).split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert (
+        capsys.readouterr().err == "warning: --sync ddp does not send in int8, which sync.wire is; it sends in bf16\n"
+    )
 
 
 def test_a_recipe_is_shown_as_its_file_is():
@@ -72,6 +113,8 @@ def test_a_recipe_is_shown_as_its_file_is():
 REFUSED = {
     "train": [
         ("--recipe dmeo", "no recipe 'dmeo'; did you mean demo?"),
+        ("--recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("demo", "demo is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is given by"),
         ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         ("--recipe resnet50-1gpu", "--data DIR"),
         ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),
@@ -86,28 +129,34 @@ REFUSED = {
     ],
     "eval": [
         ("--weights nowhere.pth", "there is no run or file nowhere.pth"),
+        ("--weights w.pth --recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
         ("--weights nowhere.pth --recipe smoke --json /no/where", "there is no directory /no"),
         ("--weights w.pth --recipe smoke --on-bad-image skip", "data.on_bad_image"),
         ("--weights w.pth --nodes 2:4", "--nodes 2:4 is for `train` alone"),
     ],
     "export": [
         ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),
-        ("--weights / --out w.safetensors", "/ is a directory without a run; give one that `train` made"),
+        ("--weights / --out w.safetensors", "/ is a directory without a run; give a file"),
         ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, which"),
         ("--weights x --out /no/w.safetensors", "--out /no/w.safetensors: there is no directory /no"),
     ],
     "compare --recipe smoke": [
+        ("optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("--sync lazy ring.bucket_mb=1", "--set ring.bucket_mb=1 is for ring, which is not in --sync lazy"),
         ("--sync lazy --rate fast", "such as 250mbit"),
         ("--sync lazy --seeds one", "--seeds one is not a list of whole numbers; write for example 1,2,3"),
         ("--sync lazy --seeds 0,0", "--seeds 0,0 names 0 twice"),
-        ("--sync lazy --set ring.bucket_mb=1", "is for ring, which is not in --sync lazy"),
         ("--sync lazy,ring,lazy", "--sync lazy,ring,lazy names lazy twice"),
         ("--layout dp2,dp3", "--layout dp2,dp3: dp3 is of 3 ranks, and there are 2; write for example dp2"),
         ("--layout dp2,tp2", "--layout tp2 with hybrid: smoke.toml: parallel.tensor 2 divides AlexNet's large"),
         ("--layout dp2 --set parallel.tensor=2", "--set parallel.tensor=2 conflicts with --layout"),
         ("--out=", "--out is empty; name a directory"),
     ],
-    "launch slurm": [("--recipe demo --nodes 2 --out=", "--out is empty; name a directory")],
+    "launch slurm --recipe demo --nodes 2": [
+        ("--out=", "--out is empty; name a directory"),
+        ("optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("--set epochs=2 epochs=none", "epochs cannot be none, which is for keys that may be absent"),
+    ],
     "plan": [("--rows --json /", "/ is a directory; name a file")],
     "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],
     "report": [("x --png /", "/ is a directory; name a file")],
@@ -136,11 +185,12 @@ def test_a_run_that_is_not_over_or_not_readable_is_named(tmp_path: Path, refusal
     assert "job.json is damaged or of another version" in refusal("eval", "--weights", str(tmp_path))
 
 
-def test_weights_of_no_known_model_are_exported_by_nobody(tmp_path: Path, refusal: Callable[..., str]):
+def test_weights_of_no_run_need_a_recipe_and_fit_it(tmp_path: Path, refusal: Callable[..., str]):
     write_weights({"a.weight": torch.zeros(2)}, tmp_path / "w", {})
     export = ("export", "--weights", str(tmp_path / "w"), "--out", str(tmp_path / "o.safetensors"))
-    assert "fits none of our models" in refusal(*export)
+    assert "does not say by which recipe to use it" in refusal(*export)
     assert "conv1.weight is missing, bn1.weight is missing, " in refusal(*export, "--recipe", "smoke")
+    assert "data.image_size (16) is too small" in refusal(*export, "--recipe", "smoke", "data.image_size=16")
 
 
 @pytest.mark.parametrize(("rank", "warnings"), [("0", 1), ("1", 0)])

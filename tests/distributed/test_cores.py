@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import resource
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,10 +38,6 @@ def of_gpu(node: str, cores: str) -> dict[str, str]:
     """What it tells of a GPU at 0000:1b:00.0."""
     place, list_ = "sys/bus/pci/devices/0000:1b:00.0/numa_node", "sys/devices/system/node/node1/cpulist"
     return {place: f"{node}\n", list_: f"{cores}\n"}
-
-
-def in_cgroup(membership: str, files: dict[str, str]) -> dict[str, str]:
-    return {"proc/self/cgroup": membership} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
 
 
 def test_a_rank_may_open_as_many_files_as_its_node_lets_it():
@@ -91,79 +88,53 @@ def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
     rank, allowed = dist.get_rank(), sorted(os.sched_getaffinity(0))
     if apart:
         os.sched_setaffinity(0, {allowed[rank % len(allowed)]})
-    own = own_cores(RankInfo(rank, 2, rank, 2), dist.distributed_c10d._get_default_store())
+    own = own_cores(RankInfo(rank, 2, rank, 2))
     assert own == (1 if apart else max(1, len(allowed) // 2))
     assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one processor to choose from")
-@with_ranks(1, fresh=True)
-def test_processors_taken_away_by_affinity_do_not_count():
-    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
-    assert usable_cores() == 1
+GIB, NO_LIMIT = 2**30, (math.inf, "")
+CPU_V1, TASKS = "cpu/j/cpu.cfs_{}_us", "pids/j/pids.{}"
+DENIED: list[tuple[Callable[[Path], Any], str, dict[str, str], Any]] = [
+    (usable_cores, "0::/", {"cpu.max": "max 100000\n"}, 64),
+    (usable_cores, "0::/", {"cpu.max": "350000 100000\n"}, 4),
+    (usable_cores, "0::/job/step", {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
+    (usable_cores, "0::/host/path/of/container", {"cpu.max": "50000 100000\n"}, 1),
+    (usable_cores, "4:cpu,cpuacct:/j", {CPU_V1.format("quota"): "600000\n", CPU_V1.format("period"): "100000\n"}, 6),
+    (usable_cores, "4:cpu,cpuacct:/j", {CPU_V1.format("quota"): "-1\n", CPU_V1.format("period"): "100000\n"}, 64),
+    (usable_cores, "3:memory:/", {"cpu.max": "100000 100000"}, 64),
+    (usable_cores, "0::/", {"cpu.max": "broken"}, 64),
+    # As in a container with `docker run -m`, a pod with a limit, or a job with `--mem`.
+    (usable_memory, "0::/", {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 64 * GIB),
+    (usable_memory, "0::/job", {"memory.max": f"{GIB}", "memory.current": "600",
+                                "memory.stat": "anon 5\ninactive_file 500"}, GIB - 100),
+    (usable_memory, "0::/docker/abc", {"memory.max": f"{GIB}", "memory.current": f"{2 * GIB}", "memory.stat": "anon 0"},
+     0),
+    (usable_memory, "9:memory:/j", {"memory/j/memory.limit_in_bytes": f"{GIB}", "memory/j/memory.usage_in_bytes": "7",
+                                    "memory/j/memory.stat": "total_inactive_file 3"}, GIB - 4),
+    (usable_memory, "4:cpu:/", {"memory.max": "1"}, 64 * GIB),
+    (usable_tasks, "0::/", {"pids.max": "max\n", "pids.current": "5\n"}, NO_LIMIT),
+    (usable_tasks, "0::/job/step", {"job/pids.max": "100\n", "job/pids.current": "90\n", "job/step/pids.max": "max"},
+     (10, "job/pids.max is 100")),
+    (usable_tasks, "8:pids:/j", {TASKS.format("max"): "30", TASKS.format("current"): "31"},
+     (0, "pids/j/pids.max is 30")),
+    (usable_tasks, "4:cpu:/", {"pids.max": "1", "pids.current": "1"}, NO_LIMIT),
+]  # fmt: skip
+"""What is asked, of which cgroup a process is and what that says; and what is left on a machine with 64 of each."""
 
 
-@pytest.mark.parametrize(
-    ("membership", "files", "cores"),
-    [
-        ("0::/\n", {"cpu.max": "max 100000\n"}, 64),
-        ("0::/\n", {"cpu.max": "350000 100000\n"}, 4),
-        ("0::/job/step\n", {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
-        ("0::/host/path/of/container\n", {"cpu.max": "50000 100000\n"}, 1),
-        ("4:cpu,cpuacct:/j\n", {"cpu/j/cpu.cfs_quota_us": "600000\n", "cpu/j/cpu.cfs_period_us": "100000\n"}, 6),
-        ("4:cpu,cpuacct:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
-        ("3:memory:/\n", {"cpu.max": "broken"}, 64),
-        ("0::/\n", {"cpu.max": "broken"}, 64),
-    ],
-)
-def test_processors_that_a_cgroup_denies_do_not_count(
-    membership: str, files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("usable", "membership", "files", "left"), DENIED)
+def test_what_a_cgroup_denies_does_not_count(
+    usable: Callable[[Path], Any], membership: str, files: dict[str, str], left: Any, tmp_path: Path, monkeypatch
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    assert usable_cores(machine(tmp_path, in_cgroup(membership, files))) == cores
-
-
-_GIB = 2**30
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "left"),
-    [
-        ("0::/\n", {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 64 * _GIB),
-        ("0::/job\n", {"memory.max": f"{_GIB}", "memory.current": "600", "memory.stat": "anon 5\ninactive_file 500"},
-         _GIB - 100),
-        ("0::/docker/abc\n", {"memory.max": f"{_GIB}", "memory.current": f"{2 * _GIB}", "memory.stat": "anon 0"}, 0),
-        ("9:memory:/j\n", {"memory/j/memory.limit_in_bytes": f"{_GIB}", "memory/j/memory.usage_in_bytes": "7",
-                           "memory/j/memory.stat": "total_inactive_file 3"}, _GIB - 4),
-        ("9:memory:/\n", {"memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/memory.usage_in_bytes": "7",
-                          "memory/memory.stat": ""}, 64 * _GIB),
-        ("4:cpu:/\n", {"memory.max": "1"}, 64 * _GIB),
-    ],
-)  # fmt: skip
-def test_memory_that_a_cgroup_denies_does_not_count(
-    membership: str, files: dict[str, str], left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """As in a container with `docker run -m`, a pod with a limit, or a job with `--mem`."""
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * _GIB))
-    assert usable_memory(machine(tmp_path, in_cgroup(membership, files))) == left
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "left"),
-    [
-        ("0::/\n", {"pids.max": "max\n", "pids.current": "5\n"}, (math.inf, "")),
-        ("0::/job/step\n", {"job/pids.max": "100\n", "job/pids.current": "90\n", "job/step/pids.max": "max\n"},
-         (10, "job/pids.max is 100")),
-        ("8:pids:/j\n", {"pids/j/pids.max": "30", "pids/j/pids.current": "31"}, (0, "pids/j/pids.max is 30")),
-        ("4:cpu:/\n", {"pids.max": "1", "pids.current": "1"}, (math.inf, "")),
-    ],
-)  # fmt: skip
-def test_processes_and_threads_that_a_cgroup_denies_do_not_count(
-    membership: str, files: dict[str, str], left: tuple[float, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=64 * GIB))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
-    room, limit = usable_tasks(machine(tmp_path, in_cgroup(membership, files)))
-    assert (room, limit.removeprefix(f"{tmp_path}/sys/fs/cgroup/")) == left
+    told = {"proc/self/cgroup": f"{membership}\n"} | {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    found = usable(machine(tmp_path, told))
+    if usable is usable_tasks:
+        found = (found[0], found[1].removeprefix(f"{tmp_path}/sys/fs/cgroup/"))
+    assert found == left
 
 
 @pytest.mark.usefixtures("root")
@@ -178,6 +149,6 @@ def test_threads_that_the_user_may_not_start_are_no_firewall():
 def connected_without_threads() -> str:
     os.setuid(47_110)
     resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), timedelta(seconds=20)):
+    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), 20.0):
         dist.new_group(backend="gloo")
     return str(told.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from imagenet_fast.distributed.heartbeat import (
     Heartbeat,
     Here,
     Phase,
+    describe_hang,
     describe_lost,
     publish,
     published,
@@ -33,44 +35,38 @@ def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Hear
     return Heartbeat(host, step, phase, for_s)
 
 
-LOST: tuple[tuple[list[int], dict[int, Heartbeat], str], ...] = (
-    ([2], {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", host="node7")},
-     "rank 2 on node7 stopped answering in backward at step 1234; rank 0-1 waited in sync for 37 s"),
-    ([0], {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
+HANG = partial(describe_hang, setting="timeout.step_s")
+SENTENCES: tuple[tuple[Callable[..., str], dict[int, Heartbeat], str], ...] = (
+    (partial(describe_lost, [2]), {0: at(1234, "sync", 37), 1: at(1234, "sync", 36), 2: at(1234, "backward", 0, "n7")},
+     "rank 2 on n7 stopped answering in backward at step 1234; rank 0-1 waited in sync for 37 s"),
+    (partial(describe_lost, [0]), {0: at(0, "start"), 1: at(0, "sync"), 2: at(0, "start")},
      "rank 0 on node0 stopped answering before the first step; rank 1 waited in sync; rank 2 was before the "
      "first step"),
-    ([1], {0: at(3, "forward", 5)}, "rank 1 never answered; rank 0 was in forward at step 3"),
-    ([0, 1], {0: at(3, "data"), 1: at(3, "data")}, "rank 0-1 on node0 stopped answering in data at step 3"),
-    ([0, 1], {0: at(9, "data"), 1: at(9, "evaluation", host="node1"), 2: at(9, "sync", 2)},
-     "rank 0 on node0 stopped answering in data at step 9, rank 1 on node1 stopped answering in "
+    (partial(describe_lost, [1]), {0: at(3, "forward", 5)}, "rank 1 never answered; rank 0 was in forward at step 3"),
+    (partial(describe_lost, [0, 1]), {0: at(3, "data"), 1: at(3, "data")},
+     "rank 0-1 on node0 stopped answering in data at step 3"),
+    (partial(describe_lost, [0, 1]), {0: at(9, "data"), 1: at(9, "evaluation", 0, "n1"), 2: at(9, "sync", 2)},
+     "rank 0 on node0 stopped answering in data at step 9, rank 1 on n1 stopped answering in "
      "evaluation at step 9; rank 2 waited in sync for 2 s"),
-)  # fmt: skip
-STUCK: tuple[tuple[dict[int, Heartbeat], str], ...] = (
-    ({0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "node2")},
-     "rank 3 on node2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
+    # Nobody is lost.
+    (HANG, {0: at(12, "sync", 100), 1: at(12, "sync", 99), 3: at(12, "data", 101, "n2")},
+     "rank 3 on n2 has been in data at step 12 for 101 s, longer than timeout.step_s allows; rank 0-1 waited in "
      "sync for 100 s"),
     # A GPU's host runs ahead.
-    ({0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
+    (HANG, {0: at(14, "forward", 100), 1: at(13, "backward", 90), 2: at(12, "checkpoint", 101)},
      "rank 2 on node0 has been in checkpoint at step 12 for 101 s, longer than timeout.step_s allows; rank 0 was in "
      "forward at step 14, rank 1 was in backward at step 13"),
-    ({rank: at(12, "sync", 100) for rank in range(4)},
-     "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-3 in sync at step 12"),
-    ({0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
+    (HANG, {0: at(12, "sync", 100), 1: at(12, "sync", 100), 2: at(13, "sync", 98)},
      "all ranks have waited for each other for 100 s, longer than timeout.step_s allows: rank 0-1 in sync at "
      "step 12, rank 2 in sync at step 13"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("lost", "known", "sentence"), LOST)
-def test_who_is_lost_is_named_with_where_it_was_last_heard_of(
-    lost: list[int], known: dict[int, Heartbeat], sentence: str
+@pytest.mark.parametrize(("describe", "known", "sentence"), SENTENCES)
+def test_who_is_lost_or_keeps_the_others_waiting_is_named_with_where_it_was_last_heard_of(
+    describe: Callable[..., str], known: dict[int, Heartbeat], sentence: str
 ):
-    assert describe_lost(lost, known) == sentence
-
-
-@pytest.mark.parametrize(("known", "sentence"), STUCK)
-def test_where_nobody_is_lost_whoever_keeps_the_others_waiting_is_named(known: dict[int, Heartbeat], sentence: str):
-    assert heartbeat.describe_hang(known, "timeout.step_s") == sentence
+    assert describe(known=known) == sentence
 
 
 @pytest.mark.parametrize("lost", [range(8, 16), range(0, 512, 3), [*range(100), 511]], ids=["node", "third", "many"])
@@ -78,7 +74,7 @@ def test_a_sentence_about_512_ranks_is_short(lost: range):
     phases: tuple[Phase, ...] = ("data", "forward", "backward", "sync", "update")
     known = {rank: at(7 + rank % 2, phases[rank % 5], rank, f"node{rank // 8}") for rank in range(512)}
     assert len(describe_lost(list(lost), known)) < 600
-    assert len(heartbeat.describe_hang(known, "timeout.step_s")) < 600
+    assert len(describe_hang(known, "timeout.step_s")) < 600
     together = known | {rank: at(7, "sync", 30) for rank in range(512) if rank not in lost}
     assert "all others waited in sync for 30 s" in describe_lost(list(lost), together)
 

@@ -29,16 +29,6 @@ def test_torchrun_tells_a_rank_its_place(monkeypatch: pytest.MonkeyPatch):
     }, "what starts ranks in torchrun's stead tells them the same"  # fmt: skip
 
 
-@pytest.mark.parametrize("pod", [{"WORLD_SIZE": "4"}, {"WORLD_SIZE": "4", "RANK": "2"}, {"RANK": "x"}])
-def test_half_a_place_is_refused_or_every_pod_would_train_by_itself(
-    pod: dict[str, str], monkeypatch: pytest.MonkeyPatch
-):
-    for key, value in pod.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match=f"has {' and '.join(sorted(pod, key=TORCHRUN.index))} but not .*; start it"):
-        rank_info_from_env()
-
-
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
 def test_processes_of_an_mpirun_do_not_train_each_by_itself(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, "4")
@@ -49,22 +39,24 @@ def test_processes_of_an_mpirun_do_not_train_each_by_itself(name: str, monkeypat
     assert resolve_nodes(1, None, None, 300.0).count == 1
 
 
-def test_a_pod_of_one_trains(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    assert rank_info_from_env() is None
-
-
 @pytest.mark.parametrize(
-    "place",
+    ("told", "refusal"),
     [
-        ("1", "1", "0", "1"), ("4", "4", "0", "4"), ("0", "4", "0", "0"), ("-1", "4", "0", "4"), ("0", "4", "2", "2"),
-        ("0", "2", "0", "4"),
+        ("WORLD_SIZE=1 RANK=0", None),  # a pod of one trains
+        ("WORLD_SIZE=4", "has WORLD_SIZE but not .*; start it"), ("RANK=x", "has RANK but not .*; start it"),
+        ("RANK=2 WORLD_SIZE=4", "has RANK and WORLD_SIZE but not .*; start it"),
+        *(
+            (" ".join(map("=".join, zip(TORCHRUN, place, strict=True))), "RANK=.*, but ranks count from 0, to below")
+            for place in ("1101", "4404", "0400", ("-1", "4", "0", "4"), "0422", "0204")
+        ),
     ],
 )  # fmt: skip
-def test_a_place_that_cannot_be_is_refused(place: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
-    """Such as ranks that are counted from 1: the others would wait for rank 0."""
-    for key, value in zip(TORCHRUN, place, strict=True):
-        monkeypatch.setenv(key, value)
-    with pytest.raises(UserError, match=f"RANK={place[0]}, WORLD_SIZE={place[1]}, .*, but ranks count from 0, to"):
+def test_half_a_place_or_one_that_cannot_be_is_refused(told: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch):
+    """Every pod would train by itself; and ranks that are counted from 1 would wait for rank 0."""
+    for word in told.split():
+        monkeypatch.setenv(*word.split("="))
+    if refusal is None:
+        assert rank_info_from_env() is None
+        return
+    with pytest.raises(UserError, match=refusal):
         rank_info_from_env()

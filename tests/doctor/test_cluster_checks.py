@@ -13,7 +13,7 @@ from rich.console import Console
 import tests
 from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.doctor import host_checks, loader_check
-from imagenet_fast.doctor.cluster_checks import _rated_speed, gather_results
+from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results
 from imagenet_fast.launch.rank import examine_as_rank
 from imagenet_fast.recipe.job import DoctorJob
@@ -57,27 +57,6 @@ def _examined(port: int, handover: Path) -> None:
 def test_one_rank_alone_has_nobody_to_measure():
     told = run(1, gather_results, [], tests.world(), "a")
     assert told == [[CheckResult("all-reduce", "ok", "one rank alone needs none")]]
-
-
-def test_what_cards_rated_speed_is_read_from_the_system(tmp_path: Path):
-    def card(name: str, **texts: str) -> None:
-        (tmp_path / name).mkdir(parents=True)
-        for file, text in texts.items():
-            (tmp_path / name / file).write_text(f"{text}\n")
-
-    assert _rated_speed({}, 8, tmp_path) == 0.0
-    card("net/eth0", speed="25000")
-    card("net/wlan0", speed="-1")
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0,wlan0"}, 8, tmp_path) == 25e9
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "wlan0"}, 8, tmp_path) == 0.0
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "gone0"}, 8, tmp_path) == 0.0
-    card("infiniband/mlx5_0/ports/1", rate="200 Gb/sec (4X HDR)", state="4: ACTIVE")
-    card("infiniband/mlx5_1/ports/1", rate="200 Gb/sec (4X HDR)", state="1: DOWN")
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 8, tmp_path) == 200e9
-    card("infiniband/mlx5_2/ports/1", rate="100 Gb/sec (2X HDR)", state="4: ACTIVE")
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 1, tmp_path) == 200e9, "the other card is for storage"
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 2, tmp_path) == 300e9
-    assert _rated_speed({"GLOO_SOCKET_IFNAME": "eth0"}, 0, tmp_path) == 25e9, "gloo uses no such card"
 
 
 TORCH = CheckResult("torch", "ok", "2.15.0")

@@ -29,10 +29,10 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
     assert code == 0, report
     assert "Traceback" not in report
     ended = re.findall(r"^\| .*? \| (\d+|not run) \|", report, re.MULTILINE)
-    assert len(ended) == len(re.findall("^## ", report, re.MULTILINE)) >= 14
+    assert len(ended) == len(re.findall("^## ", report, re.MULTILINE)) >= 12
     assert set(ended) == {"0", "not run"}
     for row in (
-        r"^torch +\d", "^ours, lazy ", "^a step of lazy takes", "^lars, clip ", "^synthetic ", "^dali ",
+        r"^PyTorch version: \d", "^ours, lazy ", "^a step of lazy, on one thread, takes", "^synthetic ", "^dali ",
         "there is no GPU on this node",
     ):  # fmt: skip
         assert re.search(row, report, re.MULTILINE), row
@@ -42,7 +42,7 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
 def test_a_section_that_fails_stops_no_other_and_a_long_check_has_no_limits(tmp_path: Path):
     assert gpu_check("--long", tmp_path / "report.md", python="/bin/false").wait(60) == 1
     failed = re.findall(r"^\| .*? \| 1 \| [\d.]+ \| – \|$", (tmp_path / "report.md").read_text(), re.MULTILINE)
-    assert len(failed) >= 19
+    assert len(failed) >= 9
 
 
 @pytest.mark.ci

@@ -77,7 +77,7 @@ def test_it_launches_its_own_ranks_and_says_how_it_went(smoke_run: Path):
 def test_the_run_directory_is_complete(smoke_run: Path):
     (curves,) = smoke_run.glob("events.out.tfevents.*")
     assert {path.name for path in smoke_run.iterdir()} - {curves.name} == {
-        "job.json", "recipe.toml", "environment.json", "events.jsonl", "mllog.txt", "checkpoints", "outcome.json",
+        "job.json", "recipe.toml", "environment.json", "events.jsonl", "checkpoints", "outcome.json",
         "trace.json",
     }  # fmt: skip
     assert "seed = 5\n" in (smoke_run / "recipe.toml").read_text()

@@ -73,11 +73,11 @@ def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
     exported = tmp_path / "weights.safetensors"
-    write_weights_for_others(tmp_path / "whole", None, "safetensors", exported)
+    write_weights_for_others(tmp_path / "whole", None, [], "safetensors", exported)
     evaluation = Evaluation("any", job_of(**settings(changes, engine)).recipe, Batching(1, 8, 1), exported, images)
     ((verdict,), past) = run(1, _judged, evaluation), read_run(tmp_path / "whole")
     for value in ("top1", "top1_mirror", "top1_shift", "top5_shift"):
-        assert getattr(verdict, value) == getattr(past.outcome, value)
+        assert getattr(verdict, value) == past.last(value, "eval")
     assert verdict.model == changes["model"].get("name", "resnet18")
     if changes is MILD:
         assert {"top-1 %", "mirror %", "shift %"} <= {str(column.header) for column in report_table([past]).columns}

@@ -1,24 +1,29 @@
-"""Play a program of disturbances against real jobs, and judge what each command said and left."""
+"""Play a program of disturbances against real jobs, and judge what each command said and left.
+
+``python -m tests.faults.fuzzing`` plays random ones: signals, kills and damaged files of small runs on
+two ranks, which must end with the bytes of an undisturbed run, or with a one-sentence error. Everything in a round but
+its timing is drawn from SEED/NUMBER. A round takes about half a minute on two cores.
+"""
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import signal
+import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import psutil
 
-from tests.conftest import make_images
 from tests.e2e.command import events_of, setting
 from tests.faults import programs
 from tests.faults.jobs import Running, digest, start_logged, train
-from tests.faults.programs import Form, Hurt, Program, hurt
+from tests.faults.programs import Hurt, Program, hurt
 
 LIMIT_S = 120.0
 """A command that takes longer hangs; alone on two cores it takes ten seconds."""
@@ -33,7 +38,7 @@ def play(out: Path, program: Program) -> Round:
 
     The run and what it printed stay where something was wrong.
     """
-    job = _job(out, program.setting)
+    job = _job(program.setting)
     round_ = Round(out / re.sub("[/ ]", "-", program.seed), job, _alone(out, program.setting, job))
     try:
         round_.play(program)
@@ -44,17 +49,11 @@ def play(out: Path, program: Program) -> Round:
     return round_
 
 
-def _job(out: Path, name: str) -> tuple[str, ...]:
-    """The arguments for a setting; image files are made where it needs them."""
+def _job(name: str) -> tuple[str, ...]:
+    """The arguments for a setting."""
     kind = name.replace(",", "").split()[0]
-    changes = setting(*programs.SETTINGS[name].split())
-    if kind not in ("folder", "dali"):
-        return (*programs.JOB, *(programs.THREE_RANKS if "three ranks" in name else ()), "--sync", kind, *changes)
-    if not (out / "images").exists():
-        make_images(out / "images", train=20, val=4)
-    recipe = out / f"{kind}.toml"
-    recipe.write_text(programs.OF_IMAGES.format(loader=kind))
-    return ("--recipe", str(recipe), "--nproc", "2", "--data", str(out / "images"), *changes)
+    ranks = programs.THREE_RANKS if "three ranks" in name else ()
+    return (*programs.JOB, *ranks, "--sync", kind, *setting(*programs.SETTINGS[name].split()))
 
 
 @cache
@@ -74,7 +73,6 @@ class Before:
     """Of the newest whole checkpoint; 0 where there is none."""
     checkpoint: Path
     """Its directory, of which there may be several for one step: one with a damaged manifest stays."""
-    has_job: bool
     finished: bool
     files: set[Path]
     """But those of checkpoints, which come and go."""
@@ -87,7 +85,6 @@ class Launch:
     """A command at work."""
 
     name: str
-    form: Form
     running: Running
     log: Path
     before: Before
@@ -95,8 +92,6 @@ class Launch:
     killed: bool = False
     hurt: bool = False
     """Whether its run was damaged before or meanwhile."""
-    rival: bool = False
-    """Whether another command was at work in the same directory."""
 
     @property
     def printed(self) -> str:
@@ -130,8 +125,8 @@ class Round:
             self._play(str(number), command)
             for damage in command.afterwards:
                 self._hurt(damage)
-        if self._end(self._begin("last", "auto")) in _FINISHED and program.again:
-            self._end(self._begin("again", "auto"))
+        if self._end(self._begin("last")) in _FINISHED and program.again:
+            self._end(self._begin("again"))
 
     def end_all(self) -> None:
         """Leave no process behind."""
@@ -148,7 +143,7 @@ class Round:
             log.unlink()
 
     def _play(self, name: str, command: programs.Command) -> None:
-        launch = self._begin(name, command.form)
+        launch = self._begin(name)
         deadline = time.monotonic() + LIMIT_S
         while launch.steps[-1] < command.step and time.monotonic() < deadline and launch.running.command.poll() is None:
             self._watch(launch, 0.02)
@@ -159,32 +154,18 @@ class Round:
                 if again_after_s is not None:
                     self._watch(launch, again_after_s)
                     self._send(launch, who, number)
-            case programs.Second(form) if launch.running.command.poll() is None:
-                second = self._begin(f"{name}b", form)
-                launch.rival = second.rival = True
-                codes = self._end(second), self._end(launch)
-                if not self._hurts and not {*codes} & {*_FINISHED}:
-                    self._blame(name, "neither of two launches finished the run")
-                return
             case Hurt() as damage:
                 self._hurt(damage)
                 launch.hurt = True
-        self._end(launch, waits=not command.hurry)
+        self._end(launch)
 
-    def _begin(self, name: str, form: Form) -> Launch:
+    def _begin(self, name: str) -> Launch:
         log = self.out.parent / f"{self.out.name}.{name}.log"
         log.unlink(missing_ok=True)
-        job = (*self.job, "--out", str(self.out))
-        *_, ranks = (value for option, value in pairwise(job) if option == "--nproc")
-        arguments: dict[Form, tuple[str, ...]] = {
-            "auto": (*job, "--resume", "auto"),
-            "run": ("--resume", str(self.out), "--nproc", ranks),
-            "fresh": job,
-        }
         before = self._before()
-        running = start_logged(self.out, log, *arguments[form])
+        running = start_logged(self.out, log, *self.job, "--out", str(self.out), "--resume", "auto")
         self._commands.append(running)
-        return Launch(name, form, running, log, before, hurt=bool(self._hurts))
+        return Launch(name, running, log, before, hurt=bool(self._hurts))
 
     def _watch(self, launch: Launch, seconds: float) -> None:
         """Wait, and learn which processes there are."""
@@ -214,11 +195,11 @@ class Round:
             self._hurts[path.relative_to(self.out)] = damage
         self.happened.append(str(damage) + ("" if path is not None else " (not there)"))
 
-    def _end(self, launch: Launch, waits: bool = True) -> int | None:
+    def _end(self, launch: Launch) -> int | None:
         """Wait for its end, and judge it; the exit code, None where it had to be ended."""
         self._watch(launch, LIMIT_S)
         code = launch.running.command.poll()
-        ranks = [process for process in self._processes if _is_rank(process)] if waits and not launch.rival else []
+        ranks = [process for process in self._processes if _is_rank(process)]
         _, alive = psutil.wait_procs(ranks, timeout=_OUTLIVING_S)
         if code is None:
             self._blame(launch.name, f"hangs: it is there after {LIMIT_S:g} s")
@@ -242,11 +223,10 @@ class Round:
         if len(sentences) > 1:
             self._blame(launch.name, f"says {len(sentences)} sentences: {' | '.join(sentences)}")
         left_alone = not (launch.signalled or launch.killed)
-        innocent = left_alone and not launch.hurt and not launch.rival
         if code in (1, 2) and not launch.signalled:
             if not sentences:
                 self._blame(launch.name, f"ends with exit code {code} without a sentence")
-            if innocent and not _rightly_refused(launch, sentences):
+            if left_alone and not launch.hurt:
                 self._blame(launch.name, f"fails though nothing was damaged: {' | '.join(sentences)}")
         if code == 4 and not launch.signalled:
             self._blame(launch.name, "ends with exit code 4 though no signal was sent")
@@ -290,7 +270,7 @@ class Round:
         if Path("events.jsonl") in files:
             with suppress(ValueError):  # a line is being written
                 events = {(e["event"], e["step"]) for name in ("train", "eval") for e in events_of(self.out, name)}
-        return Before(*max(checkpoints), (self.out / "job.json").is_file(), self.finished, files, events)
+        return Before(*max(checkpoints), self.finished, files, events)
 
     def _is_hurt(self, path: Path) -> bool:
         """Whether it, what it lies in, or what lies in it was damaged."""
@@ -306,8 +286,27 @@ def _is_rank(process: psutil.Process) -> bool:
     return False
 
 
-def _rightly_refused(launch: Launch, sentences: list[str]) -> bool:
-    """Whether an unharmed run cannot go on by this command all the same."""
-    if launch.form == "run":
-        return not launch.before.has_job
-    return any("is being trained by another process" in sentence for sentence in sentences)
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.fuzzing")
+    parser.add_argument("--count", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first round")
+    parser.add_argument("--out", type=Path, default=Path("runs/fuzz"), help="keeps the runs of rounds that are wrong")
+    chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # raises, so that no job is left behind
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    wrong = 0
+    for number in range(chosen.first, chosen.first + chosen.count):
+        program = programs.draw_program(f"{chosen.seed}/{number}")
+        begun = time.monotonic()
+        played = play(chosen.out.absolute(), program)
+        wrong += bool(played.faults)
+        print(f"{program.seed} {time.monotonic() - begun:.1f} s {'WRONG' if played.faults else 'ok'}", flush=True)
+        if played.faults:
+            print(f"  {program.setting}", *program.commands, *played.happened, *played.faults, sep="\n    ", flush=True)
+    print(f"{chosen.count - wrong} of {chosen.count} rounds ended as they should")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

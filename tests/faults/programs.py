@@ -13,8 +13,6 @@ from typing import Literal, get_args
 from tests.e2e.command import setting
 
 Who = Literal["rank 0", "rank 1", "launcher", "all"]
-Form = Literal["auto", "run", "fresh"]
-"""``auto``: the recipe and ``--resume auto``; ``run``: ``--resume DIR`` alone; ``fresh``: no ``--resume``."""
 How = Literal["truncate", "delete", "flip", "directory"]
 
 STEPS = 10
@@ -31,28 +29,14 @@ SETTINGS = {
     "sparse": "sync.dense_epochs=0.2 sync.ramp_epochs=0.2", "lazy fp16": "sync.wire=fp16",
     "hybrid int8": "sync.wire=int8", "dear int8": "sync.wire=int8", "ring fp8": "sync.wire=fp8",
     "hybrid, three ranks": "sync.fuse_mb=1", "lazy int8, three ranks": "sync.wire=int8",
-    "sparse, three ranks": "sync.dense_epochs=0.2", "folder": "", "dali": "",
+    "sparse, three ranks": "sync.dense_epochs=0.2",
 }  # fmt: skip
-"""What is trained, and what that changes of the recipe. The first word is an engine; or a loader, whose recipe is of
-image files.
+"""What is trained, and what that changes of the recipe. The first word is an engine.
 
 Whichever engine ``auto`` chooses, two ranks add the same numbers.
 """
-OF_IMAGES = """
-ranks = 2
-global_batch = 4
-epochs = 2
-log_every = 1
-checkpoint = {{ every_steps = 3 }}
-model = {{ kind = "resnet18" }}
-data = {{ dataset = "digits", loader = "{loader}", image_size = 32, resize = 36 }}
-precision = {{ kind = "fp32" }}
-optim = {{ kind = "sgd", lr = 0.05, weight_decay = 1e-4 }}
-schedule = {{ kind = "cosine" }}
-sync = {{ kind = "lazy" }}
-"""
 FILES = (
-    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "mllog.txt", "events.out*",
+    "job.json", "recipe.toml", "outcome.json", "events.jsonl", "environment.json", "events.out*",
     "checkpoints", "checkpoints/final.safetensors", "checkpoints/step-* newest", "checkpoints/step-* newest/*.json",
     "checkpoints/step-* newest/shared*", "checkpoints/step-* newest/rank*", "checkpoints/step-* oldest",
     "checkpoints/step-* oldest/*.json", "checkpoints/step-* oldest/shared*",
@@ -69,13 +53,6 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Second:
-    """Another launch into the same directory, while the first is at work."""
-
-    form: Form
-
-
-@dataclass(frozen=True)
 class Hurt:
     """Damage to one file or directory of the run."""
 
@@ -85,19 +62,16 @@ class Hurt:
     """Where in the file, as a share of its length."""
 
 
-Disturbance = Send | Second | Hurt
+Disturbance = Send | Hurt
 
 
 @dataclass(frozen=True)
 class Command:
     """One launch, and what happens to it ``delay_s`` after ``step`` was recorded; step 0: after it was started."""
 
-    form: Form
     step: int
     delay_s: float
     disturbance: Disturbance | None
-    hurry: bool
-    """Whether what follows is done although ranks may be left."""
     afterwards: tuple[Hurt, ...]
     """Done to the run once the command has ended."""
 
@@ -111,26 +85,16 @@ class Program:
     """Whether the run is resumed once more when it has ended."""
 
 
-def draw_program(seed: str, kills: bool = False) -> Program:
-    """Draw one to three launches and what happens to them; the same for the same seed.
-
-    With ``kills``, one launch is killed, half of the time as it saves, and settings come in turn by the seed's number.
-    """
+def draw_program(seed: str) -> Program:
+    """Draw one to three launches and what happens to them; the same for the same seed."""
     draw = random.Random(seed)
-    if kills:
-        step = draw.randrange(3, STEPS, 3) if draw.random() < 0.5 else draw.randint(1, STEPS - 2)
-        killed = Command(
-            "auto", step, draw.uniform(0, 1.0), Send(signal.SIGKILL, draw.choice(get_args(Who))), False, ()
-        )
-        return Program(f"kills {seed}", list(SETTINGS)[int(seed.split("/")[1]) % len(SETTINGS)], (killed,), again=False)
     setting = draw.choice(list(SETTINGS))
     count = draw.choices((1, 2, 3), (5, 4, 1))[0]
-    commands = tuple(_draw_command(draw, first=number == 0) for number in range(count))
+    commands = tuple(_draw_command(draw) for _ in range(count))
     return Program(seed, setting, commands, draw.random() < 0.25)
 
 
-def _draw_command(draw: random.Random, first: bool) -> Command:
-    form: Form = "auto" if first or draw.random() < 0.6 else "run"
+def _draw_command(draw: random.Random) -> Command:
     step, delay_s = draw.randint(1, STEPS), draw.uniform(0, 0.4)
     match draw.choices(("start", "evaluation", "saving", "anywhere"), (4, 2, 2, 3))[0]:
         case "start":
@@ -140,19 +104,16 @@ def _draw_command(draw: random.Random, first: bool) -> Command:
         case "saving":
             step = draw.randrange(3, STEPS, 3)
     disturbance: Disturbance | None = None
-    match draw.choices(("kill", "signal", "second", "damage", "nothing"), (4, 6, 3, 3, 1))[0]:
+    match draw.choices(("kill", "signal", "damage", "nothing"), (4, 6, 3, 1))[0]:
         case "kill":
             disturbance = Send(signal.SIGKILL, draw.choice(get_args(Who)))
         case "signal":
             again = draw.uniform(0.2, 4) if draw.random() < 0.25 else None
             disturbance = Send(draw.choice(SIGNALS), draw.choice(get_args(Who)), again)
-        case "second":
-            disturbance = Second(draw.choice(get_args(Form)))
         case "damage":
             disturbance = _draw_hurt(draw)
     damages = draw.choices((0, 1, 2), (4, 4, 2))[0]
-    hurry = isinstance(disturbance, Send) and disturbance.number == signal.SIGKILL and draw.random() < 0.5
-    return Command(form, step, delay_s, disturbance, hurry, tuple(_draw_hurt(draw) for _ in range(damages)))
+    return Command(step, delay_s, disturbance, tuple(_draw_hurt(draw) for _ in range(damages)))
 
 
 def _draw_hurt(draw: random.Random) -> Hurt:

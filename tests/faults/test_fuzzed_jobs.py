@@ -1,4 +1,4 @@
-"""Programs of disturbances with real jobs: those with a name, and a few rounds of scripts/fuzz_jobs.py."""
+"""Programs of disturbances with real jobs: those with a name, and a few random ones."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ with what had been measured before its checkpoint, but one that was killed befor
 @pytest.mark.parametrize("name", NAMED)
 def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not(name: str, tmp_path: Path):
     setting, disturbances, codes = NAMED[name]
-    commands = tuple(Command("auto", step, delay, what, False, ()) for step, delay, what in disturbances)
+    commands = tuple(Command(step, delay, what, ()) for step, delay, what in disturbances)
     played = play(tmp_path, Program(name, setting, commands, again=True))
     assert played.faults == [], played.happened
     ended = [int(code) for code in re.findall(r"exit code (-?\d+)", " ".join(played.happened))]
     assert ended == [*codes, 0, 0], played.happened
 
 
-@pytest.mark.parametrize(("seed", "kills"), [("1/1", False), ("1/3", False), ("2/3", False), ("1/20", True)])
-def test_a_fuzzed_job_ends_with_the_same_bytes_or_a_sentence(seed: str, kills: bool, tmp_path: Path):
-    program = draw_program(seed, kills)
+@pytest.mark.parametrize("seed", ["1/1", "1/3", "2/3"])
+def test_a_fuzzed_job_ends_with_the_same_bytes_or_a_sentence(seed: str, tmp_path: Path):
+    program = draw_program(seed)
     played = play(tmp_path, program)
     assert played.faults == [], (program, played.happened)

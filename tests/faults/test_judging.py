@@ -15,7 +15,7 @@ from tests.faults.programs import FILES, Hurt, draw_program
 
 pytestmark = pytest.mark.ci
 
-NOTHING = Before(0, Path("checkpoints"), True, False, set(), set())
+NOTHING = Before(0, Path("checkpoints"), False, set(), set())
 WENT_ON = "epoch 1/2  step 4/10  loss 1\n"
 
 
@@ -24,7 +24,7 @@ def test_a_seed_draws_one_program_and_all_kinds_of_disturbances_come():
     assert programs == [draw_program(f"1/{number}") for number in range(300)]
     commands = [command for program in programs for command in program.commands]
     kinds = {type(command.disturbance).__name__ for command in commands}
-    assert kinds == {"Send", "Second", "Hurt", "NoneType"}
+    assert kinds == {"Send", "Hurt", "NoneType"}
     assert {damage.file for command in commands for damage in command.afterwards} == {*FILES}
 
 
@@ -53,18 +53,16 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
 
 def test_repeated_events_are_allowed_after_a_damaged_checkpoint_and_other_weights_are_not(tmp_path: Path):
     before = replace(NOTHING, finished=True, events={("train", 3)}, files={Path("outcome.json")})
-    damage = Hurt("flip", "", 0.5)
     warned = "warning: step-00000004 is damaged; the one before is taken\n"
-    hurts = {Path("checkpoints/step-00000004/shared.safetensors"): damage}
+    hurts = {Path("checkpoints/step-00000004/shared.safetensors"): Hurt("flip", "", 0.5)}
     assert judged(tmp_path / "redone", 0, warned, before, hurts=hurts) == []
     assert judged(tmp_path / "unsaid", 0, "", before, hurts=hurts)
     assert judged(tmp_path / "unhurt", 0, warned, before)
     assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
-    assert judged(tmp_path / "none", 0, "", NOTHING, weights=False) == ["1: leaves no final weights"]
 
 
 def judged(
-    folder: Path, code: int, printed: str, before: Before, alone: str | None = None, weights: bool = True,
+    folder: Path, code: int, printed: str, before: Before, alone: str | None = None,
     hurts: dict[Path, Hurt] | None = None,
 ) -> list[str]:  # fmt: skip
     """What is found wrong with a command that ended with ``code``."""
@@ -73,13 +71,11 @@ def judged(
     weights_file.parent.mkdir(parents=True)
     weights_file.write_bytes(b"weights")
     alone = alone or digest(out)
-    if not weights:
-        weights_file.unlink()
     log = folder / "log"
     log.write_text(printed)
     ends = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     command = subprocess.Popen([sys.executable, "-c", ends], text=True)
     round_ = Round(out, (), alone)
     round_._hurts.update(hurts or {})
-    round_._end(Launch("1", "auto", Running(command, out), log, before))
+    round_._end(Launch("1", Running(command, out), log, before))
     return round_.faults

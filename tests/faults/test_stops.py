@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.e2e.command import events_of, outcome_of, setting, wait_for
-from tests.faults.jobs import FUSED, start, train
+from tests.faults.jobs import FUSED, digest, start, train
 
 pytestmark = pytest.mark.weekly
 
@@ -57,21 +57,16 @@ def test_a_stop_while_it_compiles_ends_within_its_grace_without_loss(tmp_path: P
     assert outcome_of(run)["message"] in running.printed
 
 
-def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path):
+def test_a_run_under_nohup_outlives_its_terminal_and_one_told_twice_ends_at_once_and_harms_nothing(tmp_path: Path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which processes inherit
     try:
-        running = start(tmp_path / "run")
+        running = start(tmp_path / "undisturbed", *FUSED)
     finally:
         signal.signal(signal.SIGHUP, before)
     wait_for(lambda: running.step >= 3)
     for process in (running.command, *running.ranks):
         process.send_signal(signal.SIGHUP)
     assert running.ended(240) == 0, running.printed
-    assert outcome_of(tmp_path / "run")["steps"] == 20
-
-
-def test_told_twice_it_ends_at_once_and_harms_nothing(tmp_path: Path):
-    undisturbed = train(tmp_path / "undisturbed", *FUSED)
     running = start(tmp_path / "stopped", *FUSED)
     wait_for(lambda: running.step >= 6)
     ranks = running.ranks
@@ -85,7 +80,7 @@ def test_told_twice_it_ends_at_once_and_harms_nothing(tmp_path: Path):
     running.ended(60)
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive
-    assert train(tmp_path / "stopped", *FUSED) == undisturbed
+    assert train(tmp_path / "stopped", *FUSED) == digest(tmp_path / "undisturbed")
 
 
 def test_a_rank_that_is_stopped_is_named(tmp_path: Path):

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch.autograd import DeviceType
 from torch.nn.functional import dropout
+from torch.profiler import ProfilerActivity, profile
 from torchvision.models import resnet18
 
 import tests
@@ -26,7 +28,7 @@ from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
-from imagenet_fast.training.optimizers import LARS
+from imagenet_fast.training.optimizers import LARS, build_optimizer
 from imagenet_fast.training.train_step import build_step, seed_step
 from tests.conftest import tables
 
@@ -170,6 +172,22 @@ def test_lars_takes_the_same_step_of_the_same_pieces_every_time():
         optimizer.step()
         ends.add(torch.cat([param.detach().flatten() for param in params]).cpu().numpy().tobytes())
     assert len(ends) == 1
+
+
+@pytest.mark.parametrize("optim", ["sgd", "lars"])
+def test_an_update_launches_fewer_kernels_than_there_are_tensors(optim: str):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(80))).cuda()
+    recipe = parse_recipe("test", tables(optim={"kind": optim, "lr": 0.1, "weight_decay": 5e-5}))
+    optimizer = build_optimizer(recipe.optim, model)
+    for _ in range(3):  # the first makes the momentum
+        for param in optimizer.params:
+            param.grad = torch.full_like(param, 1e-3)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
+            optimizer.step()
+            torch.cuda.synchronize()
+    kernels = [event.name for event in watched.events() if event.device_type == DeviceType.CUDA]
+    assert 0 < len(kernels) < len(optimizer.params) == 160, kernels
+    assert not any("DtoH" in name for name in kernels), "the host waits for none"
 
 
 HOW: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {

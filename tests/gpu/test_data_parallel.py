@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from imagenet_fast.bench.train_step import bench_step, over_gpus, step_recipe
+from imagenet_fast.bench.train_step import bench_step, data_parallel, step_recipe
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.precision import set_float32_math
@@ -44,8 +44,8 @@ def test_data_parallel_gradients_and_precision(precision: str):
         forward(images).float().square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    spread = over_gpus(model, recipe.precision, GPUS)
-    expected = gradients(over_gpus(model, recipe.precision, 1))
+    spread = data_parallel(model, recipe.precision, GPUS)
+    expected = gradients(data_parallel(model, recipe.precision, 1))
     model.get_submodule("layer4.1.conv2").register_forward_hook(note)
     found = gradients(spread)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]

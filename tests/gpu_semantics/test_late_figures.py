@@ -45,11 +45,9 @@ class Told:
     def __init__(self) -> None:
         self.rows: dict[str, list[tuple[int, int, dict[str, Any]]]] = {}
 
-    def write(self, event: Event) -> None:
-        self.rows.setdefault(event.name, []).append((Aged.report, event.step, event.values))
-
-    def close(self) -> None:
-        pass
+    def __call__(self, event: Event) -> None:
+        values = {key: value for key, value in event.items() if key not in ("event", "step", "run_s")}
+        self.rows.setdefault(event["event"], []).append((Aged.report, event["step"], values))
 
 
 @with_ranks(2)

@@ -185,8 +185,7 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (640, 216_000)
     assert pod["terminationGracePeriodSeconds"] == 310
     (container,) = pod["containers"]
-    assert container["image"] == IMAGE
-    assert container["ports"] == [{"containerPort": 1234}]
+    assert (container["image"], container["ports"]) == (IMAGE, [{"containerPort": 1234}])
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"shm": "/dev/shm", "runs": "/runs", "data": "/data"}
@@ -194,11 +193,11 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory"}
     assert volumes["runs"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "imagenet", "readOnly": True}
-    asked = parsed(pod_words(pod)[1:])
-    assert (asked["recipe"], str(asked["data"])) == ("resnet50-512gpu", "/data")
-    assert str(asked["out"]) == "/runs/resnet50-512gpu"
-    meeting = (asked["nodes"], asked["nproc"], asked["rdzv_endpoint"])
-    assert meeting == ("64", 8, "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234")
+    asked = {key: str(value) for key, value in parsed(pod_words(pod)[1:]).items()}
+    assert asked.items() >= {
+        "recipe": "resnet50-512gpu", "data": "/data", "out": "/runs/resnet50-512gpu", "nodes": "64", "nproc": "8",
+        "rdzv_endpoint": "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234",
+    }.items()  # fmt: skip
 
 
 def test_jobset_failure_policy_by_exit_code():
@@ -386,7 +385,6 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--recipe", "nothing"), "there is no recipe 'nothing'"),
         ((*SLURM, "--nodes", "3"), "--nproc"),
         ((*SLURM, "--nodes", "2:4"), "--nodes 2:4 is for `train` alone"),
-        ((*K8S, "--nodes", "0"), "--nodes 0 is no number of nodes"),
         ((*SLURM, "--nproc", "31"), "does not divide over 62 ranks"),
         ((*SLURM, "--recipe", "resnet50-8gpu"), "say it with --data"),
         ((*K8S, "--recipe", "resnet50-8gpu"), "say it with --data-claim"),
@@ -394,25 +392,19 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--time", "soon"), "--time soon is no time limit"),
         ((*SLURM, "--time", "4"), "leaves no time to train"),
         ((*SLURM, "--partition", "a\n#SBATCH --nodes=9"), "--partition"),
-        ((*SLURM, "--account", "a b"), "--account 'a b'"),
         ((*SLURM, "--program", "it's"), "--program it's cannot be read"),
         ((*SLURM, "--program", " "), "--program is empty"),
         ((*SLURM, "--out", "/runs/\udcff"), "not UTF-8"),
-        ((*K8S, "--out", "/runs/\udcff"), "not UTF-8"),
         ((*SLURM, "--file", "/dev"), "--file /dev is a directory; name a file"),
-        ((*SLURM, "--file", "/none/x"), "there is no directory /none"),
         ((*K8S, "--out", "/here/a"), "--out /here/a is not on --run-claim"),
         ((*K8S, "--out", "/runs/../a"), "is not on --run-claim"),
         ((*K8S, "--run-claim", "a: b"), "--run-claim 'a: b'"),
-        ((*K8S, "--namespace", "A"), "--namespace 'A'"),
         ((*K8S, "--name", "8gpu"), "--name '8gpu'"),
         ((*K8S, "--image", "a b"), "--image 'a b'"),
         (("ssh", "--hosts", "a,b", "--nodes", "3"), "names 2 of 3 nodes"),
         (("ssh", "--hosts", "a,me@a"), "names me@a twice (a and me@a are the same)"),
         (("ssh", "--hosts", "a,-oProxyCommand=x"), "is no host"),
-        (("ssh", "--hosts", "fe80::1%eth0,b"), "is no host"),
         (("ssh", "--hosts", "node0:2222,b"), "'node0:2222' has a port; write it into"),
-        (("ssh", "--hosts", "localhost,b"), "to the others localhost is themselves"),
         (("ssh", "--hosts", "me@127.0.0.1,b"), "to the others 127.0.0.1 is themselves"),
     ],
 )
@@ -430,24 +422,17 @@ def test_a_job_is_written_to_a_file_instead(tmp_path: Path):
     assert file.read_text() == printed
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 5400), ("90:30", 5430), ("24:00:00", 86_400), ("2-12", 216_000), ("1-0:30", 88_200), ("1-2:3:4", 93_784)],
-)
-def test_time_limits_are_slurms(text: str, seconds: int):
-    assert parse_time_limit(text) == seconds
+def test_time_limits_are_slurms():
+    limits = {"90": 5400, "90:30": 5430, "24:00:00": 86_400, "2-12": 216_000, "1-0:30": 88_200, "1-2:3:4": 93_784}
+    assert {text: parse_time_limit(text) for text in limits} == limits
+    for text in ("", "0", "0:00", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "UNLIMITED"):
+        with pytest.raises(UserError, match="is no time limit"):
+            parse_time_limit(text)
 
 
-@pytest.mark.parametrize("text", ["", "0", "0:00", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "UNLIMITED"])
-def test_what_is_no_time_limit_is_refused(text: str):
-    with pytest.raises(UserError, match="is no time limit"):
-        parse_time_limit(text)
-
-
-@pytest.mark.parametrize(
-    ("name", "label"),
-    [("resnet50-8gpu", "resnet50-8gpu"), ("My Net_2", "my-net-2"), ("8gpu", "imagenet-fast-8gpu"),
-     ("数", "imagenet-fast"), ("a" * 39 + "--b", "a" * 39), ("-x-", "x"), ("#\n", "imagenet-fast")],
-)  # fmt: skip
-def test_a_job_is_named_after_its_recipe_as_far_as_clusters_allow(name: str, label: str):
-    assert job_label(name) == label
+def test_a_job_is_named_after_its_recipe_as_far_as_clusters_allow():
+    labels = {
+        "resnet50-8gpu": "resnet50-8gpu", "My Net_2": "my-net-2", "8gpu": "imagenet-fast-8gpu", "数": "imagenet-fast",
+        "a" * 39 + "--b": "a" * 39, "-x-": "x", "#\n": "imagenet-fast",
+    }  # fmt: skip
+    assert {name: job_label(name) for name in labels} == labels

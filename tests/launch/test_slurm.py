@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -11,8 +9,6 @@ import pytest
 from imagenet_fast.distributed.ranks import TORCHRUN, srun_to_torchrun_env, step_nodes
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.nodes import resolve_nodes
-from tests.e2e import command
-from tests.ports import free_port
 
 
 def step(tasks: int, per_node: str, nodes: str, rank: int = 0, node: int = 0, local: int = 0) -> dict[str, str]:
@@ -41,16 +37,13 @@ def test_several_tasks_a_node_are_ranks():
     assert told.items() >= (as_torchrun(17, 20, 1, 4) | {"MASTER_ADDR": "gpu07"}).items()
     assert 1024 < int(told["MASTER_PORT"]) < 2**16
     assert step_nodes(environment | told) is None
-    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3"}
-    assert not own.keys() & adopted(environment | own).keys(), "what a user has set stays"
-
-
-@pytest.mark.parametrize(("rank", "node", "local"), [(0, 0, 0), (7, 0, 7), (8, 1, 0), (16, 2, 0), (19, 2, 3)])
-def test_ranks_of_a_node_know_its_number_however_many_they_are(rank: int, node: int, local: int):
-    environment = step(20, "8(x2),4", "gpu[07-08,11]", rank=rank, node=node, local=local)
-    assert adopted(environment)["GROUP_RANK"] == str(node)
+    for rank, node, local in ((0, 0, 0), (7, 0, 7), (8, 1, 0), (16, 2, 0), (19, 2, 3)):
+        on = step(20, "8(x2),4", "gpu[07-08,11]", rank=rank, node=node, local=local)
+        assert adopted(on)["GROUP_RANK"] == str(node)
     in_turn = step(4, "2(x2)", "a,b", rank=2, node=0, local=1) | {"GROUP_RANK": "9"}  # by a torchrun around it
     assert adopted(in_turn)["GROUP_RANK"] == "0", "srun's, which deals tasks out in turn"
+    own = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234", "OMP_NUM_THREADS": "3"}
+    assert not own.keys() & adopted(environment | own).keys(), "what a user has set stays"
 
 
 def test_one_task_a_node_starts_ranks_of_its_own():
@@ -75,12 +68,10 @@ def test_a_task_that_its_variables_do_not_know_is_refused(other: dict[str, int])
         step_nodes(environment)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("a,b", "a"), ("n[3,5]", "n3"), ("n[001-100].cluster,m", "n001.cluster"), ("h-[2-3]-x[5-6]", "h-2-x5")],
-)
-def test_the_first_host_of_a_list(nodes: str, first: str):
-    assert (step_nodes(step(2, "1(x2)", nodes)) or (0, ""))[1].partition(":")[0] == first
+def test_the_first_host_of_a_list():
+    first = {"a,b": "a", "n[3,5]": "n3", "n[001-100].cluster,m": "n001.cluster", "h-[2-3]-x[5-6]": "h-2-x5"}
+    found = {nodes: step_nodes(step(2, "1(x2)", nodes)) or (0, "") for nodes in first}
+    assert {nodes: endpoint.partition(":")[0] for nodes, (_, endpoint) in found.items()} == first
 
 
 @pytest.mark.parametrize(
@@ -110,7 +101,10 @@ def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monke
     assert resolve_nodes(1, "2", "node0:29400", 5).count == 2, "what is asked for counts"
 
 
-def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyPatch):
+def test_the_shell_of_srun_pty_is_no_task_of_several_and_steps_that_it_starts_have_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """They inherit its variables; only the shell is task 0 and has a terminal."""
     monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: True)
     environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
     with pytest.raises(UserError, match=r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks"):
@@ -119,30 +113,8 @@ def test_the_shell_of_srun_pty_is_no_task_of_several(monkeypatch: pytest.MonkeyP
     nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
     srun_to_torchrun_env(nodes, chosen=True)
     assert step_nodes(nodes) is None
-
-
-@pytest.mark.parametrize(("rank", "terminal"), [(0, False), (3, True)])
-def test_steps_that_such_a_shell_starts_have_tasks(rank: int, terminal: bool, monkeypatch: pytest.MonkeyPatch):
-    """They inherit its variables; only the shell is task 0 and has a terminal."""
-    monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: terminal)
-    environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
-    told = adopted(environment, chosen=True, one_a_node=True)
-    assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")
-
-
-@pytest.mark.ci
-def test_tasks_of_srun_are_the_ranks_of_a_loop_of_ones_own():
-    program = (
-        "from imagenet_fast.distributed.init import current_world\n"
-        "world = current_world(); print(world.rank, world.size, world.local_rank)"
-    )
-    with free_port() as port:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        tasks = [
-            subprocess.Popen(
-                [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE,
-                env=command.environment(**step(2, "2", "127.0.0.1", rank=rank, local=rank), **meeting),
-            )
-            for rank in (0, 1)
-        ]  # fmt: skip
-        assert [task.communicate(timeout=120)[0].split() for task in tasks] == [["0", "2", "0"], ["1", "2", "1"]]
+    for rank, terminal in ((0, False), (3, True)):
+        monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda terminal=terminal: terminal)
+        environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
+        told = adopted(environment, chosen=True, one_a_node=True)
+        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")

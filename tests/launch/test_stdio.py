@@ -32,19 +32,38 @@ def printing(program: str, shell: str, **more: str) -> subprocess.CompletedProce
     return subprocess.run(words, capture_output=True, check=False, timeout=60, env=clean)
 
 
+MANY = "for _ in range(20000): print('–')\nprint('–', file=sys.stderr, flush=True)\nsys.exit(4)"
+TEXT = r"'a \u2013 \xb7 \u6570 \udcff'"
+IN_TEXT = f"print({TEXT}); print({TEXT}, file=sys.stderr)"
+AS_UTF_8 = "a – · 数 ".encode() + b"\xff\n"
+DASHES = "–\n".encode()
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("shell", [">/dev/full 2>&1", ">&-", ">&- 2>&-", "", "</dev/null"])
-@pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_prints_succeed_wherever_they_lead_and_the_exit_code_stays(shell: str, unbuffered: str, tmp_path: Path):
-    told = tmp_path / "told"
-    program = (
-        "for _ in range(20000): print('–')\n"
-        f"print('–', file=sys.stderr, flush=True); open({str(told)!r}, 'w').write('done'); sys.exit(4)"
-    )
-    done = printing(program, shell, PYTHONUNBUFFERED=unbuffered)
-    assert (done.returncode, told.read_text()) == (4, "done")
-    assert b"Error" not in done.stdout + done.stderr
-    assert done.stdout in (b"", "–\n".encode() * 20000)
+@pytest.mark.parametrize(
+    ("program", "shell", "settings", "ended"),
+    [
+        *(
+            (MANY, shell, {"PYTHONUNBUFFERED": unbuffered}, (4, DASHES * 20000 * reads, DASHES * reads))
+            for shell, reads in ((">/dev/full 2>&1", 0), (">&- 2>&-", 0), ("", 1), ("</dev/null", 1))
+            for unbuffered in ("", "1")
+        ),
+        *(
+            (IN_TEXT, "", locale, (0, AS_UTF_8, AS_UTF_8))  # bytes of paths stay
+            for locale in (ASCII, {"PYTHONIOENCODING": "latin-1"}, {})
+        ),
+        (f"{LINES}; sys.exit(3)", "| head -n 1; exit 0", {}, (0, b"a line\n", b"")),  # a reader leaves
+        (f"os.set_blocking(1, False)\n{LINES}", "| (sleep 0.3; wc -l)", {}, (0, b"20000\n", b"")),
+        # A file takes no closed stream's number.
+        ("f = open('/dev/zero', 'rb'); assert f.fileno() > 2; os.write(1, b'a'); print('b')", ">&- 2>&-", {},
+         (0, b"", b"")),
+    ],
+)  # fmt: skip
+def test_prints_succeed_wherever_they_lead_and_are_utf_8_in_any_locale(
+    program: str, shell: str, settings: dict[str, str], ended: tuple[int, bytes, bytes]
+):
+    done = printing(program, shell, **settings)
+    assert (done.returncode, done.stdout, done.stderr) == ended
 
 
 @pytest.mark.ci
@@ -64,44 +83,11 @@ def test_a_terminal_is_still_one_and_may_go_away():
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("program", "shell", "printed"),
-    [
-        (f"{LINES}; sys.exit(3)", "| head -n 1; exit 0", b"a line\n"),
-        (f"os.set_blocking(1, False)\n{LINES}", "| (sleep 0.3; wc -l)", b"20000\n"),
-        ("f = open('/dev/zero', 'rb'); assert f.fileno() > 2; os.write(1, b'a'); print('b')", ">&- 2>&-", b""),
-    ],
-    ids=["a reader leaves", "a pipe does not block", "a file takes no closed stream's number"],
-)
-def test_a_stream_may_lead_anywhere(program: str, shell: str, printed: bytes):
-    done = printing(program, shell)
-    assert (done.returncode, done.stdout, done.stderr) == (0, printed, b"")
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("locale", [ASCII, {"PYTHONIOENCODING": "latin-1"}, {}], ids=["ascii", "latin-1", "utf-8"])
-def test_text_is_utf_8_in_any_locale_and_bytes_of_paths_stay(locale: dict[str, str]):
-    text = r"'a \u2013 \xb7 \u6570 \udcff'"
-    done = printing(f"print({text}); print({text}, file=sys.stderr)", "", **locale)
-    printed = "a – · 数 ".encode() + b"\xff\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, printed, printed)
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize("words", [("recipes",), ("recipes", "show", "smoke"), ("--help",)])
 def test_a_result_that_could_not_be_printed_is_an_error_and_no_traceback(words: tuple[str, ...]):
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, env=environment(), timeout=60)
     assert (done.returncode, done.stderr.decode()) == (2, LOST)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("words", [("recipes", "show"), ("launch", "k8s", "--recipe")], ids=["recipe", "manifest"])
-def test_text_that_is_meant_for_a_file_is_utf_8_in_any_locale(words: tuple[str, ...], tmp_path: Path):
-    more = ("--nodes", "1", "--image", "i", "--run-claim", "r") if words[0] == "launch" else ()
-    command = [*COMMAND, *words, str(in_utf_8(tmp_path)), *more]
-    done = subprocess.run(command, capture_output=True, env=environment(**ASCII), timeout=60, check=True)
-    assert "# Größe – 数" in done.stdout.decode()
 
 
 def in_utf_8(folder: Path) -> Path:

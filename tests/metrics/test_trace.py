@@ -16,7 +16,7 @@ from torch import nn
 
 from imagenet_fast.bench.timeline import read_timeline
 from imagenet_fast.distributed.device_timer import Stopwatch
-from imagenet_fast.metrics.trace import Trace, TracedSteps
+from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, DearSync, HybridSync, LazySync, SyncStats
 from imagenet_fast.sync.comm_stream import CommStats
@@ -65,20 +65,14 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
     begun = time.perf_counter()
     time.sleep(0.01)
     model = nn.Linear(2, 2)
-    trace = Trace(model, torch.device("cpu"))
+    trace = Trace(model, torch.device("cpu"), tmp_path / "trace.json", first=0, count=1)
     model(torch.ones(1, 2)).sum().backward()
     early = CommStats(8, 8, begun, time.perf_counter())
-    trace.add_step(SyncStats(Stopwatch(torch.device("cpu")), [("early", [early])]))
-    trace.write(tmp_path / "trace.json")
+    trace.end_step(SyncStats(Stopwatch(torch.device("cpu")), [("early", [early])]))
     spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in spans] == ["early", "forward ", "backward ", "backward "]
     assert spans[0]["ts"] == 0
     assert all(e["ts"] > 10_000 and e["dur"] >= 0 for e in spans[1:])
-
-
-def test_of_no_step_an_empty_timeline_is_written(tmp_path: Path):
-    Trace(nn.Linear(2, 2), torch.device("cpu")).write(tmp_path / "trace.json")
-    assert {e["ph"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} == {"M"}
 
 
 @with_ranks(2)
@@ -96,15 +90,14 @@ def test_what_a_step_cost_holds_nothing_of_what_was_sent() -> None:
 
 def held_by(root: object) -> list[object]:
     """All that lives as long as this does, but for what modules and classes hold."""
-    held: dict[int, object] = {id(root): root}
-    waiting = [root]
-    while waiting:
-        one = waiting.pop()
-        inner = one.__closure__ or () if isinstance(one, FunctionType) else gc.get_referents(one)
-        for other in inner:
-            if id(other) not in held and not isinstance(other, type | ModuleType):
-                held[id(other)] = other
-                waiting.append(other)
+    held: dict[int, object] = {}
+    found = [root]
+    while found:
+        held |= {id(one): one for one in found}
+        inner = [one.__closure__ or () if isinstance(one, FunctionType) else gc.get_referents(one) for one in found]
+        found = [
+            one for all_of in inner for one in all_of if id(one) not in held and not isinstance(one, type | ModuleType)
+        ]
     return list(held.values())
 
 
@@ -113,7 +106,7 @@ def _trace(folder: Path) -> None:
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
         forward, sync = attach(model, settings)
         path = folder / f"{settings.kind}{dist.get_rank() or ''}.json"
-        traced = TracedSteps(model, torch.device("cpu"), path, first=2, count=4)
+        traced = Trace(model, torch.device("cpu"), path, first=2, count=4)
         for _ in range(7):
             sync.zero_grad()
             forward(torch.ones(1, 3, 8, 8)).sum().backward()

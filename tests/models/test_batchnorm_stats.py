@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.reductions import average_batch_norms
-from imagenet_fast.models.batchnorm_stats import PipelinedStatistics, StepStatistics
+from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import build_step
 from tests.ranks import run
@@ -50,77 +52,54 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("micro_steps", [1, 2, 5])
-def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float | None, micro_steps: int):
-    """Whatever a norm's momentum, and however often a forward calls it: as if each were a rank of its own."""
-    model = Twice(momentum).double()
+@pytest.mark.parametrize("piped", [False, True])
+def test_micro_steps_leave_the_mean_of_what_each_would_have_left(momentum: float | None, micro_steps: int, piped: bool):
+    """Whatever a norm's momentum, and however often a forward calls it: as if each were a rank of its own. In a
+    pipeline backwards follow when other forwards have run. A frozen norm stays as it is to the bit."""
+    model = nn.Sequential(Twice(momentum), nn.BatchNorm1d(3)).double()
+    model[1].eval().running_var.fill_(1 / 3)
     statistics = StepStatistics(model, micro_steps)
     for _ in range(3):
         batches = torch.randn(micro_steps, 8, 3, dtype=torch.float64)
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        left: list[dict[str, Tensor]] = []
+        before = copy.deepcopy(model)
+        left, losses = [], []
+        statistics.begin()
         for batch in batches:
-            by_itself = Twice(momentum).double()
-            by_itself.load_state_dict(before, strict=False)
+            by_itself = copy.deepcopy(before)
             by_itself(batch)
             left.append(dict(by_itself.named_buffers()))
-        for batch in batches:
             with statistics.micro_step():
-                model(batch)
+                loss = model(batch).square().sum()
+                losses.append(loss) if piped else loss.backward()
+        for loss in losses:
+            loss.backward()
         for name, buffer in model.named_buffers():
             mean = torch.stack([one[name] for one in left]).double().mean(0)
             torch.testing.assert_close(buffer.double(), mean, rtol=1e-12, atol=1e-12)
+        assert model[1].running_var.eq(1 / 3).all()
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("micro_batches", [1, 2, 3, 16])
-def test_a_pipelines_norm_moves_once_a_step_and_weighs_micro_batches_alike(momentum: float | None, micro_batches: int):
-    """As if it had seen their mean; without a momentum each step counts as one."""
-    norm = nn.BatchNorm1d(3, momentum=momentum).double()
-    statistics = PipelinedStatistics([norm], micro_batches)
-    batches = torch.randn(4, micro_batches, 8, 3, dtype=torch.float64) + torch.arange(4.0).view(4, 1, 1, 1)
-    mean, var = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
-    for step, batch in enumerate(batches, 1):
+@pytest.mark.parametrize("skipped", [False, True])
+@pytest.mark.parametrize(("micro_steps", "cut_off"), [(3, 1), (3, 2), (3, 2.5), (1, 0.5)])
+def test_a_step_that_was_cut_off_or_is_skipped_leaves_no_trace(micro_steps: int, cut_off: float, skipped: bool):
+    """2.5: it ends in the third forward, when its first norm has moved."""
+    layers = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.ReLU(), nn.BatchNorm1d(3))
+    statistics = StepStatistics(layers, micro_steps, skips=True)
+
+    def step(batch: Tensor, found_inf: float, ends: float = micro_steps) -> None:
         statistics.begin()
-        for part in batch:
-            with statistics.forward():
-                norm(part)
-        share = momentum or 1 / step
-        mean, var = mean.lerp(batch.mean((0, 1)), share), var.lerp(batch.var(1).mean(0), share)
-    torch.testing.assert_close(norm.running_mean, mean)
-    torch.testing.assert_close(norm.running_var, var)
-    assert norm.num_batches_tracked == 4
-    assert norm.momentum == momentum
+        for _ in range(int(ends)):
+            with statistics.micro_step():
+                layers(batch)
+        if ends % 1:
+            with pytest.raises(RuntimeError, match="mat1 and mat2"), statistics.micro_step():
+                nn.Sequential(layers[0], nn.Linear(4, 4))(batch)
+        if ends == micro_steps:
+            statistics.end(torch.tensor(found_inf))
 
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("cut_off", [1, 2, 2.5])
-def test_a_step_that_was_cut_off_between_its_micro_steps_leaves_no_trace(momentum: float | None, cut_off: float):
-    """In the statistics of either way to take a step; 2.5: in the third forward, when its first norm has moved."""
-    torch.manual_seed(0)
-
-    def moved(piped: bool, cut: bool) -> dict[str, Tensor]:
-        layers = nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 3), nn.BatchNorm1d(3))
-        with torch.no_grad():
-            layers[1].weight.copy_(torch.eye(3))
-            layers[1].bias.zero_()
-        statistics: PipelinedStatistics | StepStatistics
-        statistics = PipelinedStatistics([layers], 3) if piped else StepStatistics(layers, 3)
-        inside = statistics.forward if isinstance(statistics, PipelinedStatistics) else statistics.micro_step
-        for number in range(3):
-            statistics.begin()
-            for part in torch.randn(3, 8, 3, generator=torch.Generator().manual_seed(number)):
-                with inside():
-                    layers(part)
-            if number == 1 and cut:
-                statistics.begin()
-                for _ in range(int(cut_off)):
-                    with inside():
-                        layers(torch.ones(8, 3))
-                if cut_off % 1:
-                    with pytest.raises(RuntimeError, match="mat1 and mat2"), inside():
-                        nn.Sequential(layers[0], nn.Linear(4, 4))(torch.ones(8, 3))
-        return dict(layers.named_buffers())
-
-    for piped in (True, False):
-        for name, buffer in moved(piped, cut=False).items():
-            assert torch.equal(moved(piped, cut=True)[name], buffer), (piped, name)
+    step(torch.randn(8, 3), 0.0)
+    kept = {name: buffer.clone() for name, buffer in layers.named_buffers()}
+    assert kept["0.num_batches_tracked"] == 1
+    step(torch.full((8, 3), torch.inf), 1.0, micro_steps if skipped else cut_off)
+    statistics.begin()
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in layers.named_buffers())

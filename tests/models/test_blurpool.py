@@ -62,16 +62,9 @@ def test_names_and_shapes_stay_torchvisions(kind: str, layers: str, pools: int):
 class SamePadding(nn.Conv2d): ...
 
 
-@pytest.mark.parametrize(
-    ("layer", "said"),
-    [
-        (SamePadding(16, 16, 3, stride=2), "a SamePadding: it knows torch's own Conv2d alone; leave it off"),
-        (nn.MaxPool2d(3, 2, ceil_mode=True), r"it rounds sizes up \(ceil_mode\)"),
-    ],
-    ids=["of another class", "rounding up"],
-)
-def test_layers_that_it_cannot_blur_are_refused_and_not_passed_over(layer: nn.Module, said: str):
-    with pytest.raises(UserError, match=f"cannot blur 1[:,] {said}"):
+@pytest.mark.parametrize("layer", [SamePadding(16, 16, 3, stride=2), nn.MaxPool2d(3, 2, ceil_mode=True)])
+def test_layers_that_it_cannot_blur_are_refused_and_not_passed_over(layer: nn.Module):
+    with pytest.raises(UserError, match=f"cannot blur 1, a {type(layer).__name__}: it knows torch's own .* ceil_mode;"):
         add_blurpool(nn.Sequential(nn.Conv2d(16, 16, 3, stride=2), layer), "conv_maxpool")
 
 
@@ -80,5 +73,5 @@ def test_an_export_without_the_trained_blur_warns(tmp_path: Path, capsys: pytest
     trained = ResNet(kind="resnet18", blurpool="conv")
     given, out = tmp_path / "trained.safetensors", tmp_path / "exported.safetensors"
     write_weights(build_model(trained, 10).state_dict(), given, {"model": trained.model_dump()})
-    write_weights_for_others(given, "cifar10-resnet18", "safetensors", out)
+    write_weights_for_others(given, "cifar10-resnet18", [], "safetensors", out)
     assert "was trained with model.blurpool 'conv', and this network has 'off'" in capsys.readouterr().err

@@ -104,8 +104,8 @@ def test_activations_between_stages_dtype_and_layout():
             model = model.to(memory_format=memory_format)
             with cast:
                 (stage,) = split_model(model, images.contiguous(memory_format=memory_format), 0, 2).stages
-            assert stage.leaving.dtype == dtype
-            assert stage.leaving.channels_last == (memory_format == torch.channels_last)
+            assert stage.leaving.meta_tensor.dtype == dtype
+            assert stage.leaving.axes == ((0, 2, 3, 1) if memory_format == torch.channels_last else (0, 1, 2, 3))
 
 
 def test_stages_are_as_even_as_a_layer_profile_allows_and_without_one_work_is_counted():

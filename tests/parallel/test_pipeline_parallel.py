@@ -73,6 +73,7 @@ def test_stages_follow_one_process_that_accumulates(world: int, schedule: str, m
         for optimizer in optimizers:
             optimizer.zero_grad()
         whole = 0.0
+        statistics.begin()
         for some, their_labels in zip(images.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
             with statistics.micro_step():
                 with autocast:

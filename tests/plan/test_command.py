@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from imagenet_fast.plan.cluster import cluster_folder
 from imagenet_fast.plan.rows import all_rows
 
 EIGHT = "--recipe resnet50-8gpu --cluster dgx-h100 --sync lazy"
+ALEXNET = "--recipe alexnet-512gpu --cluster gradientflow-v"
 MANY = "--recipe resnet50-512gpu --cluster dgx-h100 --sync lazy"
 
 
@@ -24,9 +26,9 @@ def planned(options: str, *more: str) -> Result:
 
 
 def test_a_plan_has_a_table_a_verdict_a_dry_run_and_the_kind_of_each_input():
-    text = planned("--recipe alexnet-512gpu").output
+    text = planned(ALEXNET).output
     for part in (
-        "dear bf16 *", "auto would take dear bf16\n", "with 18.0 ms a step (assumed: by FLOPs",
+        "dear bf16 *", "auto would take dear bf16\n",
         "512 ranks, micro-batch 128", "memory a GPU", "images/s a node", "is assumed to be reached", "(published)",
         "(assumed)", "circular", "input.images_per_s of the cluster is unknown",
     ):  # fmt: skip
@@ -35,7 +37,13 @@ def test_a_plan_has_a_table_a_verdict_a_dry_run_and_the_kind_of_each_input():
 
 def test_rows_and_picture_of_a_sweep(tmp_path: Path):
     file, png = tmp_path / "rows.json", tmp_path / "plan.png"
-    sweep = ("--recipe resnet50-512gpu --sync lazy,sparse --json", str(file), "--png", str(png), "--sweep")
+    sweep = (
+        "--recipe resnet50-512gpu --cluster gradientflow-v --sync lazy,sparse --json",
+        str(file),
+        "--png",
+        str(png),
+        "--sweep",
+    )
     planned(*sweep, "gpus=8..64")
     rows = json.loads(file.read_text())
     assert [(row["engine"], row["gpus"]) for row in rows] == [
@@ -49,7 +57,7 @@ def test_rows_and_picture_of_a_sweep(tmp_path: Path):
 @pytest.mark.ci
 def test_published_rows_as_json(tmp_path: Path):
     file = tmp_path / "rows.json"
-    text = planned("--rows --json", str(file)).output
+    text = planned("rows --json", str(file)).output
     assert "measured between shaped hosts, nothing fitted: 60 rows" in text
     assert len(json.loads(file.read_text())) == len(all_rows())
 
@@ -76,13 +84,17 @@ WRONG = {
     "--sweep ranks=8": "--sweep ranks=8 is no sweep",
     "--sweep nic=0": "--sweep nic=0: ranges go up from 1",
     "--cluster dgx-h10": "there is no cluster 'dgx-h10'; did you mean dgx-h100",
-    "--cluster dgx-h100": "dgx-h100: device h100 has no step times of alexnet_bn",
     "--png plan.png": "--png plan.png draws a sweep; add --sweep",
     "--sync auto": "--sync auto becomes one of the others",
     "--set sync.wire=fp32": "sync.wire=fp32 is of the recipe's engine, and plan predicts those of --sync",
     "--set sync={kind='lazy'}": "is of the recipe's engine",
-    "--rows": "--recipe does not go with --rows",
-    "--validate --gpus 64": "--gpus does not go with --validate",
+    "rows": "--recipe does not go with plan rows",
+    "validate --gpus 64": "--gpus does not go with plan validate",
+    "--rows": "--rows is a word behind plan now: `imagenet-fast plan rows`",
+    "--validate": "--validate is a word behind plan now: `imagenet-fast plan validate`",
+    "--sync lazy row": "row is not KEY=VALUE",
+    "--write mine.toml": "--write goes with --fastest or --cheapest alone",
+    "--fastest": "--recipe does not go with --fastest",
     "--sweep gpus=8..16 --gpus 64": "--gpus does not go with --sweep gpus=",
     f"{MANY} --gpus 16384": "16384 GPUs have a global batch of 2097152, more than the 1281167 training images; take",
 }
@@ -90,7 +102,8 @@ WRONG = {
 
 def test_wrong_usage_is_one_sentence_and_no_option_is_ignored(refusal: Callable[..., str]):
     for options, sentence in WRONG.items():
-        assert sentence in refusal("plan", "--recipe", "alexnet-512gpu", *options.split()), options
+        given = () if "--cluster" in options or options[0] in "rv" else ("--cluster", "gradientflow-v")
+        assert sentence in refusal("plan", "--recipe", "alexnet-512gpu", *given, *options.split()), options
 
 
 def test_a_sweep_leaves_out_what_cannot_be():
@@ -101,7 +114,7 @@ def test_a_sweep_leaves_out_what_cannot_be():
 
 def test_keys_of_an_engine_count_where_all_are_predicted():
     def rows(more: str = "") -> dict[str, list[str]]:
-        lines = planned(f"--recipe alexnet-512gpu {more}").output.splitlines()
+        lines = planned(f"{ALEXNET} {more}").output.splitlines()
         return {line.split()[0]: line.split() for line in lines if " bf16 " in line}
 
     usual, pairwise = rows(), rows("--set lazy.collective=pairwise")
@@ -118,4 +131,28 @@ def test_steps_of_16_bits_are_no_promise_for_fp32(kind: str, bits: int):
 
 def test_a_recipe_is_planned_though_its_own_engine_could_not_train_it():
     """`alexnet-512gpu` names `dear`, which cannot clip; `train --sync lazy` may."""
-    assert "lazy bf16" in planned("--recipe alexnet-512gpu --sync lazy --set clip_norm=1").output
+    assert "lazy bf16" in planned(f"{ALEXNET} --sync lazy clip_norm=1").output
+
+
+CARDS = {
+    "": "this machine was asked, and it has no GPUs that nvidia-smi shows; there are abci, cloud-25g",
+    "Voodoo 2\n": "this machine was asked, and nothing is known of its Voodoo 2; there are abci",
+}
+
+
+@pytest.mark.usefixtures("subprocesses")
+def test_without_a_cluster_the_machine_is_asked(tmp_path: Path, refusal: Callable[..., str], monkeypatch):
+    def has(cards: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\nprintf '{cards}'\n")
+        program.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for cards, sentence in CARDS.items():
+        has(cards)
+        assert sentence in refusal("plan", "--recipe", "resnet50-8gpu")
+    has(4 * "NVIDIA H100 80GB HBM3\n")
+    text = planned("--recipe resnet50-512gpu --sync lazy").output
+    assert "4 ranks, micro-batch 128" in text
+    assert "this machine, 4 x NVIDIA H100 80GB HBM3; its links are assumed to be those of dgx-h100" in text
+    assert "nic.gbit is unknown" in refusal("plan", "--recipe", "resnet50-512gpu", "--gpus", "8")

@@ -7,19 +7,33 @@ import os
 import random
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 import tomli_w
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import EngineTable
+from imagenet_fast.recipe.job import flat_tables
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines, parse_recipe, recipe_names, to_toml
-from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.sync_config import AllReduceSync, AutoSync, DdpSync, LazySync, PowerSgdSync, SparseSync, Sync
+from imagenet_fast.recipe.load import (
+    engine_names,
+    find_recipe,
+    load_recipe,
+    parse_engines,
+    parse_recipe,
+    recipe_names,
+    to_toml,
+)
+from imagenet_fast.recipe.sync_config import (
+    AllReduceSync,
+    AutoSync,
+    DdpSync,
+    LazySync,
+    PowerSgdSync,
+    SparseSync,
+    engines,
+)
 from imagenet_fast.recipe.validation import lint
 from tests.conftest import refusal_of, tables
 from tests.corruption import corrupted
@@ -47,29 +61,25 @@ epoch=1 -> unknown key epoch; did you mean epochs?
 optim.kind=lars; optim.nesterov=true ->
     optim.nesterov is for optim.kind 'sgd', not 'lars'; leave it out, or replace the whole table, as by --set 'optim={
 optim.lr=-1 -> optim.lr is -1: input should be greater than 0
-epochs=true -> epochs is true: input should be a valid integer
 sync.kind=rng -> sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'
 model.kind=vgg -> model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50', 'cifarnet'
 optim={lr=1.0} -> optim.kind is missing
 optim={kind='sgd', lr=1.0} -> optim.weight_decay is missing; add it
 optim.lr=inf -> optim.lr is Infinity: input should be a finite number
-seed=-1 -> seed is -1: input should be greater than or equal to 0
-sync=3 -> sync is 3:
 model.kind=alexnet -> data.image_size (32) is too small for alexnet, which needs 63
 eval_shift=1 -> eval_shift (1) needs mirror images; set eval_mirror to true
 eval_mirror=true; eval_shift=32 -> eval_shift (32) must be less than the side of a validation image (32 pixels)
-eval_shift=-1 -> eval_shift
 schedule.warmup_epochs=9 -> schedule.warmup_epochs (9.0) exceeds epochs (2)
 sync.kind=hybrid; clip_norm=1.0 -> sync.kind 'hybrid' updates a layer before the gradients of
 sync.kind=auto; compile=true -> sync.kind 'auto' with sync.defer waits for single layers
 sync.kind=lazy; sync.wire=int8; clip_norm=1.0 ->
     sync.kind 'lazy' in sync.wire 'int8' adds up gradients over steps, so it cannot clip
-sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 -> it cannot drop one that overflows
-sync.kind=sparse; clip_norm=1.0 -> it cannot clip the norm of one (clip_norm 1.0)
-sync.kind=sparse; precision.kind=fp16 -> it cannot drop one that overflows
+sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 ->
+    overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take sync.wire 'bf16'
+sync.kind=sparse; clip_norm=1.0 ->
+    it cannot clip the norm of one (clip_norm 1.0); set clip_norm to 0, or take another engine
 sync.kind=auto; sync.defer=false; sync.inexact=true; clip_norm=1.0 ->
     sync.kind 'auto' with sync.inexact adds up gradients over steps, so it cannot clip
-sync.kind=powersgd; clip_norm=1.0 -> it cannot clip the norm of one (clip_norm 1.0)
 sync.kind=ddp; sync.powersgd_rank=2; precision.kind=fp16 ->
     sync.kind 'ddp' with sync.powersgd_rank 2 adds up gradients over steps, so it cannot drop one that
 sync.kind=powersgd; sync.timing=dear; compile=true -> with sync.timing 'dear' waits for single
@@ -77,10 +87,8 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=lars -> optim.kind '
 sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=true ->
     optim.nesterov true is another; turn it off
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
+sync.kind=hybrid; sync.polizy=by-size -> unknown key sync.polizy; did you mean sync.policy?
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
-parallel.tensor=0 -> parallel.tensor is 0: input should be greater than 0
-parallel.pipeline=0 -> parallel.pipeline is 0: input should be greater than 0
-parallel.pipeline=2; parallel.micro_batches=0 -> parallel.micro_batches is 0: input should be greater than 0
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
     parallel: schedule zero-bubble is not one of gpipe, 1f1b and interleaved; those without a bubble assign
 model.kind=alexnet; data.image_size=63; parallel.pipeline=9; parallel.schedule=gpipe ->
@@ -89,23 +97,16 @@ model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=i
     parallel.pipeline 5 with schedule interleaved cuts alexnet into 10 stages, and it comes in 8 pieces
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
     sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds
-model.kind=resnet50; parallel.pipeline=20; parallel.schedule=gpipe -> into 20 stages, and it comes in 19 pieces
-checkpoint.every_steps=-1 -> checkpoint.every_steps is -1: input should be greater than or
-checkpoint.keep=-1 -> checkpoint.keep is -1: input should be greater than
-checkpoint.every_minutes=-0.5 -> checkpoint.every_minutes is -0.5: input should be greater than or
 checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
-checkpoint=5 -> checkpoint is 5:
 parallel.tensor=2 -> parallel.tensor 2 divides AlexNet's large fully connected layers, and model.
 model.kind=alexnet; data.image_size=63; parallel.tensor=3 ->
     tensor 3 does not divide the 4096 units of alexnet's fully connected layers; the nearest that do are 2 and 4
-model.kind=alexnet; data.image_size=63; parallel.tensor=8192 -> the nearest that do are 4096
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; compile=true ->
     amid what would be compiled as one piece (compile
-parallel.pipeline=2; parallel.schedule=gpipe; compile=true -> parallel.pipeline 2 sends activations
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=ddp ->
     parallel.tensor 2 averages some parameters over other ranks than others, and sync.kind 'ddp' has one
 parallel.pipeline=2; parallel.schedule=gpipe; sync.kind=ddp ->
-    parallel.pipeline 2 averages some parameters over other ranks
+    sync.kind 'ddp' has one group of ranks for all; take another engine, such as sync.kind 'lazy', or set parallel
 parallel.micro_batches=4 -> parallel: micro_batches 4 are those of a pipeline, and pipeline is 1
 parallel.schedule=gpipe -> parallel: schedule 'gpipe' is that of a pipeline, and pipeline is 1
 parallel.pipeline=4; parallel.micro_batches=3 ->
@@ -168,11 +169,28 @@ def test_set_overrides_any_key_in_tomls_own_notation():
     assert recipe.sync == AllReduceSync(wire="fp16")
 
 
+def test_none_is_the_value_of_a_key_that_is_absent():
+    recipe = load_recipe(find_recipe("resnet50-8gpu"), overrides=["target_top1=none", "first_eval = none"])
+    assert (recipe.target_top1, recipe.first_eval) == (None, None)
+
+
 def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the_warmup():
     demo = find_recipe("demo")
     assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
     assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
     assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
+
+
+def test_an_engine_that_does_not_send_the_recipes_codes_sends_bf16_and_says_so(tmp_path: Path):
+    path = tmp_path / "coded.toml"
+    path.write_text(tomli_w.dumps(tables(sync={"kind": "lazy", "wire": "int8"})))
+    told: list[str] = []
+    sent = {kind: load_recipe(path, kind, tell=told.append).sync.wire for kind in engine_names()}
+    assert {kind for kind, wire in sent.items() if wire == "bf16"} == {"sparse", "powersgd", "ddp"}
+    assert set(sent.values()) == {"int8", "bf16"}
+    assert told[-1] == "--sync ddp does not send in int8, which sync.wire is; it sends in bf16"
+    assert len(told) == 3
+    assert 'sync.wire is "int8"' in refusal_of(load_recipe, path, overrides=["sync.kind=ddp"])
 
 
 def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
@@ -258,12 +276,16 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         ("sync.collective=foo", "sync.collective is \"foo\": input should be 'native', "),
         ("data.sizes=x", 'data.sizes is "x": input should be a valid '),
         ("timeout.step_s=1e15", "step_s is 1000000000000000.0: input should be less than or equal to 100000000"),
-        ("epochs", "--set epochs is not KEY=VALUE; write for example --set optim.lr=0.5"),
-        ("=3", "--set =3 is not KEY=VALUE"),
-        (".optim.lr=1", "--set .optim.lr=1 is not KEY=VALUE"),
-        ("optim..lr=1", "--set optim..lr=1 is not KEY=VALUE"),
-        ("epochs.more=3", "--set epochs.more=3: epochs is a value, not a table; the keys are"),
-        ("seed=1\nepochs=2", "sets several keys; give each a --set of its own"),
+        ("epochs", "epochs is not KEY=VALUE; write for example optim.lr=0.5"),
+        ("=3", "=3 is not KEY=VALUE"),
+        (".optim.lr=1", ".optim.lr=1 is not KEY=VALUE"),
+        ("optim..lr=1", "optim..lr=1 is not KEY=VALUE"),
+        ("epochs=none", "epochs cannot be none, which is for keys that may be absent; give it a value, or"),
+        ("sync.collective=none", "sync.collective cannot be none, which"),
+        ("optim=none", "optim cannot be none, which"),
+        ("optim.lrr=none", "unknown key optim.lrr; did you mean optim.lr?"),
+        ("epochs.more=3", "epochs.more=3: epochs is a value, not a table; the keys are"),
+        ("seed=1\nepochs=2", "sets several keys; write one KEY=VALUE for each"),
         (f"seed={'9' * 5000}", "cannot be read (Exceeds the limit"),
         (f"data.sizes={'[' * 3000}", "cannot be read ("),
         (os.fsdecode(b"data.cache=/tmp/\xff"), "a path or name in it is not UTF-8; choose another"),
@@ -273,30 +295,18 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         assert not re.search(r"\[_|\.literal\[|constrained|function-", told)
 
 
-def paths(schema: dict[str, Any], definitions: dict[str, Any], name: str = "") -> Iterator[str]:
-    """Keys of a JSON schema, dotted."""
-    if reference := schema.get("$ref"):
-        yield from paths(definitions[reference.rpartition("/")[2]], definitions, name)
-    for inner in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
-        yield from paths(inner, definitions, name)
-    for key, inner in schema.get("properties", {}).items():
-        below = list(paths(inner, definitions, f"{name}{key}."))
-        yield from below or [f"{name}{key}"]
-
-
 def one(name: str) -> Key:
     (key,) = (key for key in recipe_keys(name) if key.name == name)
     return key
 
 
-def test_every_key_of_the_schema_is_listed_with_a_meaning():
-    schema = Recipe.model_json_schema()
-    gone = {"data.cache", "data.cache_side"}  # which tables of earlier runs have
-    assert {key.name for key in recipe_keys()} == set(paths(schema, schema["$defs"])) - gone
+def test_every_key_is_listed_with_a_meaning_and_none_that_is_gone():
     for key in recipe_keys():
         assert key.meaning.endswith((".", ".)")), key
-        assert "Pydantic" not in key.default, key
         assert "``" not in key.meaning, key
+    assert not {key.name for key in recipe_keys()} & {"data.cache", "data.cache_side"}
+    full = tomllib.loads(to_toml(load_recipe(find_recipe("cifar10-94"))))
+    assert set(flat_tables(full)) <= {key.name for key in recipe_keys()}
 
 
 def test_types_ranges_and_defaults_are_those_of_the_schema():
@@ -327,7 +337,7 @@ def test_an_unknown_key_is_refused_with_the_nearest():
     assert "`imagenet-fast recipes keys` lists all" in refusal_of(recipe_keys, "§")
 
 
-ALL: dict[str, EngineTable] = {engine.kind: engine for engine in (member() for member in get_args(get_args(Sync)[0]))}
+ALL: dict[str, EngineTable] = {kind: table() for kind, table in engines().items()}
 
 PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
     (ALL["allreduce"], "'allreduce'", "each", "exact ours"),

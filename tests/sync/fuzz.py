@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.distributed.forks import start_fork_server
+from imagenet_fast.bench.forks import start_fork_server
 from tests.ranks import run
 from tests.sync.fuzz_loops import ENGINES, EXACT, INEXACT, SPARSE, Broken, Loop, Record, as_carried_out
 from tests.sync.fuzz_programs import Program, parts, program_of

@@ -32,14 +32,12 @@ class Told:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def write(self, event: Event) -> None:
+    def __call__(self, event: Event) -> None:
         self.events.append(event)
-
-    def close(self) -> None: ...
 
     @property
     def losses(self) -> list[float]:
-        return [event.values["loss"] for event in self.events if event.name == "train"]
+        return [event["loss"] for event in self.events if event["event"] == "train"]
 
 
 def run_job(job: Job, world: DistContext, **settings: Any) -> RunResult:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from imagenet_fast.recipe.optim_config import Lars, Sgd
 from imagenet_fast.sync.per_param_step import snapshot_step
@@ -184,6 +185,37 @@ def test_a_non_finite_step_changes_no_bit(kind: str, settings: dict[str, Any]):
     optimizer.step()
     found = [*optimizer.params, *optimizer.velocity.values()]
     assert all(torch.equal(was, now) for was, now in zip([*weights, *velocity], found, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """A count of torch's operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Sgd(kind="sgd", lr=0.1, weight_decay=WD), Lars(kind="lars", lr=0.1, weight_decay=WD),
+        Lars(kind="lars", lr=0.1, weight_decay=WD, clip=True),
+    ],
+)  # fmt: skip
+def test_an_updates_operators_do_not_grow_with_the_tensors(settings: Sgd | Lars):
+    """Each takes the host's time, however few numbers it touches; `tests/gpu` counts the kernels."""
+    counts = set()
+    for layers in (2, 20):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        optimizer = build_optimizer(settings, model)
+        for _ in range(3):  # the first makes the momentum
+            give(optimizer.params, list(map(torch.ones_like, optimizer.params)))
+            with Calls() as calls:
+                optimizer.step()
+        counts.add(calls.count)
+    assert len(counts) == 1, counts
 
 
 def test_gradient_norm_is_torchs():

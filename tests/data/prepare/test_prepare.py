@@ -504,10 +504,6 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path, tars: Path, refusal: Callable[..., str]):
     for options, told in (
-        *(
-            (f"--format {kind}", f"there is no --format {kind}; there are folder, webdataset, pixels")
-            for kind in ("zip", "tfrecord")
-        ),
         ("--quality 90", "--quality is of the JPEG files that --resize makes"),
         ("--quality 90 --resize 64 --format pixels", "--quality is of the JPEG files that --resize makes"),
         ("--out /proc/nothing", "--out /proc/nothing cannot be made"),

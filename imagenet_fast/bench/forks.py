@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import pickle
@@ -10,13 +9,14 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-_LOOK_S = 0.5
+from imagenet_fast.distributed.cores import freeze_gc
+
 _TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _GRACE_S = 2.0  # for the answers of the other ranks after the first failure, which may have caused theirs
 
@@ -40,21 +40,6 @@ def start_fork_server(module: str) -> None:
             signal.signal(number, answer)
 
 
-def end_with_parent(parent: int) -> None:
-    """Make this process end, with exit code 1, within a second after ``parent`` has ended for any reason.
-
-    Args:
-        parent: Process id of what has started this process. It may have ended already.
-    """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def end_with_starter() -> None:
     """Make this forked process end, with exit code 1, when the process that asked for it has ended for any reason.
 
@@ -71,25 +56,6 @@ def end_with_starter() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def freeze_gc() -> None:
-    """Exclude all objects that are alive now from future garbage collections.
-
-    torch and a model are about half a million objects; a collection of all of them takes 0.1 to 0.4 s. Each rank would
-    run it in a different step, in which all others wait. Objects created later are still collected, in little time.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-@contextmanager
-def unfreezing_gc() -> Iterator[None]:
-    """Undo every ``freeze_gc`` at the end of the block, so that what lived in it can be collected."""
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 class RankError(RuntimeError):

@@ -1,0 +1,176 @@
+"""The fastest published training on a cluster: what is searched, refused, marked and written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imagenet_fast.plan.cluster import Cluster, load_cluster
+from imagenet_fast.plan.devices import find_device
+from imagenet_fast.plan.fastest import FEW_IMAGES, Search, Way, first_exact, published_trainings
+from imagenet_fast.plan.prediction import Situation, planned_engines
+from imagenet_fast.plan.rows import published
+from imagenet_fast.recipe.load import load_recipe
+from scripts.fastest import logged, way_row
+from tests.conftest import refusal_of
+from tests.plan.test_command import planned
+from tests.plan.test_rows import PAGE
+
+RESNET = published_trainings("resnet50")
+
+
+def changed(name: str, **values: object) -> Cluster:
+    return load_cluster(name).model_copy(update=values)
+
+
+def ways(cluster: str | Cluster, most: int, cheapest: bool = False) -> list[Way]:
+    machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    return Search(machine, find_device(machine.device, None), cheapest).ways(RESNET, most)[0]
+
+
+@pytest.mark.ci
+def test_every_published_training_has_an_exact_row_the_best_first():
+    found = ways("dgx-h100", 64)
+    assert sorted(way.training for way in found if way.exact) == sorted(training.name for training in RESNET)
+    assert [way.minutes for way in found] == sorted(way.minutes for way in found)
+    for way in found:
+        assert way.gpus <= 64
+        assert way.gpus <= 8 or way.gpus % 8 == 0
+        assert way.global_batch % (way.gpus * way.micro_batch) == 0
+        assert way.micro_batch >= FEW_IMAGES
+        assert way.least <= way.minutes <= way.most
+        assert way.gpu_hours == pytest.approx(way.gpus * way.minutes / 60)
+    assert {way.engine.split()[0] for way in found} <= {"lazy", "hybrid", "dear", "ring"}, "ours within the error"
+
+
+def test_epochs_are_the_mean_rounded_up_to_an_evaluation():
+    by_name = {way.training: way.epochs for way in ways("dgx-h100", 8)}
+    assert [by_name[name] for name in ("LARS 3264", "resnet50-8gpu", "resnet50-8gpu-mild")] == [36, 35, 27]
+    for training in RESNET:
+        assert training.recipe.evaluates_after(by_name[training.name])
+        assert training.epochs[0] <= by_name[training.name] <= training.recipe.epochs
+
+
+def test_the_settings_are_those_that_are_published():
+    lars = {training.recipe.global_batch: training.recipe for training in RESNET if training.name.startswith("LARS")}
+    assert len(lars) == 12
+    recipe = lars[65536]
+    assert (recipe.optim.lr, recipe.optim.momentum, recipe.optim.weight_decay) == (24.699, 0.951807, 1e-4)
+    assert (recipe.schedule.warmup_epochs, recipe.epochs, recipe.label_smoothing) == (31, 91, 0.1)
+
+
+def test_engines_that_are_not_exact_have_marked_rows_and_never_win():
+    found = ways("cloud-25g", 32)
+    assert not found[0].exact, "it sends half the bytes over a slow network"
+    assert "int8" in found[0].engine
+    assert (first_exact(found).training, first_exact(found).held_back_by) == (found[0].training, "network")
+    assert "lazy int8, accuracy not published" in planned("--fastest --cluster cloud-25g").output
+
+
+def test_what_is_not_simulated_could_not_have_won_by_more_than_the_models_error():
+    machine, device = load_cluster("cloud-25g"), find_device("v100", None)
+    engines = planned_engines("lazy,hybrid,dear,ring,ddp", "bf16")
+    for training in (known for known in RESNET if known.name in ("resnet50-8gpu-mild", "LARS 1632")):
+        way = first_exact(Search(machine, device, False).ways([training], 16)[0])
+        for gpus in (4, 8, 16):
+            written = training.recipe.model_copy(update={"ranks": gpus, "micro_batch": 0})
+            rows = Situation(written, machine, device, "strong").rows(engines, gpus)
+            least = min(row.train_s for row in rows) * way.epochs / training.recipe.epochs / 60
+            assert way.minutes < 1.03 * least, "evaluations take less than 1 %"
+
+
+def test_the_cheapest_takes_fewer_gpus():
+    cheap, fast = ways("dgx-h100", 64, cheapest=True), ways("dgx-h100", 64)
+    assert cheap[0].gpu_hours < fast[0].gpu_hours
+    assert cheap[0].gpus < fast[0].gpus
+
+
+def test_what_holds_back_is_named():
+    unlimited = {way.training: way.held_back_by for way in ways("dgx-h100", 512)}
+    assert unlimited["LARS 1632"] == "batch-norm span", "48 GPUs have 34 images each, and the others nothing"
+    assert unlimited["LARS 65536"] == "stragglers"
+    assert ways("consumer-10g", 8)[0].held_back_by == "compute"
+    assert {way.training: way.held_back_by for way in ways("cloud-25g", 32)}["LARS 65536"] == "memory"
+    starving = changed("dgx-h100", input=load_cluster("dgx-h100").input.model_copy(update={"images_per_s": 20000.0}))
+    found = ways(starving, 8)
+    assert found[0].held_back_by == "input"
+    assert max(way.node_images_per_s for way in found) <= 20001
+    assert found[0].minutes > ways("dgx-h100", 8)[0].minutes
+
+
+def test_what_does_not_fit_is_left_out_by_its_cause():
+    cluster, device = load_cluster("dgx-h100"), find_device("h100", None)
+    for gb, images in ((2.5, 11), (1, 0)):
+        told = refusal_of(Search(cluster, replace(device, memory_gb=gb), False).ways, RESNET, 8)
+        assert told == f"LARS 1632 is left out: {gb:g} GB of a GPU hold {images} of its images, and norms need 32"
+    small = replace(device, memory_gb=3.3)
+    found, left_out = Search(cluster, small, False).ways(RESNET, 8)
+    assert {way.training for way in found} == {"resnet50-8gpu-mild"}, "its images are smaller"
+    assert len(left_out) == len(RESNET) - 1
+    assert left_out[0] in list(Search(cluster, small, False).remarks(found, left_out))
+
+
+def test_overlapping_bands_are_no_clear_winner():
+    assert "no clear winner: the bands of resnet50-512gpu-20k reach into that of LARS 32768 on 512 GPUs" in planned(
+        "--fastest --cluster dgx-h100 --gpus 512"
+    ).output.replace("\n", " ")
+    assert (
+        "resnet50-8gpu-mild on 8 GPUs under lazy bf16 is the fastest"
+        in planned("--fastest --cluster dgx-h100 --gpus 8").output
+    )
+
+
+def test_rows_prices_and_a_recipe_are_written(tmp_path: Path, refusal: Callable[..., str]):
+    shipped = (Path(__file__).parents[2] / "clusters" / "dgx-h100.toml").read_text()
+    priced, file, recipe = tmp_path / "priced.toml", tmp_path / "rows.json", tmp_path / "mine.toml"
+    priced.write_text(shipped.replace("gpus_per_node", "usd_per_gpu_hour = 2.5\ngpus_per_node"))
+    text = planned(f"--fastest --cluster {priced} --gpus 512 --json {file} --write {recipe}").output
+    rows = json.loads(file.read_text())
+    assert "USD" in text
+    assert rows[0]["usd"] == pytest.approx(2.5 * rows[0]["gpu_hours"])
+    assert text.count("lazy bf16") <= 15 + 1 < len(rows) + 1, "15 rows and the verdict"
+    head = recipe.read_text().partition("ranks")[0]
+    for part in ("LARS 32768, for 512 GPUs of priced", "predicted, not run", "version 4.0, whose norms saw 128 images"):
+        assert part in head
+    assert "Its runs took 56 epochs to 75.9 % on average, 55 to 57" in head
+    written = load_recipe(recipe)
+    assert (written.ranks, written.micro_batch, written.global_batch, written.sync.kind) == (512, 64, 32768, "lazy")
+    assert "does not divide over" not in refusal("train", "--recipe", str(recipe), "--data", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("cluster", ["dgx-h100", "gradientflow-v"])
+def test_alexnet_by_its_three_recipes_on_any_device(cluster: str):
+    text = planned(f"--fastest --model alexnet --cluster {cluster} --gpus 64").output
+    assert all(name in text for name in ("alexnet-1gpu", "alexnet-4host", "alexnet-512gpu"))
+
+
+def test_a_sweep_has_the_best_of_each_number_and_a_picture(tmp_path: Path):
+    file, png = tmp_path / "rows.json", tmp_path / "fastest.png"
+    planned(f"--fastest --cluster dgx-h100 --sweep gpus=8,64 --json {file} --png {png}")
+    assert [row["training"] for row in json.loads(file.read_text())] == 2 * ["resnet50-8gpu-mild"]
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.ci
+def test_the_pages_have_the_tables():
+    """Of 8, 512 and 768 GPUs; `scripts/fastest.py --check` checks all."""
+    assert all(way_row(way) in PAGE for way in ways("dgx-h100", 8)[:8])
+    for row in published():
+        if row.minutes is not None and row.gpus in (8, 512, 768):
+            assert logged(row) in PAGE
+            place = int(logged(row).split("|")[6])
+            assert place <= 3 or f"**{row.gpus} GPUs**" in PAGE, "the page says why not"
+
+
+@pytest.mark.usefixtures("subprocesses")
+def test_it_takes_no_torch():
+    program = "import sys; sys.modules['torch'] = None; from imagenet_fast.cli.main import main; main()"
+    command = [sys.executable, "-c", program, "plan", "--fastest", "--cluster", "consumer-10g"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
