@@ -34,10 +34,8 @@ from imagenet_fast.units import size_text
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-TEMPLATE = Path(__file__).with_suffix(".md")
-"""The page; a line ``{NAME}`` stands for a benchmark."""
-SHOWN = 3
-"""At most so many of a benchmark's commands are on the page."""
+TEMPLATE = Path(__file__).with_suffix(".md")  # a line {NAME} stands for a benchmark
+SHOWN = 3  # of a benchmark's commands at most so many are on the page
 PACKAGES = ("torch", "torchvision", "nvidia-dali-cuda130", "opencv-python-headless", "mpich")
 
 

@@ -7,6 +7,7 @@ python scripts/reference.py --check    exit with 1 if they are not up to date
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import inspect
 import re
@@ -76,7 +77,7 @@ def recipe_page() -> str:
 
 def commands_page() -> str:
     """Return the page of all commands, as typer describes them."""
-    program: Any = typer.main.get_command(app)
+    program: Any = copy.deepcopy(typer.main.get_command(app))
     _drop_hidden(program)
     name = "imagenet-fast"
     text = get_docs_for_click(obj=program, ctx=typer.Context(program, info_name=name), name=name, title="Commands")

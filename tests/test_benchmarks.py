@@ -69,7 +69,7 @@ QUOTES: dict[str, list[tuple[str, dict[str, Any]]]] = {
 }
 """By page, words on it with fields of a row."""
 
-TARGETS = {"README.md": {"97 %", "4 s"}, "docs/engines.md": {"62 %", "27 %", "1.4 s"}}
+TARGETS = {"README.md": {"97 %", "75.9 %", "4 s"}, "docs/engines.md": {"62 %", "27 %", "1.4 s"}}
 """Figures that nobody measures: accuracies to reach, layers' shares of a model, options of a command, an example."""
 
 

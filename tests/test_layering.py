@@ -137,24 +137,24 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 4787,
+    "imagenet_fast/bench": 4542,
     "imagenet_fast/checkpoint": 847,
-    "imagenet_fast/cli": 1939,
+    "imagenet_fast/cli": 2044,
     "imagenet_fast/cost_model": 1274,
     "imagenet_fast/data": 4750,
-    "imagenet_fast/distributed": 2321,
-    "imagenet_fast/doctor": 430,
-    "imagenet_fast/launch": 1359,
-    "imagenet_fast/metrics": 1861,
-    "imagenet_fast/models": 1621,
+    "imagenet_fast/distributed": 2384,
+    "imagenet_fast/doctor": 383,
+    "imagenet_fast/launch": 1353,
+    "imagenet_fast/metrics": 1516,
+    "imagenet_fast/models": 1578,
     "imagenet_fast/parallel": 1036,
-    "imagenet_fast/plan": 1496,
-    "imagenet_fast/recipe": 2288,
-    "imagenet_fast/sync": 5020,
-    "imagenet_fast/training": 2937,
-    "imagenet_fast": 34304,
-    "tests": 28727,
-    "tests/sync": 6363,
+    "imagenet_fast/plan": 1647,
+    "imagenet_fast/recipe": 2240,
+    "imagenet_fast/sync": 4996,
+    "imagenet_fast/training": 2898,
+    "imagenet_fast": 33826,
+    "tests": 28480,
+    "tests/sync": 6362,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

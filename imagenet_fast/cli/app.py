@@ -11,7 +11,10 @@ from typer.models import CommandFunctionType
 
 from imagenet_fast.errors import warn
 
-RENAMED: dict[str, dict[str, str]] = {"compare": {"--hosts": "--nproc"}}
+RENAMED: dict[str, dict[str, str]] = {
+    "compare": {"--hosts": "--nproc"},
+    "plan": {"--rows": "rows", "--validate": "validate"},
+}
 """By command: options that have another name now. The old one is read with a warning until the next version."""
 
 

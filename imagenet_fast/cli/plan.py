@@ -75,8 +75,6 @@ def plan(
     ] = None,
     json_file: JsonOption = None,
     png: PngOption = None,
-    rows: Annotated[bool, typer.Option("--rows", hidden=True)] = False,
-    validate: Annotated[bool, typer.Option("--validate", hidden=True)] = False,
 ) -> None:
     """Predict a recipe's steps and its time to train on a cluster, for each engine.
 
@@ -86,9 +84,6 @@ def plan(
     is assumed. With --fastest, the published trainings are predicted instead,
     the fastest first.
     """
-    if rows or validate:
-        word = "rows" if rows else "validate"
-        raise UserError(f"--{word} is a word behind plan now: `imagenet-fast plan {word}`")
     what, *changes = words if words[:1] in (["rows"], ["validate"]) else ["", *words]
     if what == "rows":
         others = (*_PLAN, *_SEARCH, "cluster", "gpus", "sweep", "fastest", "cheapest", "png")

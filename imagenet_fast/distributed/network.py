@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
+import math
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import psutil
 
 from imagenet_fast.distributed.board import wait_until
+from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 
 
@@ -145,3 +148,9 @@ def sent_bytes(interface: str) -> int | None:
         if counters := psutil.net_io_counters(pernic=True, nowrap=False).get(interface):
             return int(counters.bytes_sent)
     return None
+
+
+def link_bytes(place: RankInfo) -> float:
+    """Return this rank's share of the bytes that its node has sent through gloo's interface so far; NaN if unknown."""
+    sent = sent_bytes(os.environ.get("GLOO_SOCKET_IFNAME", "")) if place.is_multi_node else None
+    return math.nan if sent is None else sent / place.local_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -226,3 +227,27 @@ class AsyncAnyReduce:
         self._under_way = None
         *heard, self._stride = self._ballot.tolist()
         return [bool(wish) for wish in heard]
+
+
+class RunningMeans:
+    """Means of tensors by name, to which one rank after another adds its own."""
+
+    def __init__(self) -> None:
+        """Start without tensors."""
+        self._means: dict[str, Tensor] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add one rank's tensor of this name."""
+        self._counts[name] += 1
+        if (mean := self._means.get(name)) is None:
+            self._means[name] = value.clone()
+        elif value.is_floating_point() or value.is_complex():
+            nearer = mean + (value - mean) / self._counts[name]
+            self._means[name] = torch.where(mean == value, mean, nearer)  # equal values stay so, infinities too
+        else:
+            torch.maximum(mean, value, out=mean)
+
+    def all(self) -> dict[str, Tensor]:
+        """Return the means, or the maxima of integers such as batch counts."""
+        return dict(self._means)

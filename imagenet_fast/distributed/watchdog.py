@@ -17,13 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
-from imagenet_fast.errors import JobAborted, UserError
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.schema import Timeout
 
 LOOK_S = 0.5  # between two looks for a failure
@@ -34,6 +36,8 @@ _TOLD_S = 2.0  # to leave a reason in a store that may be gone
 _SLEPT = 4  # in looks: longest gap that counts; in a longer one the job may have been suspended (Ctrl-Z, or its node)
 _PUBLISHED_S = 1.0  # maximum age of this rank's position as published to other ranks
 _GRACE_S = 5.0  # for a rank to end by itself and write its outcome after another rank has failed
+_COMPARED_S = 10.0  # least time over which the paces of ranks are compared
+_SLOW = 3.0  # times the median of all ranks
 
 
 class PeerLost(RuntimeError):
@@ -49,6 +53,31 @@ class PeerLost(RuntimeError):
 def watch_board(store: Store | None = None, pause: Callable[[float], object] = time.sleep) -> Board:
     """Return the board of heartbeats and failures, in the default store or with a client of it."""
     return Board(store or dist.distributed_c10d._get_default_store(), "watch", pause)
+
+
+class Paces:
+    """Seconds that each rank takes for its own part of a step, compared every 10 seconds of training or so."""
+
+    def __init__(self, ranks: int) -> None:
+        """Compare this many ranks."""
+        self._own_s, self._steps = torch.zeros(ranks, dtype=torch.float64), 0
+        self._named: set[int] = set()
+
+    def add(self, own_s: Tensor, steps: int) -> None:
+        """Add each rank's seconds of ``steps`` steps, without waiting for others; warn of a slow rank, once."""
+        self._own_s, self._steps = self._own_s + own_s, self._steps + steps
+        if self._own_s.max() < _COMPARED_S:
+            return
+        step_s = self._own_s / self._steps
+        self._own_s, self._steps = torch.zeros_like(step_s), 0
+        slowest, usual_s = int(step_s.argmax()), float(step_s.quantile(0.5))
+        if step_s[slowest] > _SLOW * usual_s and slowest not in self._named:
+            self._named.add(slowest)
+            host = "".join(f" on {at.host}" for at in published(watch_board(), [slowest]).values())
+            warn(
+                f"rank {slowest}{host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
+                f"of all ranks is {usual_s:.2g} s"
+            )
 
 
 def report_failure(error: Exception) -> str:

@@ -135,12 +135,9 @@ def plan_evaluation(
 
 
 def recipe_of(
-    weights: Path,
-    named: str | None,
-    overrides: Sequence[str] = (),
-    sync: str | None = None,
+    weights: Path, named: str | None, overrides: Sequence[str] = (), sync: str | None = None,
     tell: Callable[[str], object] = warn,
-) -> tuple[str, Recipe, Job | None]:
+) -> tuple[str, Recipe, Job | None]:  # fmt: skip
     """Return the name of a recipe, the recipe and its job: those of the recipe ``named``, or of the run of ``weights``.
 
     The job is None if a recipe is named. ``overrides`` and ``sync`` change the recipe, and ``tell`` is called with a

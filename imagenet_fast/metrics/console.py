@@ -115,7 +115,8 @@ class ConsoleSink:
             f"target {number(run.get('target_top1'), 'g', ' %')}",
             f"ETA target {_clock(self._seconds_to_target())}",
         ]
-        body = Group(ProgressBar(total=run["steps"], completed=last["step"]), Columns(shown, padding=(0, 3)))
+        bar = ProgressBar(total=run["steps"], completed=last["step"])
+        body = Group(bar, "", Columns(shown, padding=(0, 3)))  # "" ends the bar's line
         title = f"{run['recipe']} · {run['sync']} · {run['world_size']} ranks"
         return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
 

@@ -6,41 +6,17 @@ The kinds are ``residual`` (8-bit wires, ``sparse``) and ``velocity`` (``sparse`
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from imagenet_fast.distributed.reductions import RunningMeans
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Kept = dict[str, dict[str, Tensor]]
 """The tensors by parameter name, in pool order, and kind."""
-
-
-class RunningMeans:
-    """Means of tensors by name, to which one rank after another adds its own."""
-
-    def __init__(self) -> None:
-        """Start without tensors."""
-        self._means: dict[str, Tensor] = {}
-        self._counts: Counter[str] = Counter()
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Add one rank's tensor of this name."""
-        self._counts[name] += 1
-        if (mean := self._means.get(name)) is None:
-            self._means[name] = value.clone()
-        elif value.is_floating_point() or value.is_complex():
-            nearer = mean + (value - mean) / self._counts[name]
-            self._means[name] = torch.where(mean == value, mean, nearer)  # equal values stay so, infinities too
-        else:
-            torch.maximum(mean, value, out=mean)
-
-    def all(self) -> dict[str, Tensor]:
-        """Return the means, or the maxima of integers such as batch counts."""
-        return dict(self._means)
 
 
 def cut(slots: Iterable[ParamSlot], **flat: Tensor) -> Kept:

@@ -77,9 +77,8 @@ def evaluate(
     model.train(modes[model])  # a network of one's own may do more in it
     for module, training in modes.items():
         module.training = training  # frozen norms, for example, stay frozen
-    *hits, bad_images, images_seen, cut_off = (
-        gather_rows([*correct.flatten().tolist(), float(bad), float(seen), float(stopped)]).sum(0).tolist()
-    )
+    counted = gather_rows([*correct.flatten().tolist(), float(bad), seen, stopped]).sum(0)
+    *hits, bad_images, images_seen, cut_off = counted.tolist()
     if cut_off:
         raise StopRequested
     expected = dataset.val_order.images
@@ -142,9 +141,8 @@ class EvalResult(Accuracy):
 
     def table(self) -> Table:
         """Return the result as a table of one row."""
-        numbers = {"top-1 %": f"{self.top1:.2f}", "top-5 %": f"{self.top5:.2f}"}
-        named = (("mirror %", self.top1_mirror), ("shift %", self.top1_shift))
-        numbers |= {name: f"{value:.2f}" for name, value in named if value is not None}
+        rates = {"top-1 %": self.top1, "top-5 %": self.top5, "mirror %": self.top1_mirror, "shift %": self.top1_shift}
+        numbers = {name: f"{rate:.2f}" for name, rate in rates.items() if rate is not None}
         numbers |= {"images": str(self.images), "img/s": f"{self.images_per_s:.0f}"}
         return compact_table(("recipe", "model"), list(numbers), [(self.recipe, self.model, *numbers.values())])
 

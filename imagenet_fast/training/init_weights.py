@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.checkpoint.folder import Manifest, read_survey
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import broadcast_model, raise_on_all_ranks
+from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir, is_checkpoint, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
@@ -23,7 +23,6 @@ from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weig
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.sync.kept_state import RunningMeans
 
 
 def build_initial_model(

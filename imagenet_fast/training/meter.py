@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,19 +10,15 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
-from imagenet_fast.distributed.heartbeat import here, published
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.network import sent_bytes
+from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
-from imagenet_fast.distributed.watchdog import watch_board
-from imagenet_fast.errors import warn
+from imagenet_fast.distributed.watchdog import Paces
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
-
-_COMPARED_S = 10.0  # least time over which the paces of ranks are compared
-_SLOW = 3.0  # times the median of all ranks
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Meter:
         self._outcome = outcome
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
-        self._paces = _Paces(world.size)
+        self._paces = Paces(world.size)
         self._closed: _Interval | None = None  # not yet recorded
         self.restart()
 
@@ -200,37 +195,8 @@ class Meter:
             raise NonFiniteLoss
 
     def _link_bytes(self) -> float:
-        """Return this rank's share of the bytes that its node has sent through gloo's interface; NaN if unknown.
-
-        Network cards may read GPU memory past the kernel, which then counts nothing.
-        """
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "") if self._world.device.type == "cpu" else ""
-        sent = sent_bytes(interface) if self._world.is_multi_node else None
-        return math.nan if sent is None else sent / self._world.local_size
-
-
-class _Paces:
-    """Seconds that each rank takes for its own part of a step, compared every 10 seconds of training or so."""
-
-    def __init__(self, ranks: int) -> None:
-        self._own_s, self._steps = torch.zeros(ranks, dtype=torch.float64), 0
-        self._named: set[int] = set()
-
-    def add(self, own_s: Tensor, steps: int) -> None:
-        """Add each rank's seconds of ``steps`` steps, without waiting for others; warn of a slow rank, once."""
-        self._own_s, self._steps = self._own_s + own_s, self._steps + steps
-        if self._own_s.max() < _COMPARED_S:
-            return
-        step_s = self._own_s / self._steps
-        self._own_s, self._steps = torch.zeros_like(step_s), 0
-        slowest, usual_s = int(step_s.argmax()), float(step_s.quantile(0.5))
-        if step_s[slowest] > _SLOW * usual_s and slowest not in self._named:
-            self._named.add(slowest)
-            host = "".join(f" on {at.host}" for at in published(watch_board(), [slowest]).values())
-            warn(
-                f"rank {slowest}{host} takes {step_s[slowest]:.2g} s for its own part of a step, where the median "
-                f"of all ranks is {usual_s:.2g} s"
-            )
+        # Network cards may read GPU memory past the kernel, which then counts nothing.
+        return link_bytes(self._world) if self._world.device.type == "cpu" else math.nan
 
 
 def _on_host(values: Tensor) -> Tensor:

@@ -156,11 +156,8 @@ def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path)
         victim = run / chance.choice(["events.jsonl", "outcome.json"])
         victim.write_bytes(chance.choice([corrupted, corrupted, with_another_value])(victim.read_bytes(), chance))
         past = read_run(run)
-        if past.status == "outcome damaged":
-            assert victim.name == "outcome.json", seed
-            refused += 1
+        refused += past.status == "outcome damaged"
         shown(report_table([past]))
-        past.curve("train", "loss")
         leave_run(run, resumed=400)
         assert len(read_events(run)) > 10, seed
         shutil.rmtree(run)
@@ -271,10 +268,11 @@ def test_on_a_terminal_the_panel_shows_all_that_matters(tmp_path: Path):
     labels = "epoch, step, img/s, loss, lr, data wait, exposed sync, best top-1, ETA end, ETA target"
     expected = [*labels.split(", "), "89.50 MB/step", "loss scale 65536", "skipped steps 6"]
     assert [label for label in expected if label not in text] == []
+    assert not re.search("━.*epoch", text), "the bar has a line of its own"
 
 
 def test_what_the_summary_says_of_the_run_can_be_pasted_into_a_shell(tmp_path: Path):
-    for name in ("plain", "my runs", "it's $HOME; *", "Läufe", ":smile:[red]"):
+    for name in ("plain", "it's $HOME; *", "Läufe :smile:[red]"):
         text = follow(tmp_path / name, io.StringIO(), {})
         pasted = {line[2:18].strip(): shlex.split(line[18:]) for line in text.splitlines() if line.startswith("  ")}
         assert pasted["run"] == [str(tmp_path / name)]

@@ -15,6 +15,7 @@ from torch import nn
 
 import tests
 from imagenet_fast.data.device import Normalizer
+from imagenet_fast.distributed.reductions import RunningMeans
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
@@ -24,7 +25,6 @@ from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_we
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
 from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
 from imagenet_fast.recipe.schema import Model, Recipe
-from imagenet_fast.sync.kept_state import RunningMeans
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.train_step import seed_step

@@ -75,7 +75,7 @@ def test_a_rank_that_takes_much_longer_than_the_others_is_named_once():
     world, outcome = tests.world(), RunResult("failed", "r", "lazy", 3, 3)
     with (
         patch("imagenet_fast.training.meter.record_timestamp", lambda device: clock.now),
-        patch("imagenet_fast.training.meter.warn", told.append),
+        patch("imagenet_fast.distributed.watchdog.warn", told.append),
     ):
         scale = LossScaler(Full(kind="fp32"), "fp32", world.device)
         meter = Meter(world, 3, scale, NonFiniteCounter(world.device), 5, outcome)
