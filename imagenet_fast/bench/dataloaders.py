@@ -26,7 +26,7 @@ from imagenet_fast.bench.rounds import in_rounds
 from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.data import dali
 from imagenet_fast.data.build import open_loader
-from imagenet_fast.data.folders import scan_training
+from imagenet_fast.data.folders import scan_split
 from imagenet_fast.data.loader import Job, prefetched
 from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.data.pixels import ImageDecodeError, decode
@@ -170,7 +170,7 @@ def _open(
 
 def _decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
     """Decode the first images whole, from memory, endlessly: no loader that decodes whole images can be faster."""
-    images = scan_training(root)
+    images = scan_split(root, "train")
     held = [images.read(index) for index in range(min(len(images), _HELD))]
 
     def decode_every(offset: int, share: int) -> Job:
@@ -233,7 +233,7 @@ def _bare_dali(root: Path, image_size: int, batch: int, workers: int, device: to
     from nvidia.dali import Pipeline, fn, types
 
     gpu = device.type == "cuda"
-    source = scan_training(root)
+    source = scan_split(root, "train")
     pipeline = Pipeline(batch, workers, device.index if gpu else None, prefetch_queue_depth=2, seed=_SEED)
     with pipeline:
         files = [source.name(index) for index in range(len(source))]

@@ -30,8 +30,7 @@ def fetch(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Take CIFAR-10 from this file instead of downloading: cifar-10-binary.tar.gz or "
-            "cifar-10-python.tar.gz.",
+            help="Take CIFAR-10 from this file instead of downloading: cifar-10-python.tar.gz.",
         ),
     ] = None,
     out: Annotated[
@@ -141,14 +140,17 @@ def verify(
     files that are not images, and images of other kinds.
     Duplicates are reported, but kept.
     """
-    from imagenet_fast.data.verify import as_json, summary
+    from dataclasses import asdict
+
+    from imagenet_fast.data.folders import shown
+    from imagenet_fast.data.verify import summary
     from imagenet_fast.data.verify import verify as examine_all
 
     found = examine_all(data, workers, must_list=json_file is None)
     for line in summary(found, data):
-        print(line)
+        print(shown(line))
     if json_file is not None:
         from imagenet_fast.metrics.tables import write_json
 
-        write_json(as_json(found), json_file)
+        write_json(asdict(found), json_file)
         print(f"written to {json_file}")

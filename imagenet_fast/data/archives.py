@@ -26,7 +26,8 @@ def tar_members(file: IO[bytes], told: str, advice: str) -> Iterator[tarfile.Tar
     A tar ends with zeros up to the end of its file. Zeros that something follows are a hole, as a failing disk leaves.
 
     Raises:
-        UserError: It is no tar, or compressed, truncated or damaged; the message ends with the ``advice``.
+        UserError: It is no tar, or compressed, truncated or damaged, or has a member that is neither a plain file nor a
+            folder; the message ends with the ``advice``.
     """
     end = 0
     try:
@@ -35,6 +36,8 @@ def tar_members(file: IO[bytes], told: str, advice: str) -> Iterator[tarfile.Tar
                 if member.size < 0 or tar.offset <= end:
                     raise tarfile.ReadError("a size below 0")
                 end = tar.offset
+                if not (member.isreg() or member.isdir()) or member.issparse():
+                    raise UserError(f"{told}: {member.name} is no plain file but a link or the like; {advice}")
                 yield member
     except (tarfile.TarError, ValueError, OverflowError) as error:
         file.seek(0)

@@ -54,17 +54,9 @@ class Loaders(ValLoader):
 
 
 def build_loaders(
-    data: Data,
-    root: Path | None,
-    batching: Batching,
-    rank: int,
-    cores: int,
-    device: torch.device,
-    seed: int,
-    first_step: int = 0,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-) -> Loaders:
+    data: Data, root: Path | None, batching: Batching, rank: int, cores: int, device: torch.device, seed: int,
+    first_step: int = 0, dtype: torch.dtype = torch.float32, channels_last: bool = True,
+) -> Loaders:  # fmt: skip
     """Build this rank's loaders of both splits, with normalised images on ``device``.
 
     Training begins at ``first_step``, counted over all epochs. Its batches are those that loaders built with 0 give at
@@ -91,16 +83,9 @@ def build_loaders(
 
 
 def build_val_loader(
-    data: Data,
-    root: Path | None,
-    batching: Batching,
-    rank: int,
-    cores: int,
-    device: torch.device,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-) -> ValLoader:
+    data: Data, root: Path | None, batching: Batching, rank: int, cores: int, device: torch.device, seed: int,
+    dtype: torch.dtype = torch.float32, channels_last: bool = True,
+) -> ValLoader:  # fmt: skip
     """Build this rank's loader of the validation split, as ``build_loaders`` does; there need be no training split.
 
     Raises:

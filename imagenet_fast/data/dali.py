@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from imagenet_fast.data.pixels import (
     encode,
     is_strip,
     middle_of,
+    random_crop,
     scaled_size,
     to_common_format,
     without_ends,
@@ -68,6 +69,7 @@ class DaliLoader:
         self._order = order
         self._data = data
         self._augmentation = augmentation_of(data, order)
+        self._pads = self._augmentation is not None and self._augmentation.padding is not None
         self._policy = BadImagePolicy(images, order, data)
         self._decoded: set[int] = set()
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
@@ -116,30 +118,36 @@ class DaliLoader:
             numbers, given.flips[places] = self._augmentation.draw(batch)
         for row, place in enumerate(places):
             load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
+            if numbers is not None and self._pads:
+                load = partial(self._cropped, given.sizes, numbers[row].tolist())
             shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
-            labels[place] = NO_CLASS if shown is None else shown.label
-            image = _black() if shown is None else shown.value
+            image, labels[place] = shown or (_black(), NO_CLASS)
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
             whole = scaled_size(image.height, image.width, given.sizes.shorter)
             if self._augmentation is None or numbers is None:
                 given.sides[place], given.places[place] = whole, middle_of(whole, given.sizes.size)
-            elif self._augmentation.padding is None:
+            elif self._pads:
+                given.places[place] = 0
+            else:
                 window = self._augmentation.window(image.height, image.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
-            else:
-                window = self._augmentation.padded_window(*whole, given.sizes.size, numbers[row].tolist())
-                given.sides[place], given.places[place] = whole, window[:2]
             yield
 
     def _encoded(self, index: int) -> EncodedImage:
         image = to_common_format(self._images.read(index))
-        is_cut = self._augmentation is not None and self._augmentation.padding is None  # before it is resized
+        is_cut = self._augmentation is not None  # before it is resized
         return image if is_cut or not is_strip(image.height, image.width) else self._from_pixels(index)
 
     def _from_pixels(self, index: int) -> EncodedImage:
         pixels = decode(self._images.read(index))
-        is_cut = self._augmentation is not None and self._augmentation.padding is None
-        return encode(pixels if is_cut else without_ends(pixels))
+        return encode(without_ends(pixels) if self._augmentation is None else pixels)
+
+    def _cropped(self, sizes: Resolution, numbers: list[float], index: int) -> EncodedImage:
+        """Return a crop of a padded image, which is small, and which DALI cannot pad by its mirror image."""
+        assert self._augmentation is not None
+        crop = np.empty((sizes.size, sizes.size, 3), dtype=np.uint8)
+        random_crop(decode(self._images.read(index)), sizes, self._augmentation, numbers, into=crop)
+        return encode(crop)
 
     def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
@@ -248,7 +256,7 @@ def _define(
     augmentation: Augmentation | None,
     gpu: bool,
 ) -> None:
-    """Define the graph: decode a window and resize it; or decode the image, resize, pad and crop it. Then flip it."""
+    """Define the graph: decode a window and resize it; or decode the image, resize and crop it. Then flip it."""
     from nvidia.dali import fn, types
 
     decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
@@ -266,7 +274,7 @@ def _define(
         inputs = 4 if augmentation is None else 5
         given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
         encoded, sides, place, extent = given[:4]
-        if augmentation is not None and augmentation.padding is None:
+        if augmentation is not None:
             if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
                 images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
             else:
@@ -274,27 +282,7 @@ def _define(
             images = fn.resize(images, size=sides, **resize)
         else:
             images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
-            if augmentation is not None and augmentation.padding:
-                images = _mirror_padded(images, augmentation.padding)
             images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
         if augmentation is not None:
             images = fn.flip(images, horizontal=given[4])
         pipeline.set_outputs(images)
-
-
-def _mirror_padded(images: Any, padding: int) -> Any:
-    """Add to DALI's graph: enlarge each side by ``padding`` pixels of the mirror image, as ``np.pad``'s "reflect"."""
-    from nvidia.dali import fn
-
-    for axis in (0, 1):
-        vertical = int(axis == 0)
-
-        def turned(images: Any, vertical: int = vertical) -> Any:
-            return fn.flip(images, vertical=vertical, horizontal=1 - vertical)
-
-        def next_to_edge(images: Any, axis: int = axis) -> Any:
-            return fn.slice(images, start=[1], shape=[padding], axes=[axis])
-
-        before, after = turned(next_to_edge(images)), next_to_edge(turned(images))
-        images = fn.cat(before, images, after, axis=axis)
-    return images

@@ -1,7 +1,6 @@
 """Fetch the data sets that need no account, as one folder per class: CIFAR-10, and the digits of ``paths``.
 
-CIFAR-10 comes from its authors' host, or from an archive of theirs on disk: the binary version, which is downloaded, or
-the one for Python, as torchvision leaves it. Both hold the same images.
+CIFAR-10 comes from its authors' host, or from their archive on disk, as torchvision leaves it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,9 @@ from imagenet_fast.errors import UserError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGES = 60_000
-BINARY = "cifar-10-binary.tar.gz"
-PYTHON = "cifar-10-python.tar.gz"
+ARCHIVE = "cifar-10-python.tar.gz"
 HOST = "https://www.cs.toronto.edu/~kriz"
-SHA256 = {
-    BINARY: "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-    PYTHON: "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",
-}
-"""The checksum of each archive."""
+SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
 _TIMEOUT_S = 20.0  # timeout for a host that does not answer, as behind a firewall
 _PART = 2**18  # bytes to read at a time
 _BATCHES = (*(("train", f"data_batch_{number}") for number in range(1, 6)), ("val", "test_batch"))
@@ -57,7 +51,7 @@ def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
     if archive is not None and name != "cifar10":
         raise UserError(f"--archive {archive} is for cifar10; the {name} are made here, so leave it out")
     place = out or cache_dir() / name
-    if place.exists() and not _is_empty(place):
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
         for split in ("train", "val"):
             if sorted(path.name for path in (place / split).glob("*/")) != sorted(classes):
                 raise UserError(f"{place} holds something else than {name}; choose another --out, or remove it")
@@ -69,21 +63,17 @@ def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
     return place
 
 
-def _is_empty(place: Path) -> bool:
-    return place.is_dir() and not any(place.iterdir())
-
-
 def fetch_cifar10(place: Path, archive: Path | None) -> None:
     """Write CIFAR-10 to ``place``, which is created only if everything succeeds; None for ``archive``: download it.
 
-    Raises UserError if there is no archive, or its checksum is not a published one.
+    Raises UserError if there is no archive, or its checksum is not the published one.
     """
     with tempfile.TemporaryDirectory() as temporary:
         if archive is None:
             archive = _download(Path(temporary))
-        name = _verified(archive)
+        _verify(archive)
         with tarfile.open(archive) as opened:
-            write_cifar10(place, _batches(opened, name))
+            write_cifar10(place, _batches(opened))
 
 
 def write_cifar10(place: Path, batches: Iterable[Batch]) -> None:
@@ -102,11 +92,11 @@ def write_cifar10(place: Path, batches: Iterable[Batch]) -> None:
 
 def _download(folder: Path) -> Path:
     """Download the archive into ``folder``."""
-    url = f"{HOST}/{BINARY}"
+    url = f"{HOST}/{ARCHIVE}"
     try:
         with (
             urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer,
-            (folder / BINARY).open("wb") as file,
+            (folder / ARCHIVE).open("wb") as file,
             progress_bars("bytes") as bar,
         ):
             length = answer.headers.get("Content-Length")
@@ -117,36 +107,26 @@ def _download(folder: Path) -> Path:
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise UserError(
-            f"{url} cannot be fetched ({reason}); try again, or fetch it or {PYTHON} elsewhere and give --archive FILE"
+            f"{url} cannot be fetched ({reason}); try again, or fetch it elsewhere and give --archive FILE"
         ) from None
-    return folder / BINARY
+    return folder / ARCHIVE
 
 
-def _verified(archive: Path) -> str:
-    """Return which known archive this is, by its SHA-256; raise UserError if it is missing or unknown."""
+def _verify(archive: Path) -> None:
+    """Raise UserError unless the archive is there and has the published SHA-256."""
     if not archive.is_file():
-        raise UserError(f"there is no archive {archive}; give the path of {BINARY} or {PYTHON}")
+        raise UserError(f"there is no archive {archive}; give the path of {ARCHIVE}")
     with archive.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
-    for name, known in SHA256.items():
-        if found == known:
-            return name
-    known = " nor ".join(f"{name}, {known}" for name, known in SHA256.items())
-    raise UserError(
-        f"{archive} is no CIFAR-10 that we know: its sha256 is {found}, not that of {known}; fetch it again"
-    )
+    if found != SHA256:
+        raise UserError(f"{archive} is not {ARCHIVE}: its sha256 is {found}, not {SHA256}; fetch it again")
 
 
-def _batches(archive: tarfile.TarFile, name: str) -> Iterator[Batch]:
+def _batches(archive: tarfile.TarFile) -> Iterator[Batch]:
     """Yield the batches of an archive: labels, and the red, green and blue planes of each image, row by row."""
     for split, batch in _BATCHES:
-        path = f"cifar-10-batches-bin/{batch}.bin" if name == BINARY else f"cifar-10-batches-py/{batch}"
-        file = archive.extractfile(path)
+        file = archive.extractfile(f"cifar-10-batches-py/{batch}")
         assert file is not None
-        if name == BINARY:  # a label byte before each image
-            records = np.frombuffer(file.read(), np.uint8).reshape(-1, 1 + 3 * 32 * 32)
-            labels, planes = records[:, 0].tolist(), records[:, 1:]
-        else:
-            table = pickle.loads(file.read(), encoding="bytes")  # nothing else has its checksum
-            labels, planes = table[b"labels"], table[b"data"]
-        yield split, labels, np.ascontiguousarray(planes.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+        table = pickle.loads(file.read(), encoding="bytes")  # nothing else has its checksum
+        planes = table[b"data"].reshape(-1, 3, 32, 32)
+        yield split, table[b"labels"], np.ascontiguousarray(planes.transpose(0, 2, 3, 1))

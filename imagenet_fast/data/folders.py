@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import os
 import unicodedata
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -187,29 +187,40 @@ class ImageFolder:
         """Do nothing: opening the files ahead would wait for the server as often as reading them does."""
 
 
-def scan_training(root: Path) -> ImageFolder:
-    """Return the training split; its folders are listed once, until one changes.
+def scan_split(root: Path, split: Literal["train", "val"]) -> ImageFolder:
+    """Return a split; its folders are listed once, until one changes. The training split defines the classes.
 
     Raises:
         UserError: A folder is missing, a class has no images, or val has a class that train lacks.
     """
-    train, _ = both_splits(root)
-    return _open(root, "train", train, train)
+    names, classes = names_of(root, split)
+    folder = root / split
+    paths = [folder / name for name in names]  # their times change when a name in them does
+    index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
+    remedies = {
+        "apart": "lie in no class's own folder, as {}, and are left out; move them into the folder of their class",
+        "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",
+    }
+    for kind, remedy in remedies.items() if os.environ.get("RANK", "0") == "0" else ():
+        if left_out := index.about.get(kind):
+            warn(f"{folder}: {left_out[0]} images {remedy.format(left_out[1])}")
+    return _numbered(folder, index.columns, names, classes)
 
 
-def scan_validation(root: Path) -> ImageFolder:
-    """Return the validation split; if there is no training split, its own folders define the classes."""
-    names, classes = validation_split(root)
-    return _open(root, "val", names, classes)
+def every_image(folder: Path) -> ImageFolder:
+    """Return all images in the class folders of ``folder``, some of which may have none; there is no index of them."""
+    names = class_folders(folder)
+    listed = list(map_in_order(lambda name: list_folder(folder / name), names))
+    return _numbered(folder, _columns(listed), names, names)
 
 
-def validation_split(root: Path) -> tuple[list[str], list[str]]:
-    """Return the class folders of val, and the class names that define its labels. Raises UserError."""
-    if (root / "train").is_dir():
-        classes, names = both_splits(root)
-        return names, classes
-    names = _class_names(root, "val")
-    return names, names
+def names_of(root: Path, split: Literal["train", "val"]) -> tuple[list[str], list[str]]:
+    """Return the class folders of a split, and the class names that define its labels. Raises UserError."""
+    if split == "val" and not (root / "train").is_dir():
+        names = _class_names(root, "val")
+        return names, names
+    train, val = both_splits(root)
+    return (train if split == "train" else val), train
 
 
 def both_splits(root: Path) -> tuple[list[str], list[str]]:
@@ -237,21 +248,20 @@ def _class_names(root: Path, split: str) -> list[str]:
     return names
 
 
-def _open(root: Path, split: str, names: list[str], classes: list[str]) -> ImageFolder:
-    folder = root / split
-    paths = [folder / name for name in names]  # their times change when a name in them does
-    index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
-    remedies = {
-        "apart": "lie in no class's own folder, as {}, and are left out; move them into the folder of their class",
-        "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",
-    }
-    for kind, remedy in remedies.items() if os.environ.get("RANK", "0") == "0" else ():
-        if left_out := index.about.get(kind):
-            warn(f"{folder}: {left_out[0]} images {remedy.format(left_out[1])}")
-    kept = index.columns
+def _numbered(folder: Path, columns: Mapping[str, NDArray[Any]], names: list[str], classes: list[str]) -> ImageFolder:
     label = {name: number for number, name in enumerate(classes)}
     numbers = np.asarray([label[name] for name in names], dtype=np.int64)
-    return ImageFolder(folder, kept["names"].tobytes(), kept["ends"], numbers[kept["folders"]], classes)
+    return ImageFolder(folder, columns["names"].tobytes(), columns["ends"], numbers[columns["folders"]], classes)
+
+
+def _columns(listed: Sequence[FolderContents]) -> dict[str, NDArray[Any]]:
+    """Return the columns of an index: the images' names, where each ends, and the number of its class folder."""
+    files = [os.fsencode(file) for contents in listed for file in contents.images]
+    return {
+        "names": np.frombuffer(b"".join(files), np.uint8),
+        "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
+        "folders": np.repeat(np.arange(len(listed)), [len(contents.images) for contents in listed]),
+    }
 
 
 def _index(folder: Path, names: list[str]) -> Index:
@@ -263,15 +273,10 @@ def _index(folder: Path, names: list[str]) -> Index:
         return contents, contents.deeper()
 
     found = list(map_in_order(listed, names))
-    files = [os.fsencode(file) for contents, _ in found for file in contents.images]
-    columns: dict[str, NDArray[Any]] = {
-        "names": np.frombuffer(b"".join(files), np.uint8),
-        "ends": np.cumsum([len(file) for file in files], dtype=np.int64),
-        "folders": np.repeat(np.arange(len(names)), [len(contents.images) for contents, _ in found]),
-    }
     apart, unread = list_folder(folder).images, []
     for name, (contents, deeper) in zip(names, found, strict=True):
         apart += [f"{name}/{path}" for path in deeper]
         unread += [f"{name}/{file}" for file in contents.others if file.lower().endswith(_UNREAD)]
     left_out = {"apart": apart, "unread": unread}
+    columns = _columns([contents for contents, _ in found])
     return Index({kind: [len(paths), shown(min(paths))] for kind, paths in left_out.items() if paths}, columns)

@@ -71,16 +71,11 @@ def load_or_build_index(root: Path, split: str, kind: Kind, paths: Sequence[Path
         make: Builds a new index.
     """
     stamps, places = _stamps(root, paths), _places(root, split)
-    reasons = []
     for place in places:
-        found = _read(place, kind, stamps)
-        if isinstance(found, Index):
+        if (found := _read(place, kind, stamps)) is not None:
             return found
-        reasons += [f"{place} {found}"] * bool(found)
-    if reasons:
-        _print(f"{reasons[0]}; it is made anew")
-    elif len(stamps) >= _MANY:
-        _print(f"looking through the {split} split of {root} for the first time")
+    if len(stamps) >= _MANY:
+        print(f"looking through the {split} split of {root}, which has no index that is valid", file=sys.stderr)
     newest = max((max(times) for _, _, *times in stamps), default=0) / 1e9
     if abs(time.time() - newest) < _TICK_S:  # so that any later change gets another time
         time.sleep(_TICK_S)
@@ -107,23 +102,18 @@ def _places(root: Path, split: str) -> list[Path]:
     return [root / name]
 
 
-def _read(place: Path, kind: Kind, stamps: Stamps) -> Index | str:
-    """Return the index stored at ``place``, or why it is not valid; an empty string if there is none."""
+def _read(place: Path, kind: Kind, stamps: Stamps) -> Index | None:
+    """Return the index stored at ``place``; None if it is missing, damaged, of another version or of other files."""
     try:
         with np.load(place, allow_pickle=False) as file:  # a zip file, which has a checksum per part
             about = json.loads(file["about"].tobytes())
             columns = {name: file[name] for name in kind.columns}
-    except FileNotFoundError:
-        return ""
+        described = about["version"], about["kind"], about["stamps"]
     except Exception:  # of a damaged file, zip, NumPy and JSON raise many types, zlib.error among them
-        return "is damaged"
-    if not isinstance(about, dict) or (about.get("version"), about.get("kind")) != (_VERSION, kind.name):
-        return "is of another format or version"
-    if about.get("stamps") != [list(stamp) for stamp in stamps]:
-        return "is of files that have changed since"
-    if any(columns[name].dtype.str != dtype or columns[name].ndim != 1 for name, dtype in kind.columns.items()):
-        return "is damaged"
-    return Index(about, columns)
+        return None
+    typed = all(columns[name].dtype.str == dtype and columns[name].ndim == 1 for name, dtype in kind.columns.items())
+    valid = typed and described == (_VERSION, kind.name, [list(stamp) for stamp in stamps])
+    return Index(about, columns) if valid else None
 
 
 def _write(places: Sequence[Path], kind: Kind, stamps: Stamps, index: Index) -> None:
@@ -138,7 +128,7 @@ def _write(places: Sequence[Path], kind: Kind, stamps: Stamps, index: Index) -> 
             return
         except OSError as error:
             why = error.strerror
-    _print(f"{places[0]} cannot be written ({why}); the next run will look through the data again")
+    print(f"{places[0]} cannot be written ({why}); the next run will look through the data again", file=sys.stderr)
 
 
 def map_in_order(look: Callable[[Item], Found], items: Sequence[Item]) -> Iterator[Found]:
@@ -160,7 +150,3 @@ def digest_of(*parts: bytes | NDArray[np.int64]) -> str:
         content = part if isinstance(part, bytes) else part.astype("<i8").tobytes()
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.hexdigest()
-
-
-def _print(sentence: str) -> None:
-    print(sentence, file=sys.stderr)

@@ -18,10 +18,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import repeat
 from threading import Event, Lock
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import cv2
 import numpy as np
@@ -90,15 +89,6 @@ def shared_out(count: int, threads: int) -> list[slice]:
     return [slice(begin, min(begin + share, count)) for begin in range(0, count, share)]
 
 
-@dataclass(slots=True)
-class LoadedImage(Generic[T]):
-    """A loaded image: the requested one, or its replacement with its own index and label."""
-
-    value: T
-    index: int
-    label: int
-
-
 class BadImagePolicy:
     """The handling of bad images on one rank. Thread-safe."""
 
@@ -110,11 +100,11 @@ class BadImagePolicy:
         self._bad: set[int] = set()
         self._lock = Lock()
 
-    def load_or_substitute(self, index: int, epoch: int, load: Callable[[int], T]) -> LoadedImage[T] | None:
+    def load_or_substitute(self, index: int, epoch: int, load: Callable[[int], T]) -> tuple[T, int] | None:
         """Load image ``index`` in an epoch, counted from 0, or a replacement if it is bad.
 
         An image is bad if ``load`` raises ImageDecodeError or UserError (its shard is damaged). Return what ``load``
-        does for an index, with the index and label it belongs to; None for a bad image in an evaluation.
+        does for an index, with the label it belongs to; None for a bad image in an evaluation.
 
         Raises:
             UserError: If the image cannot be read; if it is bad and ``data.on_bad_image`` is "fail"; or if in training
@@ -124,8 +114,7 @@ class BadImagePolicy:
             if candidate in self._bad:
                 continue
             try:
-                value = _patiently(load, candidate)
-                return LoadedImage(value, candidate, int(self._images.labels[candidate]))
+                return _patiently(load, candidate), int(self._images.labels[candidate])
             except OSError as error:
                 raise UserError(
                     f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right and "
@@ -216,16 +205,15 @@ class ThreadLoader:
         draws = repeat(None) if self._augmentation is None else zip(*self._augmentation.draw(indices), strict=True)
         unflipped = np.empty(pixels.shape[1:], dtype=np.uint8)
         for place, (index, drawn) in enumerate(zip(indices.images.tolist(), draws, strict=False)):
-            image = self._policy.load_or_substitute(index, indices.epoch, self._load)
-            labels[place] = NO_CLASS if image is None else image.label
+            image, labels[place] = self._policy.load_or_substitute(index, indices.epoch, self._load) or (None, NO_CLASS)
             if image is None:
                 pixels[place] = 0
             elif self._augmentation is None or drawn is None:
-                pixels[place] = central_crop(image.value, sizes)
+                pixels[place] = central_crop(image, sizes)
             else:
                 numbers, flip = drawn
                 crop = unflipped if flip else pixels[place]
-                random_crop(image.value, sizes, self._augmentation, numbers.tolist(), into=crop)
+                random_crop(image, sizes, self._augmentation, numbers.tolist(), into=crop)
                 if flip:
                     cv2.flip(unflipped, 1, dst=pixels[place])
             yield

@@ -246,13 +246,9 @@ class Augmentation:
         return Window((height - tall) // 2, (width - wide) // 2, tall, wide)
 
     def padded_window(self, height: int, width: int, size: int, numbers: Sequence[float]) -> Window:
-        """Choose the square that is cropped from one resized and padded image, as torchvision's ``RandomCrop`` does.
+        """Choose the square of ``size`` pixels that is cropped from one padded image, as torchvision's ``RandomCrop``.
 
-        Args:
-            height: Height of the image in pixels, without padding.
-            width: Width of the image in pixels, without padding.
-            size: Side of the square in pixels.
-            numbers: One row [22] of the numbers that ``draw`` returns.
+        Height and width are the image's without padding, the ``numbers`` those that ``window`` takes.
         """
         assert self.padding is not None
         top, left = (

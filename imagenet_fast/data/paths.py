@@ -43,18 +43,16 @@ def resolve_data_dir(dataset: Literal["imagenet", "cifar10", "digits"], given: P
     place = cache_dir() / dataset
     if place.is_dir():
         return place
-    match dataset:
-        case "digits":
-            make_digits(place)
-            return place
-        case "cifar10":
-            raise UserError(
-                f"CIFAR-10 is not in {place} yet; run `imagenet-fast data fetch cifar10` once, or give --data DIR"
-            )
-        case "imagenet":
-            raise UserError(
-                "this recipe trains on ImageNet; say where it lies with --data DIR (train/<class>/*, val/<class>/*)"
-            )
+    if dataset == "imagenet":
+        raise UserError(
+            "this recipe trains on ImageNet; say where it lies with --data DIR (train/<class>/*, val/<class>/*)"
+        )
+    if dataset == "cifar10":
+        raise UserError(
+            f"CIFAR-10 is not in {place} yet; run `imagenet-fast data fetch cifar10` once, or give --data DIR"
+        )
+    make_digits(place)
+    return place
 
 
 def make_digits(place: Path) -> None:

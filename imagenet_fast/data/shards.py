@@ -262,7 +262,9 @@ def _samples(shard: Path) -> Looked:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with shard.open("rb") as file:
-        for member in _members(shard, file):
+        for member in tar_members(file, str(shard), "copy or make it again"):
+            if member.isdir():
+                continue
             key, extension = _key(member.name)
             found: dict[str, Any]
             content: Any
@@ -287,15 +289,6 @@ def _samples(shard: Path) -> Looked:
         for key, member in images.items()
     )
     return sorted(rows), ()
-
-
-def _members(shard: Path, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar. Raises UserError for links and the like, or if the tar is not whole."""
-    for member in tar_members(file, str(shard), "copy or make it again"):
-        if not (member.isreg() or member.isdir()) or member.issparse():
-            raise UserError(f"{shard}: {member.name} is no regular file but a link or the like; {_HINT}")
-        if member.isreg():
-            yield member
 
 
 def _key(name: str) -> tuple[str, str]:

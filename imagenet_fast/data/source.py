@@ -7,15 +7,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar, assert_never, get_args
+from typing import Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data import folders
-from imagenet_fast.data.folders import ImageFolder, is_class_name, is_folder, shown
+from imagenet_fast.data.folders import is_class_name, is_folder, shown
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
@@ -26,9 +26,6 @@ from imagenet_fast.recipe.data_config import Data, SyntheticData
 
 Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 _WORDS = {"train": ("train",), "val": ("val", "validation")}
 _TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
@@ -110,21 +107,17 @@ class Found(NamedTuple):
     shards: Sequence[Path] = ()
 
 
-def in_sentences(look: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Return a function whose every OSError is a UserError."""
-
-    @wraps(look)
-    def told(*args: Given.args, **kwargs: Given.kwargs) -> Result:
-        try:
-            return look(*args, **kwargs)
-        except OSError as error:
-            what = shown(os.fsdecode(error.filename)) if error.filename else "the data"
-            raise UserError(f"{what} cannot be read ({error.strerror}); put that right, and start again") from None
-
-    return told
+@contextmanager
+def in_sentences() -> Iterator[None]:
+    """Raise a UserError for every OSError; decorates functions."""
+    try:
+        yield
+    except OSError as error:
+        what = shown(os.fsdecode(error.filename)) if error.filename else "the data"
+        raise UserError(f"{what} cannot be read ({error.strerror}); put that right, and start again") from None
 
 
-@in_sentences
+@in_sentences()
 def check_folders(root: Path) -> None:
     """Raise UserError if ``root`` cannot be trained on, by the names of its class folders or shards alone."""
     train, val = find_split(root, "train"), find_split(root, "val")
@@ -135,11 +128,11 @@ def check_folders(root: Path) -> None:
         folders.both_splits(root)
 
 
-@in_sentences
+@in_sentences()
 def check_validation(root: Path) -> None:
     """Raise UserError if ``root`` cannot be evaluated on, by the names of its class folders or shards alone."""
     if find_split(root, "val").format == "folder":
-        folders.validation_split(root)
+        folders.names_of(root, "val")
     elif find_split(root, "train").shards:
         check_folders(root)
 
@@ -157,14 +150,10 @@ def open_validation(root: Path) -> ImageSource:
     return _open(root, "val")
 
 
-@in_sentences
+@in_sentences()
 def _open(root: Path, split: SplitName) -> ImageSource:
     found = find_split(root, split)
-    whole: ImageFolder | Shards
-    if found.format == "folder":
-        whole = folders.scan_training(root) if split == "train" else folders.scan_validation(root)
-    else:
-        whole = open_shards(root, split, found)
+    whole = folders.scan_split(root, split) if found.format == "folder" else open_shards(root, split, found)
     prefix = prefix_of(root)
     bad = list(whole.find({prefix + path for path in quarantined(root)}))
     if not bad:
@@ -184,18 +173,11 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
     Raises UserError if a shard is damaged.
     """
     training = found.shards if split == "train" else find_split(root, "train").shards
-    match found.format:
-        case "webdataset":
-            return open_webdataset(root, split, found.shards, training)
-        case "tfrecord":
-            return open_tfrecord(root, split, found.shards, training)
-        case "folder":
-            raise ValueError("folders hold no shards")
-        case _:
-            assert_never(found.format)
+    open_format = open_webdataset if found.format == "webdataset" else open_tfrecord
+    return open_format(root, split, found.shards, training)
 
 
-@in_sentences
+@in_sentences()
 def find_split(root: Path, split: SplitName) -> Found:
     """Find the shards of a split; without any, its format is "folder".
 

@@ -12,16 +12,15 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from imagenet_fast.data.folders import class_folders, list_folder, read_file, shown
-from imagenet_fast.data.index import map_in_order
+from imagenet_fast.data.folders import ImageFolder, every_image
 from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_of
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
+from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
@@ -37,29 +36,21 @@ class Verified:
     place there.
     """
 
-    counts: dict[str, dict[str, int]]
+    classes: dict[str, dict[str, int]]
     """Number of good images by split and class."""
-    bad: dict[str, str]
+    quarantine: dict[str, str]
     """The error of each quarantined file, by name: its kind, and after a colon what the decoder says."""
     duplicates: list[list[str]]
     """Groups of images with the same bytes."""
-    leaks: list[list[str]]
+    in_both_splits: list[list[str]]
     """Groups of duplicates that are in both the training and the validation split."""
     unlisted: str = ""
     """The reason why the list of bad files cannot be written; else empty."""
 
 
-@dataclass(frozen=True)
-class _SplitFiles:
-    """The files of one split, numbered from 0."""
-
-    split: str
-    classes: list[str]
-    labels: NDArray[np.int64]
-    """[files], indices into ``classes``."""
-    name: Callable[[int], str]
-    """Function that returns a file's name below the data directory."""
-    read: Callable[[int], bytes]
+_Images = ImageFolder | Shards
+_File = tuple[str, _Images, int]
+"""An image's split, by name and as it is opened, and the number of the image there."""
 
 
 def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Verified:
@@ -69,30 +60,34 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
         UserError: There is nothing to read, a shard's index cannot be built, or the list cannot be written although
             it ``must_list``.
     """
-    splits = [found for split in get_args(SplitName) if (found := _files_of(root, split)) is not None]
-    files = [(of, index) for of in splits for index in range(len(of.labels))]
+    splits = {split: images for split in get_args(SplitName) if (images := _images_of(root, split)) is not None}
+    files = [(split, images, index) for split, images in splits.items() for index in range(len(images))]
+    prefix = prefix_of(root)
     if not files:
         raise UserError(
             f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
     unlisted = _tried(root, must_list, lambda: tempfile.TemporaryFile(dir=root).close())  # not after an hour
     bad: dict[str, str] = {}
-    counts = {of.split: {of.classes[label]: 0 for label in np.unique(of.labels).tolist()} for of in splits}
+    counts = {split: {of.classes[label]: 0 for label in np.unique(of.labels).tolist()} for split, of in splits.items()}
     first: dict[int, int] = {}
     """The first file of each content, by the hash of it."""
     copies: dict[int, list[int]] = defaultdict(list)
     with closing(_checked(files, workers or usable_cores())) as checked:
-        for number, ((of, index), (fault, digest)) in enumerate(zip(files, checked, strict=True)):
+        for number, ((split, of, index), (fault, digest)) in enumerate(zip(files, checked, strict=True)):
             if fault:
-                bad[of.name(index)] = fault
+                bad[of.name(index).removeprefix(prefix)] = fault
                 continue
-            counts[of.split][of.classes[of.labels[index]]] += 1
+            counts[split][of.classes[of.labels[index]]] += 1
             if (original := first.setdefault(digest, number)) != number:
                 copies[original].append(number)
     unlisted = unlisted or _tried(root, must_list, lambda: write_quarantine(root, bad))
     same = [[files[number] for number in (original, *others)] for original, others in copies.items()]
-    leaks = [group for group in same if len({of.split for of, _ in group}) > 1]
-    duplicates, in_both = (sorted([of.name(index) for of, index in group] for group in some) for some in (same, leaks))
+    leaks = [group for group in same if len({split for split, _, _ in group}) > 1]
+    duplicates, in_both = (
+        sorted([of.name(index).removeprefix(prefix) for _, of, index in group] for group in some)
+        for some in (same, leaks)
+    )
     return Verified(counts, bad, duplicates, in_both, unlisted)
 
 
@@ -110,34 +105,25 @@ def _tried(root: Path, must: bool, write: Callable[[], None]) -> str:
     return ""
 
 
-@in_sentences
-def _files_of(root: Path, split: SplitName) -> _SplitFiles | None:
-    """Return the files of a split that loaders take for images, or None if it has none."""
+@in_sentences()
+def _images_of(root: Path, split: SplitName) -> _Images | None:
+    """Open all that loaders take for images of a split, or return None if it has no folder; a class may be empty."""
     found = find_split(root, split)
     if found.format != "folder":
-        shards, prefix = open_shards(root, split, found), prefix_of(root)
-        return _SplitFiles(
-            split, shards.classes, shards.labels, lambda i: shards.name(i).removeprefix(prefix), shards.read
-        )
-    if not (root / split).is_dir():
-        return None
-    classes = class_folders(root / split)
-    images = list(map_in_order(lambda name: list_folder(root / split / name).images, classes))
-    names = [f"{split}/{name}/{file}" for name, files in zip(classes, images, strict=True) for file in files]
-    labels = np.repeat(np.arange(len(classes)), [len(files) for files in images])
-    return _SplitFiles(split, classes, labels, names.__getitem__, lambda i: read_file(f"{root / names[i]}"))
+        return open_shards(root, split, found)
+    return every_image(root / split) if (root / split).is_dir() else None
 
 
-def _checked(files: Sequence[tuple[_SplitFiles, int]], workers: int) -> Generator[tuple[str, int], None, None]:
+def _checked(files: Sequence[_File], workers: int) -> Generator[tuple[str, int], None, None]:
     """Yield the fault of each file, empty for a good image, and a 64-bit hash of its content."""
     stop = threading.Event()
 
     def check(begin: int) -> list[tuple[str, int]]:
         found = []
-        for of, index in files[begin : begin + _CHUNK]:
+        for _, images, index in files[begin : begin + _CHUNK]:
             if stop.is_set():
                 raise CancelledError
-            found.append(_check(of, index))
+            found.append(_check(images, index))
         return found
 
     with warnings.catch_warnings(), progress_bars("images") as bars, ThreadPoolExecutor(workers) as pool:
@@ -152,34 +138,25 @@ def _checked(files: Sequence[tuple[_SplitFiles, int]], workers: int) -> Generato
             pool.shutdown(cancel_futures=True)
 
 
-def _check(files: _SplitFiles, index: int) -> tuple[str, int]:
+def _check(images: _Images, index: int) -> tuple[str, int]:
     """Decode a file as loaders do, so that both agree on what is bad."""
     try:
-        content = files.read(index)
+        content = images.read(index)
+        fault = "" if content else "empty"
+        if content:
+            decode(content)
     except (OSError, UserError) as error:
         return f"unreadable: {error.strerror if isinstance(error, OSError) else error}", 0
-    return _fault(content), int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
-
-
-def _fault(content: bytes) -> str:
-    if not content:
-        return "empty"
-    try:
-        decode(content)
     except ImageDecodeError as error:
+        fault = f"{'truncated' if 'truncated' in str(error).lower() else 'damaged'}: {error}"
         if str(error) == NO_IMAGE:
-            return "damaged" if kind_of(content) else "no image"
-        return f"{'truncated' if 'truncated' in str(error).lower() else 'damaged'}: {error}"
-    return ""
+            fault = "damaged" if kind_of(content) else "no image"
+    return fault, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
 
 
 def summary(found: Verified, root: Path) -> Iterator[str]:
-    """Yield lines for the user that fit a screen and can be printed."""
-    return map(shown, _summary(found, root))
-
-
-def _summary(found: Verified, root: Path) -> Iterator[str]:
-    for split, classes in found.counts.items():
+    """Yield lines for the user that fit a screen; names in them may not be printable."""
+    for split, classes in found.classes.items():
         counts = sorted(classes.values())
         if not counts:
             yield f"{split:<5}  no images in class folders"
@@ -190,28 +167,19 @@ def _summary(found: Verified, root: Path) -> Iterator[str]:
         )
     if found.duplicates:
         yield (
-            f"kept, but look at: {len(found.duplicates)} images that are there several times, {len(found.leaks)} of "
-            f"them in both splits: {' = '.join((found.leaks or found.duplicates)[0][:3])}"
+            f"kept, but look at: {len(found.duplicates)} images that are there several times, "
+            f"{len(found.in_both_splits)} of them in both splits: "
+            f"{' = '.join((found.in_both_splits or found.duplicates)[0][:3])}"
         )
-    kinds = {path: what.partition(":")[0] for path, what in found.bad.items()}
+    kinds = {path: what.partition(":")[0] for path, what in found.quarantine.items()}
     for kind, count in sorted(Counter(kinds.values()).items()):
         yield f"bad: {count} {kind}, such as {next(path for path in kinds if kinds[path] == kind)}"
-    empty = [f"{split}/{name}" for split, classes in found.counts.items() for name, n in classes.items() if not n]
+    empty = [f"{split}/{name}" for split, classes in found.classes.items() for name, n in classes.items() if not n]
     if empty:
         yield f"without images: {len(empty)} classes, such as {empty[0]}"
     if found.unlisted:
         yield f"{root / QUARANTINE} cannot be written ({found.unlisted}): `train` will not leave out the bad files"
-    elif found.bad:
+    elif found.quarantine:
         yield f"`train` and `eval` leave out the bad files; they are listed in {root / QUARANTINE}"
-    if not found.bad:
+    if not found.quarantine:
         yield "every file is an image that can be decoded"
-
-
-def as_json(found: Verified) -> dict[str, Any]:
-    """Return the result as JSON values, without ``unlisted``."""
-    return {
-        "classes": found.counts,
-        "quarantine": found.bad,
-        "duplicates": found.duplicates,
-        "in_both_splits": found.leaks,
-    }

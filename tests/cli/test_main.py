@@ -157,7 +157,7 @@ REFUSED = {
         ("optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
         ("--set epochs=2 epochs=none", "epochs cannot be none, which is for keys that may be absent"),
     ],
-    "plan": [("--rows --json /", "/ is a directory; name a file")],
+    "plan": [("rows --json /", "/ is a directory; name a file")],
     "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],
     "report": [("x --png /", "/ is a directory; name a file")],
 }

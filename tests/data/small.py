@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.data.build import Loaders, build_loaders
-from imagenet_fast.data.folders import ImageFolder, scan_training, scan_validation
+from imagenet_fast.data.folders import ImageFolder, scan_split
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.recipe.batching import Batching
@@ -55,7 +55,7 @@ def opened(
 
 def scan(root: Path) -> tuple[ImageFolder, ImageFolder]:
     """Both splits in class folders."""
-    return scan_training(root), scan_validation(root)
+    return scan_split(root, "train"), scan_split(root, "val")
 
 
 def collect(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor:

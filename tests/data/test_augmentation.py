@@ -78,15 +78,6 @@ def test_the_largest_of_numbers_stays_within_the_image():
     assert isinstance(window, Window)
 
 
-def test_another_epoch_or_seed_is_another_window_of_the_same_image():
-    first = windows(375, 500, WHOLE)
-    for other in (windows(375, 500, WHOLE, epoch=1), windows(375, 500, WHOLE, seed=2)):
-        areas = [np.log(w[:, 2] * w[:, 3]) for w in (first, other)]
-        for one, another in ((first[:, 0], other[:, 0]), (first[:, 1], other[:, 1]), areas):
-            assert abs(np.corrcoef(one, another)[0, 1]) < 4 / math.sqrt(DRAWS)
-        assert (first == other).all(axis=1).mean() < 0.01
-
-
 def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():
     mirrored = Augmentation(1, WHOLE, flip=True)
     flips = np.array([mirrored.draw(BatchIndices(epoch, np.arange(DRAWS)))[1] for epoch in range(40)])

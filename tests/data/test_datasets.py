@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from PIL import Image
 
 from imagenet_fast.atomic_io import atomic_directory
@@ -73,30 +72,18 @@ PLANES = IMAGES.transpose(0, 1, 4, 2, 3).reshape(6, 20, -1)
 NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
-def binary(planes: NDArray[np.uint8]) -> bytes:
-    return np.hstack([LABELS[:, None], planes]).tobytes()
-
-
-def for_python(planes: NDArray[np.uint8]) -> bytes:
-    return pickle.dumps({b"labels": LABELS.tolist(), b"data": planes})
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "batch"),
-    [
-        (download.BINARY, "cifar-10-batches-bin/{}.bin", binary),
-        (download.PYTHON, "cifar-10-batches-py/{}", for_python),
-    ],
-)
-def test_cifar10_is_unpacked_pixel_for_pixel(name: str, path: str, batch, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("given", [False, True])
+def test_cifar10_is_unpacked_pixel_for_pixel(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """From an archive that is given, or from its authors' host."""
-    archive = tmp_path / "served" / name
+    archive = tmp_path / "served" / download.ARCHIVE
     archive.parent.mkdir()
-    files = {path.format(name): batch(planes) for name, planes in zip(NAMES, PLANES, strict=True)}
-    archive.write_bytes(gzip.compress(tar_of(files)))
-    monkeypatch.setattr(download, "SHA256", {name: hashlib.sha256(archive.read_bytes()).hexdigest()})
+    batches = [pickle.dumps({b"labels": LABELS.tolist(), b"data": planes}) for planes in PLANES]
+    archive.write_bytes(
+        gzip.compress(tar_of({f"cifar-10-batches-py/{n}": b for n, b in zip(NAMES, batches, strict=True)}))
+    )
+    monkeypatch.setattr(download, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
     monkeypatch.setattr(download, "HOST", archive.parent.as_uri())
-    download.fetch_cifar10(tmp_path / "cifar10", None if name == download.BINARY else archive)
+    download.fetch_cifar10(tmp_path / "cifar10", archive if given else None)
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
     assert train.classes == list(download.CLASSES)
@@ -107,7 +94,7 @@ def test_cifar10_is_unpacked_pixel_for_pixel(name: str, path: str, batch, tmp_pa
 
 def test_without_any_way_to_cifar10_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(download, "HOST", tmp_path.as_uri())
-    told = r"/cifar-10-binary.tar.gz cannot be fetched \(.*No such file.*\); .* give --archive FILE"
+    told = r"/cifar-10-python.tar.gz cannot be fetched \(.*No such file.*\); .* give --archive FILE"
     assert re.search(told, refusal_of(download.fetch_cifar10, tmp_path / "cifar10", None))
 
 

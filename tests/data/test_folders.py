@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.data.fingerprint import differences
-from imagenet_fast.data.folders import SUFFIXES, scan_training
+from imagenet_fast.data.folders import SUFFIXES, scan_split
 from imagenet_fast.data.prepare.run import prepare, report
 from imagenet_fast.data.source import check_folders, find_split, open_training
 from imagenet_fast.data.verify import verify
@@ -51,10 +51,10 @@ EXPECTED = {f"{split}/{name}/{image}" for split in ("train", "val") for name in 
 
 def test_training_verify_and_prepare_take_the_same_images_and_classes(source: Path, tmp_path: Path):
     assert there(source) == EXPECTED
-    assert scan_training(source).classes == sorted(CLASSES)
+    assert scan_split(source, "train").classes == sorted(CLASSES)
     found = verify(source)
-    assert found.counts == {split: dict.fromkeys(CLASSES, len(IMAGES)) for split in ("train", "val")}
-    assert not found.bad
+    assert found.classes == {split: dict.fromkeys(CLASSES, len(IMAGES)) for split in ("train", "val")}
+    assert not found.quarantine
     prepared = prepare(source, tmp_path / "out", WHOLE, subset=True)
     assert there(tmp_path / "out") == EXPECTED
     assert [sorted(classes) for classes in prepared.record.splits.values()] == [sorted(CLASSES)] * 2
@@ -70,7 +70,7 @@ def test_every_suffix_of_an_image_is_read_by_the_loaders(tmp_path: Path):
             put(tmp_path / split / "all", f"1{suffix}", content=encoded(BLOBS, kind))
     assert len(open_training(tmp_path)) == len(SUFFIXES)
     found = verify(tmp_path)
-    assert not found.bad
+    assert not found.quarantine
 
 
 def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):
@@ -131,7 +131,10 @@ def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_pa
     root = put_classes(tmp_path / "source", "cat")
     put(root / "train/dog/more", "1.jpg", "2.jpg")
     told = r"train/dog holds no images .*2 lie in folders inside it, as more/1\.jpg; move them up into .*train/dog"
-    for look in (scan_training, lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True)):
+    for look in (
+        lambda root: scan_split(root, "train"),
+        lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True),
+    ):
         with pytest.raises(UserError, match=told):
             look(root)
 
@@ -141,7 +144,7 @@ def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pyt
     put(root / "train", "stray.png")
     put(root / "train/cat", "phone.HEIC")
     for _ in range(2):  # from the listing, and from the index
-        assert len(scan_training(root)) == 2
+        assert len(scan_split(root, "train")) == 2
         told = capsys.readouterr().err
         assert "5 images lie in no class's own folder, as dog/linked/5.jpg, and are left out; move them" in told
         assert "1 images are of a kind that is not read, as cat/phone.HEIC, and are left out; convert them" in told

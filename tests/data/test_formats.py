@@ -183,7 +183,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (NINE, overwritten(4096, bytes(4096)), "at byte 4096"),
     (GOOD | {"b.jpg": b""}, as_it_is, "train-0.tar: b.jpg lacks its label, b.cls"),
     (GOOD | {"b.cls": b"1"}, as_it_is, "train-0.tar: b.cls lacks its image, b.jpg"),
-    (GOOD | {"b.jpg": LINK}, as_it_is, "train-0.tar: b.jpg is no regular file"),
+    (GOOD | {"b.jpg": LINK}, as_it_is, "train-0.tar: b.jpg is no plain file"),
     *((GOOD | {name: b""}, as_it_is, f"train-0.tar: {name} would not be read") for name in UNREAD),
     (GOOD, lambda path: path.rename(path.with_name("train-0.tar.gz")), "train-0.tar.gz is compressed, so that"),
     (GOOD, lambda path: path.rename(path.with_name("train-0.tgz")), "train-0.tgz is compressed, so that"),

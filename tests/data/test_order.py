@@ -59,12 +59,6 @@ def test_the_order_is_a_matter_of_our_own_numbers():
     assert epochs == [[7, 6, 11, 8, 9, 3, 1, 4, 2, 10, 5, 0], [4, 10, 7, 9, 1, 0, 5, 3, 11, 8, 6, 2]]
 
 
-def test_another_seed_is_another_order():
-    batching = Batching(1, 8, 1)
-    orders = [next(iter(TrainSampler(IMAGES, batching, 0, seed))).images for seed in (1, 2)]
-    assert not np.array_equal(*orders)
-
-
 def test_an_order_that_begins_later_goes_on_as_the_whole_one():
     """From the middle of an epoch, from its end, into the next."""
     for first_step, ranks in product((0, 1, 3, 4, 9, 4_000_001), (1, 2, 3)):
@@ -76,21 +70,6 @@ def test_an_order_that_begins_later_goes_on_as_the_whole_one():
             assert one.epoch == other.epoch
             assert np.array_equal(one.images, other.images)
         assert next(iter(later)).epoch == first_step // 4
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 1), (6, 2)])
-def test_epoch_across_world_sizes_shows_every_image_once(before: int, after: int):
-    seen: list[int] = []
-    for ranks, begin, end in ((before, 4, 6), (after, 6, 8)):
-        batching = Batching(ranks, 2, GLOBAL // ranks // 2)
-        for rank in range(ranks):
-            order = TrainSampler(IMAGES, batching, rank, 3, begin)
-            batches = list(islice(order, (end - begin) * batching.accumulation))
-            assert {batch.epoch for batch in batches} == {1}
-            seen += [int(i) for batch in batches for i in batch.images]
-    assert len(seen) == len(set(seen)) == IMAGES // GLOBAL * GLOBAL
-    undisturbed = islice(TrainSampler(IMAGES, Batching(1, GLOBAL, 1), 0, 3, 4), 4)
-    assert sorted(seen) == sorted(int(i) for batch in undisturbed for i in batch.images)
 
 
 def test_an_evaluation_shows_every_image_once():
@@ -144,11 +123,6 @@ def test_a_number_is_the_same_whoever_asks_for_it_beside_which_others():
         assert np.array_equal(uniforms(3, "flip", 7, 2, of=np.array([image]))[0], row)
         assert np.array_equal(uniforms(3, "flip", 7, 2, of=image)[0], row)
     assert uniforms(3, "flip", 7, 2, of=MANY[:0]).shape == (0, 3)
-
-
-def test_what_numbers_are_for_tells_them_apart():
-    names = [("flip", 1, 2), ("crop", 1, 2), ("flip", 2, 1), ("flip", 1), ("flip", 1, 2, 0), ("flip", 2**31 - 1, 2**40)]
-    assert len({int(bits(*name, of=of)[0]) for name in names for of in (0, 1, 2**62)}) == 3 * len(names)
 
 
 def numbers(*names: int, purpose: str = "flip", of: np.ndarray = MANY) -> np.ndarray:

@@ -49,11 +49,6 @@ def test_batches_come_whole_and_in_order_and_few_are_ahead(workers: int, depth: 
         assert begun == list(range(number + depth + 1))
 
 
-def test_batches_that_end_all_come(threads: Callable[[], int]):
-    assert len(list(prefetched(islice(numbers([]), 5), 2, 3))) == 5
-    wait_for(lambda: not threads())
-
-
 def test_an_error_comes_in_the_turn_of_its_batch(threads: Callable[[], int]):
     def broken() -> Job:
         raise OSError("the disk is gone")

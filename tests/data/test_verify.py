@@ -53,16 +53,16 @@ def test_what_cannot_be_decoded_is_left_out_of_training_wherever_one_stands(data
 
 def test_verify_finds_bad_files_and_odd_images(data: Path):
     found = verify(data)
-    assert found.bad == {
-        ODD["truncated"]: found.bad[ODD["truncated"]],
+    assert found.quarantine == {
+        ODD["truncated"]: found.quarantine[ODD["truncated"]],
         ODD["empty"]: "empty",
         ODD["garbage"]: "no image",
     }
-    assert found.bad[ODD["truncated"]].startswith("truncated: image file is truncated")
+    assert found.quarantine[ODD["truncated"]].startswith("truncated: image file is truncated")
     assert found.duplicates == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
-    assert found.leaks == []
-    assert found.counts["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
-    assert found.counts["train"]["n01443537"] == 5
+    assert found.in_both_splits == []
+    assert found.classes["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
+    assert found.classes["train"]["n01443537"] == 5
 
 
 def test_verify_command_screen_and_json(tmp_path: Path, data: Path):
@@ -82,13 +82,13 @@ def test_shards_are_looked_at_as_folders_are_and_what_is_bad_is_left_out(tmp_pat
     out = as_format(data, kind, tmp_path / "shards", 100_000)
     before, folders = scan(out), verify(data)
     found = verify(out)
-    reasons, of_folders = ({what.partition(" (")[0] for what in them.bad.values()} for them in (found, folders))
+    reasons, of_folders = ({what.partition(" (")[0] for what in them.quarantine.values()} for them in (found, folders))
     assert reasons == of_folders
-    for name in ("bad", "leaks", "duplicates"):
+    for name in ("quarantine", "in_both_splits", "duplicates"):
         assert len(getattr(found, name)) == len(getattr(folders, name))
-    assert found.counts == folders.counts
+    assert found.classes == folders.classes
     for whole, rest in zip(before, scan(out), strict=True):
-        bad = [index for index in range(len(whole)) if os.path.relpath(whole.name(index), out) in found.bad]
+        bad = [index for index in range(len(whole)) if os.path.relpath(whole.name(index), out) in found.quarantine]
         kept = [index for index in range(len(whole)) if index not in bad]
         assert [rest.read(index) for index in range(len(rest))] == [whole.read(index) for index in kept]
         assert rest.labels.tolist() == whole.labels[kept].tolist()
@@ -108,7 +108,7 @@ def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path)
     (shard,) = in_records(data, tmp_path / "shards", in_each=99).glob("validation-*-of-00001")
     overwritten(2000, bytes([shard.read_bytes()[2000] ^ 1]))(shard)
     found = verify(tmp_path / "shards")
-    (damaged,) = (what for path, what in found.bad.items() if path.startswith("validation"))
+    (damaged,) = (what for path, what in found.quarantine.items() if path.startswith("validation"))
     assert damaged.startswith("unreadable: ")
     assert "its bytes are not those of its checksum" in damaged
     assert len(scan(tmp_path / "shards")[1]) == 9
@@ -118,8 +118,8 @@ def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
     verify(data)
     (data / ODD["truncated"]).write_bytes(images["val/n01443537/ILSVRC2012_val_00000003.JPEG"])
     found = verify(data)
-    assert ODD["truncated"] not in found.bad
-    assert [ODD["truncated"], "val/n01443537/ILSVRC2012_val_00000003.JPEG"] in found.leaks
+    assert ODD["truncated"] not in found.quarantine
+    assert [ODD["truncated"], "val/n01443537/ILSVRC2012_val_00000003.JPEG"] in found.in_both_splits
     assert len(scan(data)[0]) == 32
 
 
@@ -129,8 +129,7 @@ def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
     put(tmp_path / "train/a", os.fsdecode(b"\xfe.jpg"), content=b"")
     (tmp_path / "train/a/folder.jpg").mkdir()
     found = verify(tmp_path)
-    assert list(map(os.fsencode, found.bad)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
-    assert r"bad: 1 empty, such as train/a/\xfe.jpg" in list(summary(found, tmp_path))
+    assert list(map(os.fsencode, found.quarantine)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
     assert [len(split) for split in scan(tmp_path)] == [1, 1]
 
 
@@ -166,4 +165,4 @@ def test_read_only_data_is_verified_where_the_json_is_asked_for(tmp_path: Path, 
 def test_a_split_without_class_folders_is_said(val: str, tmp_path: Path):
     found = verify(replica.image_folder(tmp_path, {"train/a/0.jpg": JPEG, val: b""}))
     assert "val    no images in class folders" in list(summary(found, tmp_path))
-    assert found.counts["val"] == {}
+    assert found.classes["val"] == {}

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
-from typer.main import get_command
 
-from imagenet_fast import doctor
-from imagenet_fast.cli.main import app
 from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.loader_check import try_loaders
 from imagenet_fast.doctor.report import CheckResult
-from imagenet_fast.errors import UserError
 from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.recipe.schema import Timeout
-from tests.data.small import one_class, put
+from tests.data.small import put
 
 pytestmark = pytest.mark.usefixtures("subprocesses")
 
@@ -126,22 +120,6 @@ def test_a_place_for_runs_that_cannot_be_one_fails(tmp_path: Path):
         assert found.state == "fail", found
         assert found.fix.endswith("give another --out"), found
     assert examined("runs", Path("/proc/runs")).state == "fail"  # root may write there, and cannot
-
-
-def test_advice_names_options_that_doctor_has_or_says_whose_they_are(tmp_path: Path, image_dir: Path, monkeypatch):
-    """Of every finding that can be brought about here, and of every fix that is written in the code."""
-    own = {option for parameter in get_command(app).commands["doctor"].params for option in parameter.opts}  # type: ignore[attr-defined]
-    sources = (ast.parse(path.read_text(encoding="utf-8")) for path in Path(doctor.__file__).parent.glob("*.py"))
-    nodes = (node for source in sources for node in ast.walk(source) if isinstance(node, ast.Constant))
-    sentences = [node.value for node in nodes if isinstance(node.value, str)]
-    findings = try_loaders(one_class(tmp_path, {"bad": b"no image"}), 1, seconds=0)
-    refused = UserError("DALI cannot be used here; install it, or --set data.loader=folder")
-    monkeypatch.setattr("imagenet_fast.doctor.loader_check.measure", Mock(side_effect=refused))
-    sentences += [f"{found.said}; {found.fix}" for found in [*findings, *try_loaders(image_dir, 1, seconds=0)]]
-    for sentence in sentences:
-        for option in re.finditer(r"(?<!^)--[a-z][a-z-]*", sentence):  # at the start of a word for a program
-            others = re.search(r"\b(train|container)\b", sentence[: option.start()])
-            assert option[0] in own or others, sentence
 
 
 def test_both_are_tried_on_the_images_given(image_dir: Path):

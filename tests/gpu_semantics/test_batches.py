@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.data.build import build_loaders, open_loader
-from imagenet_fast.data.folders import scan_training
+from imagenet_fast.data.folders import scan_split
 from imagenet_fast.data.order import TrainSampler
 from tests.data.small import ALONE, CPU, collect, image_data
 from tests.gpu_semantics.pretended_gpu import CUDA, OnGpu, PretendedGpu
@@ -37,7 +37,7 @@ def test_a_network_reads_whole_batches_whose_memory_stays_theirs(image_dir: Path
 def test_a_copy_does_not_wait_for_what_is_computed(image_dir: Path):
     order = TrainSampler(40, ALONE, 0, seed=1)
     with PretendedGpu() as gpu:
-        batches = iter(open_loader(image_data(), scan_training(image_dir), order, 1, CUDA, seed=1))
+        batches = iter(open_loader(image_data(), scan_split(image_dir, "train"), order, 1, CUDA, seed=1))
         next(batches)
         torch.zeros(8, device=CUDA).add_(1)
         computed = gpu.detector.last

@@ -91,7 +91,7 @@ WRONG = {
     "--set sync.wire=fp32": "sync.wire=fp32 is of the recipe's engine, and plan predicts those of --sync",
     "--set sync={kind='lazy'}": "is of the recipe's engine",
     "rows": "--recipe does not go with plan rows",
-    "--validate --gpus 64": "--gpus does not go with plan validate",
+    "validate --gpus 64": "--gpus does not go with plan validate",
     "--sync lazy row": "row is not KEY=VALUE",
     "--write mine.toml": "--write goes with --fastest or --cheapest alone",
     "--fastest": "--recipe does not go with --fastest",

@@ -17,6 +17,7 @@ from typing import IO
 from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import is_image_name, shown
+from imagenet_fast.data.source import in_sentences
 from imagenet_fast.errors import UserError
 
 SPLITS = ("train", "val")
@@ -46,16 +47,6 @@ class SourceFile:
             raise UserError(f"{self.held_by} breaks off within '{self.name}'; fetch it again")
         return content
 
-    @property
-    def is_image(self) -> bool:
-        """True if the name is that of an image, by the rule of ``ImageFolder``."""
-        return is_image_name(self.name)
-
-    @property
-    def shown(self) -> str:
-        """The name as text, whatever its bytes are."""
-        return shown(self.name)
-
 
 @dataclass(frozen=True, eq=False)
 class SourceClass:
@@ -73,15 +64,10 @@ class SourceClass:
         """The class's path, ``split/name``."""
         return f"{self.split}/{self.name}"
 
+    @in_sentences()
     def listed(self) -> list[SourceFile]:
         """Return the files of the class. Raises UserError if they cannot be listed, or one has a bad name."""
-        try:
-            return self.files()
-        except OSError as error:
-            raise UserError(
-                f"{error.filename or self.path} cannot be read ({error.strerror}); put that right, and the same "
-                "command goes on"
-            ) from None
+        return self.files()
 
     def measured(self) -> int:
         """Return the bytes that the files take; they are listed if ``size`` is None."""
@@ -94,12 +80,12 @@ class SourceClass:
             UserError: There are no images, or two of one name, or the class cannot be listed.
         """
         files = self.listed()
-        images = [file for file in files if file.is_image]
+        images = [file for file in files if is_image_name(file.name)]
         if len({file.name for file in images}) < len(images):
             raise UserError(f"{self.path} has two images of one name in the source; keep one of them")
         if not images:
             raise UserError(f"{self.path} has no images in the source; add them, or leave that class out")
-        return images, tuple(sorted(file.shown for file in files if not file.is_image))
+        return images, tuple(sorted(shown(file.name) for file in files if not is_image_name(file.name)))
 
 
 @dataclass(frozen=True)
@@ -152,11 +138,11 @@ def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) ->
         if info.isdir() and name in ("", "."):
             continue
         parts = name.split("/")
-        plain = (info.isreg() and not info.issparse()) or (info.isdir() and not flat)
-        if not plain or "\0" in name or (flat and len(parts) > 1) or not {"", ".", ".."}.isdisjoint(parts):
+        nested = flat and (info.isdir() or len(parts) > 1)
+        if nested or "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
             raise UserError(
-                f"{told} has a member '{info.name}' that is no plain file or leads elsewhere, and nothing is unpacked "
-                "from it; ImageNet's own tars hold plain files alone, so fetch it again"
+                f"{told} has a member '{info.name}' that leads elsewhere, and nothing is unpacked from it; ImageNet's "
+                "own tars hold plain files alone, so fetch it again"
             )
         if info.isdir():
             continue

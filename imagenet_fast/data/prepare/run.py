@@ -18,28 +18,10 @@ from pathlib import Path
 from rich.progress import Progress, TaskID
 
 from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.data.prepare import output
 from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_files, parquet_to_tar
-from imagenet_fast.data.prepare.output import (
-    RECORD,
-    Begun,
-    PreparedClass,
-    Record,
-    alone_in,
-    begin,
-    check_same,
-    in_place,
-    publish,
-)
 from imagenet_fast.data.prepare.sources import MD5, recognise
-from imagenet_fast.data.prepare.write import (
-    Piece,
-    Settings,
-    check_classes,
-    pieces_of,
-    shrinking_ratio,
-    write_classes,
-    write_piece,
-)
+from imagenet_fast.data.prepare.write import Piece, Settings, check_classes, pieces_of, write_classes, write_piece
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
@@ -66,7 +48,7 @@ _Listed = Mapping[SourceClass, tuple[list[SourceFile], tuple[str, ...]]]
 class Prepared:
     """The result of ``prepare``."""
 
-    record: Record
+    record: output.Record
     already: bool
     """True if there was nothing to do."""
 
@@ -95,14 +77,14 @@ def prepare(
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
-        alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool, progress_bars("bytes") as bars
+        output.alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool, progress_bars("bytes") as bars
     ):  # fmt: skip
         work = _Work(pool, bars, threading.Event())
         try:
             if packed:
-                before = in_place(out, settings)
+                before = output.in_place(out, settings)
                 if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
-                    check_same(before, out, {}, source)
+                    output.check_same(before, out, {}, source)
                     return Prepared(before, already=True)
                 found = _unpacked(packed, out, work)
             return _fill(found, source, out, settings, work, subset, md5 and not subset)
@@ -152,15 +134,15 @@ def _unpacked(packed: Mapping[str, Sequence[Path]], out: Path, work: _Work) -> S
 
 def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:
     """Make what ``out`` lacks, and move it to its place."""
-    before, staging, is_folder = in_place(out, settings), out / _STAGING, settings.format == "folder"
+    before, staging, is_folder = output.in_place(out, settings), out / _STAGING, settings.format == "folder"
     classes = _classes(found, before, source, subset)
     sized = dict(zip(classes, work.pool.map(SourceClass.measured, classes), strict=True))
     by_path = {of.path: size for of, size in sized.items()}
-    check_same(before, out, by_path, source)
+    output.check_same(before, out, by_path, source)
     rest = {of: size for of, size in sized.items() if of.split not in before.splits}
     if not rest and not staging.exists():
         return Prepared(before, already=True)
-    begin(staging, Begun(settings=settings, classes=by_path), source)
+    output.begin(staging, output.Begun(settings=settings, classes=by_path), source)
     if rest and md5:
         _check_archives(found.archives, staging, work)
     by_split = {split: {*before.splits.get(split, {}), *_names_in(rest, split)} for split in SPLITS}
@@ -176,11 +158,11 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     _make(missing, staging, settings, work)
     splits, files = {**before.splits}, {**before.files}
     for of, (images, _) in listed.items():
-        splits.setdefault(of.split, {})[of.name] = PreparedClass(images=len(images), size=rest[of])
+        splits.setdefault(of.split, {})[of.name] = output.PreparedClass(images=len(images), size=rest[of])
     for piece in [] if is_folder else pieces:
         files.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
     others = {f"{of.path}/{name}" for of, (_, names) in listed.items() for name in names}
-    record = Record(
+    record = output.Record(
         settings=settings,
         splits={split: dict(sorted(splits[split].items())) for split in SPLITS if split in splits},
         files={split: files[split] for split in SPLITS if split in files},
@@ -189,11 +171,11 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     )
     if not is_folder:
         write_classes(out, names)
-    publish(record, out, staging)
+    output.publish(record, out, staging)
     return Prepared(record, already=False)
 
 
-def _classes(found: Source, before: Record, source: Path, subset: bool) -> list[SourceClass]:
+def _classes(found: Source, before: output.Record, source: Path, subset: bool) -> list[SourceClass]:
     """Return the classes of ``source`` to prepare: training first, by name.
 
     Raises UserError if there are not as many as there should be, or validation has one that training lacks.
@@ -235,7 +217,7 @@ def _list(rest: _Sized, work: _Work) -> _Listed:
     return dict(zip(rest, work.pool.map(look, rest), strict=True))
 
 
-def _check_counts(before: Record, listed: _Listed, source: Path) -> None:
+def _check_counts(before: output.Record, listed: _Listed, source: Path) -> None:
     for split, expected in IMAGES.items():
         found = sum(made.images for made in before.splits.get(split, {}).values())
         found += sum(len(images) for of, (images, _) in listed.items() if of.split == split)
@@ -273,12 +255,11 @@ def _check_archives(archives: Sequence[Path], staging: Path, work: _Work) -> Non
 
 def _check_space(out: Path, pieces: Sequence[Piece], settings: Settings) -> None:
     """Raise UserError if the disk of ``out`` has no room for these pieces, by a sample of images that are decoded."""
-    images = [image for piece in pieces for image in piece.images]
     around = 0 if settings.format == "folder" else _BYTES_AROUND
-    needed = _SPARE * (sum(piece.size for piece in pieces) + around * len(images))
+    needed = _SPARE * sum(piece.size * piece.ratio + around * len(piece.images) for piece in pieces)
     told = ""
     if settings.decodes:
-        needed *= _SAMPLE_SPARE * shrinking_ratio(images, settings)
+        needed *= _SAMPLE_SPARE
         told = f" at --resize {settings.resize}, by a sample of them" if settings.resize else " as pixels"
     _require_room(out, needed, told)
 
@@ -343,4 +324,4 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
             more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
             yield f"left out, {why} {', '.join(paths[:_SHOWN])}{more}"
     if record.others or record.apart:
-        yield f"all of their names are in {out / RECORD}"
+        yield f"all of their names are in {out / output.RECORD}"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 
-from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, list_folder, shown
+from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, is_image_name, list_folder, shown
 from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
 from imagenet_fast.errors import UserError
 
@@ -101,7 +101,7 @@ def _in_tar(root: Path, split: str, tar: Path) -> Source:
     files = members(tar, flat=False)
     if any(file.name.endswith(".tar") for file in files):
         return Source([_class_tar(split, tar, file) for file in files], archives=archives)
-    depths = {len(_folders(file)): file for file in files if file.is_image}
+    depths = {len(_folders(file)): file for file in files if is_image_name(file.name)}
     if len(depths) != 1 or (0 in depths and split == "train"):
         some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
         raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
@@ -113,7 +113,7 @@ def _in_tar(root: Path, split: str, tar: Path) -> Source:
         if folders := _folders(file):
             by_class[folders[-1]].append(replace(file, name=file.name.rpartition("/")[2]))
         else:
-            others.append(f"{split}/{file.shown}")
+            others.append(f"{split}/{shown(file.name)}")
     return Source(_listed_classes(split, by_class), others, archives=archives)
 
 
@@ -211,12 +211,12 @@ def _by_table(root: Path, files: list[SourceFile], held_by: Path) -> Source:
 def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dict[str, str]) -> Source:
     by_class: dict[str, list[SourceFile]] = defaultdict(list)
     for file in sorted(files, key=lambda file: file.name):
-        if file.is_image:
+        if is_image_name(file.name):
             name = classes.get(file.name.rpartition(".")[0], "")
             if not re.fullmatch(r"n\d{8}", name):
-                raise UserError(f"{table} has no class for '{file.shown}' in {held_by}; fetch both again")
+                raise UserError(f"{table} has no class for '{shown(file.name)}' in {held_by}; fetch both again")
             by_class[name].append(file)
-    others = [f"val/{file.shown}" for file in files if not file.is_image]
+    others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
     archives = [table] if table.name in MD5 else []
     return Source(_listed_classes("val", by_class), others, archives=archives)
 

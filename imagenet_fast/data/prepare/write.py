@@ -84,6 +84,8 @@ class Piece(NamedTuple):
     first: int
     """The number of a shard's first image in its split."""
     images: Sequence[Labelled]
+    ratio: float
+    """Bytes that images of the split take when written, by those in the source."""
 
     @property
     def size(self) -> int:
@@ -100,22 +102,27 @@ def pieces_of(
     order of labels. Raises UserError if a split would have too many shards.
     """
     label = {name: number for number, name in enumerate(names)}
-    labelled = {of: [Labelled(file, label[of.name]) for file in files] for of, files in images.items()}
-    if settings.format == "folder":
-        return [Piece(of.split, of.name, 0, files) for of, files in labelled.items()]
     pieces: list[Piece] = []
     for split in SPLITS:
-        every = [image for of, files in labelled.items() if of.split == split for image in files]
+        labelled = {
+            of: [Labelled(f, label[of.name]) for f in files] for of, files in images.items() if of.split == split
+        }
+        every = [image for of_class in labelled.values() for image in of_class]
+        if settings.format == "folder":
+            ratio = _written_ratio(every, settings)
+            pieces += [Piece(split, of.name, 0, of_class, ratio) for of, of_class in labelled.items()]
+            continue
         if split == "train":
             every.sort(key=lambda image: _hash(names[image.label], image.file.name))
         else:
             every.sort(key=lambda image: (image.label, image.file.name))
-        shards = list(_cut(every, settings))
+        ratio = _written_ratio(every, settings)
+        shards = list(_cut(every, ratio, settings.shard_size or 0))
         if len(shards) > _MOST:
             raise UserError(f"{split} would have {len(shards)} shards; give a larger --shard-size")
         begins = accumulate(map(len, shards), initial=0)
         for number, (begin, shard) in enumerate(zip(begins, shards, strict=False)):
-            pieces.append(Piece(split, f"{split}-{number:06}.tar", begin, shard))
+            pieces.append(Piece(split, f"{split}-{number:06}.tar", begin, shard, ratio))
     return pieces
 
 
@@ -123,14 +130,13 @@ def _hash(name: str, file: str) -> bytes:
     return hashlib.blake2b(os.fsencode(f"{name}/{file}"), digest_size=16, key=_SEED).digest()
 
 
-def _cut(images: Sequence[Labelled], settings: Settings) -> Iterator[list[Labelled]]:
-    """Yield the images of each shard."""
-    ratio = shrinking_ratio(images, settings) if settings.decodes else 1.0
+def _cut(images: Sequence[Labelled], ratio: float, most: int) -> Iterator[list[Labelled]]:
+    """Yield the images of each shard, which take at most so many bytes."""
     shard: list[Labelled] = []
     filled = 0.0
     for image in images:
         size = image.file.size * ratio
-        if filled and filled + size > (settings.shard_size or 0):
+        if filled and filled + size > most:
             yield shard
             shard, filled = [], 0.0
         shard.append(image)
@@ -139,10 +145,10 @@ def _cut(images: Sequence[Labelled], settings: Settings) -> Iterator[list[Labell
         yield shard
 
 
-def shrinking_ratio(images: Sequence[Labelled], settings: Settings) -> float:
+def _written_ratio(images: Sequence[Labelled], settings: Settings) -> float:
     """Return the bytes that a sample of the images takes when written, by those in the source; 1 if these are 0."""
     before = after = 0
-    for file, _ in images[:: max(1, len(images) // _SAMPLE)]:
+    for file, _ in images[:: max(1, len(images) // _SAMPLE)] if settings.decodes else ():
         before += file.size
         after += len(_encoded(file, settings))
     return after / before if before else 1.0

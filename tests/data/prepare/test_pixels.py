@@ -69,7 +69,7 @@ def test_what_cannot_be_decoded_is_kept_as_it_is_and_found(tmp_path: Path):
     prepare(source, tmp_path / "out", PIXELS, subset=True)
     images = open_training(tmp_path / "out")
     assert bad in {images.read(index) for index in range(len(images))}
-    assert len(verify(tmp_path / "out").bad) == 1
+    assert len(verify(tmp_path / "out").quarantine) == 1
 
 
 def test_a_cache_is_refused_with_what_came_instead_and_one_that_was_off_is_read():

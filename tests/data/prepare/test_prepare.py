@@ -36,7 +36,7 @@ from tests.conftest import refusal_of
 from tests.data.encoded import encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, named, small_imagenet, tar_of, tree, write_tar
-from tests.data.small import WHOLE, as_format, put, scan
+from tests.data.small import WHOLE, as_format, put
 from tests.e2e.command import COMMAND, environment, in_process, wait_for
 
 SMALL = Settings(format="folder", resize=256, quality=95)
@@ -66,14 +66,6 @@ def test_every_source_becomes_the_same_folders_byte_for_byte(tmp_path: Path, ima
     assert names(tmp_path / "out") == ["prepared.json", "train", "val"]
 
 
-def test_labels_are_sorted_wnids_whatever_numbers_the_devkit_has(tmp_path: Path, tars: Path):
-    prepare(tars, tmp_path / "out", WHOLE, subset=True)
-    for split in scan(tmp_path / "out"):
-        assert split.classes == sorted(replica.CLASSES)
-        for index, label in enumerate(split.labels):
-            assert Path(split.name(index)).parent.name == split.classes[label]
-
-
 def test_the_devkits_numbers_are_those_of_the_challenge(tmp_path: Path):
     """Of the first ten validation images both the numbers and the wnids are widely known."""
     truth = [490, 361, 171, 822, 297, 482, 13, 704, 599, 164]
@@ -100,12 +92,6 @@ def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Pa
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in in_process(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
-
-
-def test_a_split_of_empty_files_is_prepared_as_any(tmp_path: Path):
-    replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b""})
-    prepare(tmp_path / "source", tmp_path / "out", WHOLE, subset=True)
-    assert images_in(tmp_path / "out") == {"train/a/0.jpg": b""}
 
 
 # Shrinking.
@@ -250,7 +236,7 @@ def refused(source: Path, told: str, settings: Settings = WHOLE, subset: bool = 
 def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Path):
     plain, val = {"n01440764_1.JPEG": b"an image"}, own_tars / sources.VAL
     whole = val.read_bytes()
-    elsewhere = "no plain file or leads elsewhere"
+    elsewhere = "leads elsewhere|is no plain file"
     for told, member in (
         (elsewhere, named("../escaped.JPEG")),
         (elsewhere, named("/tmp/d-escaped.JPEG")),
@@ -406,17 +392,6 @@ def take_for_imagenet(tars: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MD5", {name: hashlib.md5((tars / name).read_bytes()).hexdigest() for name in sources.MD5})
 
 
-def test_a_split_may_come_later_without_the_archive_of_the_other(own_tars: Path, images: Images, monkeypatch):
-    take_for_imagenet(own_tars, monkeypatch)
-    out = own_tars.parent / "out"
-    val = (own_tars / sources.VAL).rename(own_tars.parent / "val.tar")
-    prepare(own_tars, out, WHOLE, subset=True)
-    val.rename(own_tars / sources.VAL)
-    (own_tars / sources.TRAIN).unlink()
-    prepare(own_tars, out, WHOLE)  # now it is all of ImageNet
-    assert images_in(out) == good(images)
-
-
 def test_archives_are_checked_by_md5_once(own_tars: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run, "CLASSES", 4)
     refused(own_tars, "train.tar is not what image-net.org gives: its md5 is [0-9a-f]{32}, not 1d675b", subset=False)
@@ -433,11 +408,6 @@ def test_classes_to_validate_on_are_those_of_training(own_tars: Path, images: Im
     prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
     assert "warning: 3 classes are left out of val, as train lacks them, the first n01443537" in capsys.readouterr().err
     assert names(own_tars.parent / "out/val") == ["n01440764"]
-
-
-def test_a_part_without_any_class_to_validate_on_is_refused(tmp_path: Path):
-    source = replica.image_folder(tmp_path / "source", {"train/a/0.jpg": b"", "val/b/0.jpg": b""})
-    refused(source, "has a class b to validate on that train lacks")
 
 
 # What is there already.
