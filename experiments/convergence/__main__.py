@@ -85,7 +85,10 @@ def curve(folder: Path) -> list[float]:
 
 
 def train_again(most: int) -> int:
-    """Train at most ``most`` of the runs that have not ended here, and write rows and page; return the exit code."""
+    """Train at most ``most`` of the runs that have not ended here, and write rows and page; return the exit code.
+
+    Those that have not ended anywhere come first.
+    """
     import torch
 
     from imagenet_fast.data.download import fetch_dataset
@@ -97,7 +100,8 @@ def train_again(most: int) -> int:
     hold_out(fetch_dataset("cifar10", None, None), FOLDER / "held-out")
     result = benchmarks.read("convergence")
     rows = result.pop("rows")
-    for number in [number for number, row in enumerate(rows) if not is_trained(row)][:most]:
+    missing = [number for number, row in enumerate(rows) if not is_trained(row)]
+    for number in sorted(missing, key=lambda number: "status" in rows[number])[:most]:
         print(f"$ {rows[number]['command']}", flush=True)
         code, row = train(rows[number])
         if code:

@@ -17,15 +17,19 @@ PICTURE = PAGE.with_suffix(".png")
 OPTIMIZERS = ("sgd", "lars", "larc")
 STYLES = {256: "-", 2048: "--", 8192: ":"}
 """Batches at which rates were tried and curves were drawn, with their lines."""
-ENGINES_AT = 8192
+ENGINES_AT = (1024, 8192)
+"""Batches at which engines are compared."""
+SEEDS = 3
 
 Row = dict[str, Any]
 
 
 def cell(rows: Sequence[Row]) -> str:
-    """Return mean and standard deviation of top-1 over the seeds, and how many of them diverged."""
+    """Return mean and standard deviation of top-1 over the seeds, and how many diverged or are still missing."""
     tops = [row["top1"] for row in rows if row["top1"] is not None]
     text = f"{fmean(tops):.2f} ± {stdev(tops):.2f}" if len(tops) > 1 else "".join(f"{top:.2f}" for top in tops)
+    if 0 < len(rows) < SEEDS:
+        text += f" ({len(rows)} of {SEEDS} seeds)"
     return text if len(tops) == len(rows) else f"{text} ({len(rows) - len(tops)} diverged)".strip()
 
 
@@ -47,32 +51,78 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(benchmarks.markdown(headings, lines, [""] * len(headings)))
 
 
+def chosen(rows: Iterable[Row], group: str, case: str, batch: int) -> list[Row]:
+    """Return the rows of a group, case and batch: one a seed."""
+    return [row for row in rows if (row["group"], row["case"], row["batch"]) == (group, case, batch)]
+
+
+def engine_tables(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the tables of engines: by accuracy, beside larger batches of the same bytes, and by learning rate."""
+    small, large = ENGINES_AT
+    cases = dict.fromkeys(row["case"] for row in rows if row["group"] == "engines")
+    exact = {batch: chosen(rows, "batches", "sgd", batch) for batch in ENGINES_AT}
+    engines = [["bf16, exact", "100", cell(exact[small]), "", cell(exact[large]), ""]]
+    for case in cases:
+        found = {batch: chosen(rows, "engines", case, batch) for batch in ENGINES_AT}
+        shares = [share(row, exact[batch][0]) for batch in ENGINES_AT for row in found[batch]]
+        tops = (text for batch in ENGINES_AT for text in (cell(found[batch]), difference(found[batch], exact[batch])))
+        engines.append([case, f"{fmean(shares):.0f}", *tops])
+
+    sending = {case: chosen(rows, "engines", case, small) for case in cases}
+    for batch in sorted({row["batch"] for row in rows if row["group"] == "batches" and row["batch"] >= small}):
+        for case in ("sgd", "lars"):
+            sending[f"bf16, batch {batch}, {case.upper()}"] = chosen(rows, "batches", case, batch)
+    by_bytes = [(share(found[0], exact[small][0]), name, cell(found)) for name, found in sending.items() if found]
+
+    tried: dict[str, dict[float, list[Row]]] = {}
+    for row in rows:
+        if row["batch"] == small and row["case"] in ("sparse", "sparse, correction"):
+            tried.setdefault(row["case"], {}).setdefault(float(learning_rate(row)), []).append(row)
+    rates = sorted({rate for found in tried.values() for rate in found})
+    return {
+        "ENGINES": table(
+            [
+                "engine, wire dtype", "bytes, %",
+                *(text for batch in ENGINES_AT for text in (f"batch {batch}: top-1, %", "minus bf16, points")),
+            ],
+            engines,
+        ),
+        "BY_BYTES": table(
+            ["engine at a batch of 1024, or a larger batch", "bytes of the whole run, %", "top-1, %"],
+            ([name, f"{part:.0f}", top] for part, name, top in sorted(by_bytes, key=lambda one: -one[0])),
+        ),
+        "ENGINE_RATES": table(
+            ["engine", *(f"rate {rate:g}" for rate in rates)],
+            ([case, *(cell(found.get(rate, [])) for rate in rates)] for case, found in tried.items()),
+        ),
+    }  # fmt: skip
+
+
+def share(row: Row, whole: Row) -> float:
+    """Return the bytes that a run sends, in percent of those of another."""
+    sent, all_of_it = (one["steps"] * one["sent_bytes_per_step"] for one in (row, whole))
+    return float(100 * sent / all_of_it)
+
+
 def page(rows: Sequence[Row]) -> str:
-    """Return the page."""
+    """Return the page, of the rows that have been trained."""
+    rows = [row for row in rows if "status" in row]
 
     def of(group: str, case: str, batch: int) -> list[Row]:
-        return [row for row in rows if (row["group"], row["case"], row["batch"]) == (group, case, batch)]
+        return chosen(rows, group, case, batch)
 
     def tries(case: str, batch: int) -> str:
         tried = {row["rate"]: row["top1"] or 0.0 for row in of("rates", case, batch)}
         return ", ".join(f"{rate:g}: {tried[rate]:.2f}" for rate in sorted(tried))
 
-    def sent(case_rows: Iterable[Row]) -> float:
-        return fmean(row["sent_bytes_per_step"] for row in case_rows)
-
     batches = sorted({row["batch"] for row in rows if row["group"] == "batches"})
-    cases = dict.fromkeys(row["case"] for row in rows if row["group"] == "engines")
-    exact = of("batches", "sgd", ENGINES_AT)
-    engines = [["bf16, exact", cell(exact), "", "100"]]
-    for case in cases:
-        found = of("engines", case, ENGINES_AT)
-        engines.append([case, cell(found), difference(found, exact), f"{100 * sent(found) / sent(exact):.0f}"])
     settings = [[of("batches", case, batch)[0] for case in OPTIMIZERS] for batch in batches]
     timed = {row["case"]: row for row in rows if row["group"] == "small" and row["seed"] == 1}
     mild, probe, plain = (timed[case] for case in ("mild", "probe", "plain"))
     machines = Counter(row["machine"].split("),")[0] + ")" for row in rows)
     return (Path(__file__).parent / "page.md").read_text(encoding="utf-8").format(
         RUNS=len(rows),
+        **engine_tables(rows),
         MACHINES=", ".join(f"{count} on {machine}" for machine, count in machines.most_common()),
         PICTURE=PICTURE.name,
         BATCHES=table(
@@ -82,9 +132,6 @@ def page(rows: Sequence[Row]) -> str:
         SETTINGS=table(
             ["batch", "steps", *(f"{case.upper()}'s learning rate" for case in OPTIMIZERS)],
             ([f"{found[0]['batch']}", f"{found[0]['steps']}", *map(learning_rate, found)] for found in settings),
-        ),
-        ENGINES=table(
-            ["engine, wire dtype", "top-1, %", "minus bf16, same seeds, points", "bytes beside bf16, %"], engines
         ),
         RATES=table(
             ["optimizer", *(f"batch {batch}" for batch in STYLES)],
