@@ -229,7 +229,7 @@ def machine() -> str:
     import torch
 
     cpus = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.*)$", cpus.read_text() if cpus.exists() else "", re.MULTILINE)
+    model = re.search(r"^model name\s*: (.*)$", cpus.read_text(encoding="utf-8") if cpus.exists() else "", re.MULTILINE)
     memory = psutil.virtual_memory().total // 2**30
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     cpu = model[1] if model else platform.machine()

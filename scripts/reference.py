@@ -83,7 +83,9 @@ def commands_page() -> str:
     program: Any = copy.deepcopy(typer.main.get_command(app))
     _drop_hidden(program)
     name = "imagenet-fast"
-    text = get_docs_for_click(obj=program, ctx=typer.Context(program, info_name=name), name=name, title="Commands")
+    text = get_docs_for_click(
+        obj=program, ctx=typer.Context(program, info_name=name, **program.context_settings), name=name, title="Commands"
+    )
     about = "Every command with its arguments and options, as `--help` has them. [Exit codes](exit-codes.md)."
     escaped = re.sub(r"(`[^`\n]+`)|<", lambda found: found[1] or "&lt;", text.partition("\n")[2].rstrip())
     return _page("Commands", [about, escaped, ""])

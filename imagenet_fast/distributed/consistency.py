@@ -160,5 +160,5 @@ def _digest(tensor: Tensor) -> str:
     """Return a digest of the tensor's bytes in logical order; empty if they are unknown."""
     if tensor.is_meta or not is_plain(tensor):
         return ""
-    octets = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+    octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(octets.numpy().data, digest_size=8).hexdigest()

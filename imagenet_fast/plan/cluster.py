@@ -199,7 +199,7 @@ def this_machine() -> Cluster:
     """
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        gpus = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+        gpus = subprocess.run(asked, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         gpus = []
     words = re.split(r"[^a-z0-9]+", gpus[0].lower()) if gpus else []

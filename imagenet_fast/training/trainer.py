@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import nn
 
 from imagenet_fast.data.build import Loaders, build_loaders, example_images
@@ -364,7 +363,7 @@ class Trainer:
                 check_locked(self.job.folder)
                 path.parent.mkdir(exist_ok=True)
                 write_weights(whole.state_dict(), path, about)
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
                 failure = (
                     f"trained to the end, but {path} cannot be written ({error}); see to that disk, and "
                     f"{self.job.resuming} writes them"

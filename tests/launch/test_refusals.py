@@ -102,7 +102,9 @@ def job(folder: Path, epochs: int = 1) -> Job:
 def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     """Without RANK this process is no rank, and nobody else would print the error."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert refusal("plan", "--recipe", "nonsense").startswith("error: there is no recipe 'nonsense'")
+    assert refusal("plan", "--recipe", "nonsense", "--cluster", "dgx1").startswith(
+        "error: there is no recipe 'nonsense'"
+    )
 
 
 @pytest.mark.parametrize(("code", "fate"), [(-9, "was killed by SIGKILL"), (7, "ended with exit code 7")])
