@@ -137,23 +137,24 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 4542,
+    "imagenet_fast/bench": 3485,
     "imagenet_fast/checkpoint": 847,
-    "imagenet_fast/cli": 2044,
+    "imagenet_fast/cli": 2110,
     "imagenet_fast/cost_model": 1274,
-    "imagenet_fast/data": 4750,
+    "imagenet_fast/data": 4595,
     "imagenet_fast/distributed": 2384,
     "imagenet_fast/doctor": 383,
-    "imagenet_fast/launch": 1353,
-    "imagenet_fast/metrics": 1516,
+    "imagenet_fast/launch": 1350,
+    "imagenet_fast/metrics": 1517,
     "imagenet_fast/models": 1578,
+    "imagenet_fast/netlab": 783,
     "imagenet_fast/parallel": 1036,
     "imagenet_fast/plan": 1647,
     "imagenet_fast/recipe": 2240,
     "imagenet_fast/sync": 4996,
-    "imagenet_fast/training": 2898,
-    "imagenet_fast": 33826,
-    "tests": 28480,
+    "imagenet_fast/training": 2897,
+    "imagenet_fast": 33460,
+    "tests": 28252,
     "tests/sync": 6362,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
