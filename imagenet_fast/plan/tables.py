@@ -72,10 +72,15 @@ def fastest_table(ways: Sequence[Way]) -> Table:
         (
             (
                 way.training, way.engine + ("" if way.exact else ", accuracy not published"), way.held_back_by,
-                str(way.gpus), str(way.micro_batch), str(way.epochs), f"{way.minutes:.3g}",
-                f"{way.least:.3g}-{way.most:.3g}", f"{way.gpu_hours:.3g}",
-                *([f"{way.usd:.3g}"] if way.usd is not None else []), f"{way.node_images_per_s:,.0f}",
+                str(way.gpus), str(way.micro_batch), str(way.epochs), _three(way.minutes),
+                f"{_three(way.least)}-{_three(way.most)}", _three(way.gpu_hours),
+                *([_three(way.usd)] if way.usd is not None else []), f"{way.node_images_per_s:,.0f}",
             )
             for way in ways[:_MOST_WAYS]
         ),
     )  # fmt: skip
+
+
+def _three(value: float) -> str:
+    """Return at least three digits, without an exponent."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
