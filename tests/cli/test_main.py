@@ -125,7 +125,7 @@ REFUSED = {
     "train": [
         ("--recipe dmeo", "no recipe 'dmeo'; did you mean demo?"),
         ("--recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
-        ("demo", "demo is of no option, so it must be KEY=VALUE, such as optim.lr=0.5; a recipe is given by"),
+        ("demo", "demo belongs to no option and is not KEY=VALUE, such as optim.lr=0.5; a recipe is given by"),
         ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         ("--recipe resnet50-1gpu", "--data DIR"),
         ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),
