@@ -19,6 +19,11 @@ def parse_size(text: str) -> int | None:
     return int(match[1]) * UNITS[match[2]] or None if match else None
 
 
+def three_digits(value: float) -> str:
+    """Return a number as text with at least three digits, and without an exponent."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def size_text(size: int) -> str:
     """Return a size as text such as ``2 KB``, with 1024 bytes per KB."""
     for unit in ("G", "M", "K"):

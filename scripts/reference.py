@@ -7,7 +7,6 @@ python scripts/reference.py --check    exit with 1 if they are not up to date
 from __future__ import annotations
 
 import ast
-import copy
 import dataclasses
 import inspect
 import re
@@ -80,7 +79,7 @@ def recipe_page() -> str:
 
 def commands_page() -> str:
     """Return the page of all commands, as typer describes them."""
-    program: Any = copy.deepcopy(typer.main.get_command(app))
+    program: Any = inspect.unwrap(typer.main.get_command)(app)  # a tree of its own: tests share one, which remembers
     _drop_hidden(program)
     name = "imagenet-fast"
     text = get_docs_for_click(

@@ -38,7 +38,7 @@ from imagenet_fast.sync.topology import Topology
 from imagenet_fast.units import SIZE, UNITS, geometric_range, size_text
 
 Backend = Literal["gloo", "nccl", "mpi"]
-"""What sends the bytes."""
+"""The library that sends the bytes."""
 
 _COPIES = 4  # copies of a message in a rank's memory at once, with parts received from others
 
@@ -55,7 +55,7 @@ class AllReduceTime(NetworkRow):
     collective: Collective | Literal["mpi"] = field(metadata=column("collective"))
     """All-reduce algorithm, or the backend that has its own."""
     backend: Backend = field(metadata=column("backend"))
-    """What sends the bytes."""
+    """The library that sends the bytes."""
     dtype: Cast = field(metadata=column("wire"))
     """Dtype on the wire."""
     latency_s: float = field(metadata=column("", "ms", ".4g"))

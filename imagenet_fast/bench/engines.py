@@ -160,9 +160,7 @@ Measured = Sync | tuple[str, Engine]
 def bench_sync(
     profile: Profile,
     engines: Sequence[Measured],
-    hosts: int,
-    ranks_per_host: int,
-    rate: str | None,
+    lab: Lab,
     scale: int,
     rounds: int,
     steps: int,
@@ -175,10 +173,7 @@ def bench_sync(
     Args:
         profile: The layer profile to replay.
         engines: The engines to measure.
-        hosts: Number of nodes.
-        ranks_per_host: Ranks on each node.
-        rate: Link rate of each node in tc's notation. None means that all ranks run on this node, without a shaped
-            network.
+        lab: The ranks.
         scale: Divisor of the gradients' elements.
         rounds: Number of rounds.
         steps: Timed steps in each block.
@@ -199,7 +194,6 @@ def bench_sync(
     chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
     wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.downscaled(scale)
-    lab = Lab(hosts, ranks_per_host, rate)
     lab.check_memory(
         4 * small.elements * (2 + len(chosen)),  # the replay's, each engine's pool, the predictor's pool
         f"{lab.ranks} ranks are as many processes, which", "free some, or ask for fewer ranks or smaller gradients",
@@ -208,7 +202,7 @@ def bench_sync(
         traces.mkdir(parents=True, exist_ok=True)
     with measurement_bar() as show:
         measured: list[tuple[_Blocks, dict[Sync | Declared, float]]] = lab.run(
-            _measure, small, chosen, wires, rate is not None, rounds, steps, traces, show=show
+            _measure, small, chosen, wires, lab.rate is not None, rounds, steps, traces, show=show
         )
     by_rank = [blocks for blocks, _ in measured]
     predicted = measured[0][1]
@@ -229,10 +223,10 @@ def bench_sync(
             )
 
         return EngineTime(
-            hosts, ranks_per_host, rate, settings.kind, wire, scale, profile.model,
+            lab.hosts, lab.ranks_per_host, lab.rate, settings.kind, wire, scale, profile.model,
             median(times), min(times), max(times), compute, median(times) - compute, raw, limit,
-            round(over_ranks("sent_bytes") * ranks_per_host),
-            round(over_ranks("kernel_bytes")) if rate is not None else None, over_ranks("launches"),
+            round(over_ranks("sent_bytes") * lab.ranks_per_host),
+            round(over_ranks("kernel_bytes")) if lab.rate is not None else None, over_ranks("launches"),
             median(seconds[peers.get(wire, settings)]) / median(times), median(times) / limit,
             predicted[settings],
         )  # fmt: skip

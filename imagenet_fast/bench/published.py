@@ -1,4 +1,4 @@
-"""What papers compare, measured here: the tables of `bench published`.
+"""Measure here what papers compare: the tables of `bench published`.
 
 The ladder shows the gain of each technique of GradientFlow (arXiv 1902.06855), added one by one, and of our own.
 
@@ -49,7 +49,7 @@ class Rung(Row):
     """One step of the ladder: a technique added to another step."""
 
     step: str = field(metadata=column("step"))
-    """What is added to the step above; ``instead of`` names what is left out again."""
+    """The technique that this step adds, or puts ``instead of`` another."""
     gain: float | None = field(metadata=column("gain", form=".2f"))
     """Speedup over the step it is added to; None for the first step."""
     in_all: float = field(metadata=column("in all", form=".2f"))

@@ -25,11 +25,11 @@ class Row:
     """
 
     note: ClassVar[str] = ""
-    """What a reader of the table must know, shown below it."""
+    """Text below the table, for its reader."""
 
     @property
     def title(self) -> str:
-        """What all rows of a table have in common, shown above it."""
+        """Text above the table: what its rows have in common."""
         return ""
 
 

@@ -1,4 +1,4 @@
-"""Groups and commands as all of the command line has them: help without types of flags, and options of before."""
+"""Make commands and groups of commands: help without types of flags, and old names of options."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ RENAMED: dict[str, dict[str, str]] = {
     "count": {"--ranks-per-node": "--nproc"},
     "plan": {"--rows": "rows", "--validate": "validate"},
 }  # fmt: skip
-"""By command: options that have another name now. The old one is read with a warning until the next version."""
+"""Renamed options by command: old and new name. Until the next version the old one works, with a warning."""
 MODES: dict[str, dict[str, str]] = {
     "sync": {"--count": "count", "--ladder": "published ladder", "--batches": "published batches --batches"}
 }
-"""By command: options that are commands of their own now, read with a warning likewise."""
+"""Options that have become commands, by command: option and new command. They work likewise."""
 
 
 class Command(TyperCommand):

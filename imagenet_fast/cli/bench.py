@@ -153,12 +153,12 @@ def bench_sync(
     """
     from imagenet_fast.bench.engines import bench_sync as measure
     from imagenet_fast.bench.plots import draw_sync
+    from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, overrides)
-    times = partial(
-        measure, _profile(model, compute), engines, nodes, nproc, rate, scale, rounds, steps, traces=trace
-    )  # fmt: skip
+    lab = Lab(nodes, nproc, rate)
+    times = partial(measure, _profile(model, compute), engines, lab, scale, rounds, steps, trace)
     _show(times, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
 
 
@@ -237,10 +237,9 @@ def bench_ladder(
     from imagenet_fast.bench.engines import bench_sync as measure
     from imagenet_fast.bench.plots import draw_ladder
     from imagenet_fast.bench.published import bench_ladder
+    from imagenet_fast.netlab.ranks import Lab
 
-    on = partial(
-        measure, hosts=nodes, ranks_per_host=nproc, rate=rate, scale=scale, rounds=rounds, steps=steps
-    )  # fmt: skip
+    on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     _show(partial(bench_ladder, _profile(model, compute), on), draw_ladder, (9, 4), json_file, png)
 
 
@@ -265,11 +264,10 @@ def bench_batches(
     from imagenet_fast.bench.engines import bench_sync as measure
     from imagenet_fast.bench.plots import draw_batches
     from imagenet_fast.bench.published import bench_batches
+    from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.units import whole_numbers
 
-    on = partial(
-        measure, hosts=nodes, ranks_per_host=nproc, rate=rate, scale=scale, rounds=rounds, steps=steps
-    )  # fmt: skip
+    on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     counts = whole_numbers("--batches", batches, "16,32,64,128")
     rows = partial(bench_batches, _profile(model, compute), counts, on)
     _show(rows, draw_batches, (9, 0.8 * len(counts) + 2), json_file, png)

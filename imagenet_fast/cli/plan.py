@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside
+from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside, show
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -144,7 +144,6 @@ def _show_plan(
     recipe: str, asked: tuple[str, Cluster, int | None], sync: str | None, points: Sweep | None,
     scaling: Literal["weak", "strong"], overrides: list[str], json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
-    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
     from imagenet_fast.recipe.load import find_recipe, load_recipe
@@ -175,9 +174,7 @@ def _show_plan(
     except UserError as error:
         of_cluster = str(error).startswith(("nic.", "inside.", "device"))
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
-    _print_plan(situation, predicted, points is None)
-    if json_file is not None:
-        write_json([asdict(row) for row in predicted], json_file)
+    _print_plan(situation, predicted, points is None, json_file)
     if png is not None and points is not None:
         from imagenet_fast.bench.plots import new_figure
         from imagenet_fast.plan.figures import draw_plan
@@ -204,13 +201,11 @@ def _over_gpus(values: tuple[int, ...], predict: Callable[[int], list[T]]) -> li
     return predicted
 
 
-def _print_plan(situation: Situation, predicted: list[Planned], alone: bool) -> None:
-    from rich.console import Console
-
+def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, json_file: Path | None) -> None:
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
     from imagenet_fast.plan.tables import plan_table
 
-    Console().print(plan_table(predicted))
+    show(plan_table(predicted), [asdict(row) for row in predicted], json_file)
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
@@ -228,9 +223,6 @@ def _show_fastest(
     model: Literal["resnet50", "alexnet"], asked: tuple[str, Cluster, int | None], cheapest: bool, points: Sweep | None,
     write: Path | None, json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
-    from rich.console import Console
-
-    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.fastest import Search, as_recipe, first_exact, published_trainings
     from imagenet_fast.plan.tables import fastest_table
@@ -249,11 +241,9 @@ def _show_fastest(
         swept = _over_gpus(points.values, lambda count: [(count, first_exact(search.ways(known, count)[0]))])
         found = [way for _, way in swept]
         remarks = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    Console().print(fastest_table(found))
+    show(fastest_table(found), [asdict(way) for way in found], json_file)
     print()
     print(*remarks, sep="\n")
-    if json_file is not None:
-        write_json([asdict(way) for way in found], json_file)
     if write is not None:
         write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
@@ -267,31 +257,25 @@ def _show_fastest(
 
 
 def _show_rows(json_file: Path | None) -> None:
-    from rich.console import Console
-
-    from imagenet_fast.metrics.tables import write_json
     from imagenet_fast.plan.rows import all_rows, summary
     from imagenet_fast.plan.tables import rows_table
 
     found = all_rows()
-    Console().print(rows_table(found))
+    show(rows_table(found), [asdict(row) for row in found], json_file)
     print()
     for row in found:
         if row.left:
             print(f"{row.name}, {row.gpus} GPUs, {row.error:+.1%}: {row.left}")
     print()
     print(*summary(found), sep="\n")
-    if json_file is not None:
-        write_json([asdict(row) for row in found], json_file)
 
 
 def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | None) -> None:
     """Measure the engines between four shaped hosts, beside predictions from the nominal and the measured link."""
-    from rich.console import Console
-
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.tables import compact_table, write_json
+    from imagenet_fast.metrics.tables import compact_table
+    from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.rows import Shaped, shaped_step_s
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
@@ -304,7 +288,9 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
             f"{model} has no layer profile; record one by `imagenet-fast bench profile FILE --model {model}`"
         )
     scale, mbit, hosts = 4, 250, 4
-    times = bench_sync(load_profile(name).scaled_to(1.4), engines, hosts, 1, f"{mbit}mbit", scale, rounds=2, steps=2)
+    times = bench_sync(
+        load_profile(name).scaled_to(1.4), engines, Lab(hosts, 1, f"{mbit}mbit"), scale, rounds=2, steps=2
+    )
     found: list[dict[str, Any]] = []
     for settings, time in zip(engines, times, strict=False):
         nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s), settings)
@@ -315,6 +301,4 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     text = ("engine", "wire")
     numbers = ("nominal_s", "fitted_s", "measured_s")
     lines = ([*(r[key] for key in text), *(f"{r[key]:.3f}" for key in numbers), f"{r['error']:+.1%}"] for r in found)
-    Console().print(compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines))
-    if json_file is not None:
-        write_json(found, json_file)
+    show(compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines), found, json_file)

@@ -9,19 +9,20 @@ does not have them.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.errors import UserError
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-"""Environment variables by which torchrun gives a process its rank.
+_libc = ctypes.CDLL(None)  # loaded here: `kill_with_parent` may be called between fork and exec
 
-torchrun also sets ``GROUP_RANK``, the number of its node.
-"""
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables by which torchrun gives a process its rank. It also sets ``GROUP_RANK``, the number of its node."""
 
 _RUNS = 6  # of consecutive ranks that are listed
 _FIRST_PORT, _PORTS = 20_000, 10_000
@@ -207,3 +208,9 @@ def _port(environment: Mapping[str, str]) -> int:
     """Return a port that another job step on the same nodes is unlikely to use."""
     job, step = (int(environment.get(f"SLURM_{key}_ID", "0")) for key in ("JOB", "STEP"))
     return _FIRST_PORT + (job + 101 * step) % _PORTS
+
+
+def kill_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, for whatever reason."""
+    if hasattr(_libc, "prctl"):
+        _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -85,10 +85,7 @@ def gather_rows(own: Sequence[float]) -> Tensor:
 
 
 def broadcast_error(refusal: str, device: torch.device) -> str:
-    """Return rank 0's error message on every rank, or an empty string if there is none.
-
-    The ``refusal`` of other ranks is ignored.
-    """
+    """Return the ``refusal`` of rank 0 on every rank, or an empty string; that of other ranks is ignored."""
     said = [refusal]
     with here.waiting():
         dist.broadcast_object_list(said, src=0, device=device)
@@ -230,24 +227,20 @@ class AsyncAnyReduce:
 
 
 class RunningMeans:
-    """Means of tensors by name, to which one rank after another adds its own."""
+    """Means of tensors by name, to which one rank after another adds its own; of integers, as counts, the maxima."""
 
     def __init__(self) -> None:
         """Start without tensors."""
-        self._means: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
         self._counts: Counter[str] = Counter()
 
     def add(self, name: str, value: Tensor) -> None:
         """Add one rank's tensor of this name."""
         self._counts[name] += 1
-        if (mean := self._means.get(name)) is None:
-            self._means[name] = value.clone()
+        if (mean := self.values.get(name)) is None:
+            self.values[name] = value.clone()
         elif value.is_floating_point() or value.is_complex():
             nearer = mean + (value - mean) / self._counts[name]
-            self._means[name] = torch.where(mean == value, mean, nearer)  # equal values stay so, infinities too
+            self.values[name] = torch.where(mean == value, mean, nearer)  # equal values stay so, infinities too
         else:
             torch.maximum(mean, value, out=mean)
-
-    def all(self) -> dict[str, Tensor]:
-        """Return the means, or the maxima of integers such as batch counts."""
-        return dict(self._means)

@@ -7,7 +7,6 @@ there.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -16,18 +15,17 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
-from imagenet_fast.distributed.ranks import rank_info_from_env
+from imagenet_fast.distributed.ranks import kill_with_parent, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 
-_PR_SET_PDEATHSIG = 1  # prctl(2): the signal that ends this process with its parent
 _FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
 
 
 def main() -> None:
     """Do the job in FILE; wait at most SECONDS for the other ranks, and end with the process LAUNCHER."""
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # whatever ends the launcher
+    kill_with_parent()
     if os.getppid() != int(sys.argv[3]):
         raise SystemExit(1)  # it has ended already
     if (path.parent / _FINAL).exists():

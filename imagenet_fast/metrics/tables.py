@@ -1,4 +1,4 @@
-"""What commands show and write: tables for a terminal of any width, numbers, and JSON."""
+"""Format results: tables that fit any terminal, numbers as text, and JSON files."""
 
 from __future__ import annotations
 

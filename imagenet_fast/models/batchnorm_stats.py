@@ -36,7 +36,7 @@ class StepStatistics:
         self._running: list[Tensor] = []
         self._sums: list[Tensor] = []
         self._bytes: list[Tensor] = []
-        """Of the running statistics and of the counts of batches."""
+        """Memory of the running statistics and of the counts of batches."""
         self._before = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()

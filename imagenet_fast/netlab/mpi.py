@@ -21,8 +21,9 @@ import sysconfig
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from imagenet_fast.distributed.ranks import kill_with_parent
 from imagenet_fast.errors import UserError
-from imagenet_fast.netlab.namespaces import INTERFACE, Host, inhabit, kill_with_parent
+from imagenet_fast.netlab.namespaces import INTERFACE, Host, inhabit
 from imagenet_fast.netlab.timing import Block, Blocks, fill_unevenly, time_in_turns, time_repetitions
 
 _START_S = 60

@@ -13,7 +13,6 @@ import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,6 @@ from imagenet_fast.errors import UserError
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWNS = 0x00020000
 _MS_REC_PRIVATE = 0x4000 | 1 << 18
-_PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 Result = TypeVar("Result")
 
@@ -90,12 +88,6 @@ def inhabit(host: Host) -> None:
         or _libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
     ):
         raise OSError(ctypes.get_errno(), f"/sys cannot show {INTERFACE}: {os.strerror(ctypes.get_errno())}")
-
-
-def kill_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, for whatever reason."""
-    if hasattr(_libc, "prctl"):
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def parse_rate(text: str) -> int:

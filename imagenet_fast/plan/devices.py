@@ -45,7 +45,7 @@ class Device:
 
     name: str
     computes: dict[str, Compute]
-    """By the name of a layer profile."""
+    """Compute times of a model, by the name of its layer profile."""
     memory_gb: float | None = None
     on_gpu: bool = True
     scale: int = 1

@@ -27,6 +27,7 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.units import three_digits
 
 FEW_IMAGES = 32
 """Batch norms of fewer images are not published to reach 75.9 %: NVIDIA's largest submissions have 32."""
@@ -79,7 +80,7 @@ class Way:
     node_images_per_s: float
     """Images a second that a node's loaders must give."""
     held_back_by: HeldBack
-    """What costs most time, if it is more than the model's error; else ``compute``.
+    """The cause that costs most time, if it is more than the model's error; else ``compute``.
 
     ``memory`` stands for gradients that are accumulated, and ``batch-norm span`` for GPUs that stay idle, since norms
     would see fewer than 32 images.
@@ -294,5 +295,6 @@ def as_recipe(known: Sequence[Training], way: Way, cluster: str) -> str:
         f"# {way.training}, for {way.gpus} GPUs of {cluster}, by `imagenet-fast plan --fastest`: predicted, not run.\n"
         f"# Source: {training.source}.\n"
         f"# Its runs took {mean:g} epochs to {recipe.target_top1:g} % on average, {fewest:g} to {most:g}.\n"
-        f"# Predicted: {way.minutes:.3g} minutes ({way.least:.3g} to {way.most:.3g}).\n{to_toml(recipe)}"
+        f"# Predicted: {three_digits(way.minutes)} minutes ({three_digits(way.least)} to "
+        f"{three_digits(way.most)}).\n{to_toml(recipe)}"
     )

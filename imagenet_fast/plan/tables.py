@@ -10,6 +10,7 @@ from imagenet_fast.metrics.tables import NOTHING, compact_table
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
 from imagenet_fast.plan.rows import Row
+from imagenet_fast.units import three_digits
 
 _MOST_WAYS = 15
 
@@ -72,15 +73,10 @@ def fastest_table(ways: Sequence[Way]) -> Table:
         (
             (
                 way.training, way.engine + ("" if way.exact else ", accuracy not published"), way.held_back_by,
-                str(way.gpus), str(way.micro_batch), str(way.epochs), _three(way.minutes),
-                f"{_three(way.least)}-{_three(way.most)}", _three(way.gpu_hours),
-                *([_three(way.usd)] if way.usd is not None else []), f"{way.node_images_per_s:,.0f}",
+                str(way.gpus), str(way.micro_batch), str(way.epochs), three_digits(way.minutes),
+                f"{three_digits(way.least)}-{three_digits(way.most)}", three_digits(way.gpu_hours),
+                *([three_digits(way.usd)] if way.usd is not None else []), f"{way.node_images_per_s:,.0f}",
             )
             for way in ways[:_MOST_WAYS]
         ),
     )  # fmt: skip
-
-
-def _three(value: float) -> str:
-    """Return at least three digits, without an exponent."""
-    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"

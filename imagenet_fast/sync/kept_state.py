@@ -85,7 +85,7 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
                         means.setdefault(name, RunningMeans()).add(kind, values)
     merged: dict[str, Any] = {}
     if steps:
-        kept = {name: of_one.all() for name, of_one in means.items()}
+        kept = {name: of_one.values for name, of_one in means.items()}
         merged = {"step": max(steps), "kept": kept, "learnt": None, "chunks": None}
     if len(elected) == 1 and (chosen := elected.pop()):
         merged["elected"] = chosen

@@ -194,7 +194,7 @@ def _saved_weights(checkpoint: Checkpoint) -> Weights:
                 means.add(name, tensor)
     except (KeyError, TypeError, AttributeError):
         raise UserError(f"{folder} is a checkpoint of another version, or not of a training; give another") from None
-    tensors |= {name: mean for name, mean in means.all().items() if name in tensors}
+    tensors |= {name: mean for name, mean in means.values.items() if name in tensors}
     try:
         recipe = parse_recipe("the checkpoint", shared.get("recipe", {}))
     except UserError:  # of another version

@@ -176,7 +176,7 @@ def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
             yield part["sync"]
 
     own["sync"] = reshard_sync_state(of_engines(), sharded)
-    return own | {kind: means.all() for kind, means in statistics.items()}
+    return own | {kind: means.values for kind, means in statistics.items()}
 
 
 def _copy(values: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:

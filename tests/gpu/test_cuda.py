@@ -138,8 +138,7 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(
     assert isinstance(data, ImageData)
     batches = []
     for device in (world.device, torch.device("cpu")):
-        dataset = build_loaders(data, image_dir, Batching(1, 8, 1), 0, 2, device, seed=1)
-        batches.append(list(islice(dataset.train, 5)))
+        batches.append(list(islice(build_loaders(data, image_dir, Batching(1, 8, 1), 0, 2, device, seed=1).train, 5)))
     for (ours, labels), (reference, reference_labels) in zip(*batches, strict=True):
         assert ours.device == labels.device == world.device
         assert torch.equal(labels.cpu(), reference_labels)

@@ -205,7 +205,7 @@ def test_weights_may_have_masks_of_infinities(tmp_path: Path):
         for name, tensor in (others | {"mask": mask}).items():
             means.add(name, tensor)
     assert torch.equal(average.module.get_buffer("more"), mask)
-    assert all(torch.equal(means.all()[name], tensor) for name, tensor in (others | {"mask": mask}).items())
+    assert all(torch.equal(means.values[name], tensor) for name, tensor in (others | {"mask": mask}).items())
 
 
 @with_ranks(2)

@@ -21,6 +21,7 @@ from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.netlab import mpi
 from imagenet_fast.netlab.namespaces import inhabit, parse_rate, shaped_network
+from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL, benched
 from tests.conftest import refusal_of
@@ -105,7 +106,7 @@ def test_every_engine_has_a_row_and_the_kernel_counts_what_it_counts(tmp_path: P
 
 
 def test_bytes_of_hosts_of_several_ranks_are_a_hosts():
-    row, _ = rows = bench_sync(SMALL, parse_engines("ring", "bf16"), 2, 2, "1gbit", scale=1, rounds=1, steps=1)
+    row, _ = rows = bench_sync(SMALL, parse_engines("ring", "bf16"), Lab(2, 2, "1gbit"), scale=1, rounds=1, steps=1)
     assert (row.hosts, row.ranks_per_host) == (2, 2)
     assert "2 nodes of 2 ranks" in str(table(rows).title)
     each = 2 * (4 - 1) / 4 * 2 * SMALL.elements  # of an all-reduce of 16-bit values between four ranks

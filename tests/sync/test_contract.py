@@ -24,6 +24,7 @@ from imagenet_fast import sync as engines
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
+from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncEngine, declare
@@ -289,8 +290,7 @@ def _digest(
 def test_an_engine_of_ones_own_is_measured_beside_the_others():
     layers = tuple(layer_profile.Layer(f"{n}", "Linear", ((40, 100), (40,)), 0.5, 1.0) for n in range(4))
     profile = layer_profile.Profile("small", "made up for a test", layers)
-    measured = [("by pairs", by_pairs(torch.bfloat16)), engines.LazySync()]
-    rows = bench_sync(profile, measured, hosts=2, ranks_per_host=1, rate=None, scale=1, rounds=1, steps=1)
+    rows = bench_sync(profile, [("by pairs", by_pairs(torch.bfloat16)), engines.LazySync()], Lab(2, 1), 1, 1, 1)
     assert [(row.engine, row.wire) for row in rows] == [("by pairs", "bf16"), ("lazy", "bf16"), ("ddp", "bf16")]
     own, lazy, _ = rows
     assert own.launches == 2 * 2, "two halves of each of two pairs"
