@@ -69,12 +69,12 @@ def test_a_rank_whose_heart_stopped_is_lost_unless_it_has_ended_in_order():
 
 @contextmanager
 def beating(store: Store, ranks: Sequence[int]) -> Iterator[None]:
-    """Ranks that publish a heartbeat every tenth of a second, all at one place."""
+    """Ranks that publish several heartbeats between two looks, all at one place."""
     leaving = threading.Event()
 
     def beat() -> None:
         number = 0
-        while not leaving.wait(0.1):
+        while not leaving.wait(0.02):
             number += 1
             for rank in ranks:
                 publish(watch_board(store), rank, Heartbeat("node0", 1, "sync", beat=number))
