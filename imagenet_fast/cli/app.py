@@ -1,7 +1,8 @@
-"""Make commands and groups of commands: help without types of flags, and old names of options."""
+"""Make commands of documented functions, and groups of commands; read old names of options."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +16,33 @@ _LAB = {"--hosts": "--nodes", "--ranks-per-host": "--nproc"}
 RENAMED: dict[str, dict[str, str]] = {
     "compare": {"--hosts": "--nproc"}, "sync": _LAB, "collectives": _LAB, "ladder": _LAB, "batches": _LAB,
     "count": {"--ranks-per-node": "--nproc"},
-    "plan": {"--rows": "rows", "--validate": "validate"},
 }  # fmt: skip
 """Renamed options by command: old and new name. Until the next version the old one works, with a warning."""
 MODES: dict[str, dict[str, str]] = {
-    "sync": {"--count": "count", "--ladder": "published ladder", "--batches": "published batches --batches"}
+    "sync": {"--count": "count", "--ladder": "published ladder", "--batches": "published batches --batches"},
+    "plan": {"--rows": "plan rows", "--validate": "plan validate", "--cheapest": "plan --fastest --cheapest"},
 }
 """Options that have become commands, by command: option and new command. They work likewise."""
 
 
 class Command(TyperCommand):
-    """A command."""
+    """A command.
+
+    Its function's docstring ends with ``Args``, the help of its parameters. Options that many commands have bring their
+    own in ``options.py``.
+    """
+
+    def __init__(self, name: str | None, *, help: str | None, params: list[Any], **settings: Any) -> None:
+        """Take what typer makes of a function, and move the docstring's ``Args`` to the parameters."""
+        text, _, section = (help or "").partition("\n\nArgs:\n")
+        meanings = {key: " ".join(said.split()) for key, said in _ARGUMENT.findall(section)}
+        for param in params:
+            param.help = meanings.get(param.name, param.help)
+        super().__init__(name, help=text, params=params, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""
-        return _without_types(super().get_params(ctx))
+        return _plain_flags(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``, in which options may have their old names."""
@@ -42,24 +55,38 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""A parameter in ``Args``, and its meaning."""
+
+
 class Group(TyperGroup):
     """A group of commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that ``args`` begin with; an option that was a mode of it may stand for another."""
+        """Find the command that ``args`` begin with.
+
+        A name may have two words, as ``plan rows``; the second may be an option, as ``plan --fastest``. An option that
+        was a mode of the command may stand for another command.
+        """
+        for name in self.commands:
+            first, _, second = name.partition(" ")
+            if first == args[0] and second in (args if second.startswith("-") else args[1:2]):
+                rest = args[1:]
+                rest.remove(second)
+                return super().resolve_command(ctx, [name, *rest])
         for place, word in enumerate(args):
             option = word.partition("=")[0]
             if (new := MODES.get(args[0], {}).get(option)) is not None:
-                command, again, _ = new.partition(" --")
-                old = f"{ctx.info_name} {args[0]} {option}"
-                warn(f"{old} is now {ctx.info_name} {command}; the old form is read until the next version")
-                args = [*command.split(), *args[1:place], *([word] if again else []), *args[place + 1 :]]
-                break
+                of = f"{ctx.info_name} " if ctx.parent else ""
+                warn(f"{of}{args[0]} {option} is now {of}{new}; the old form is read until the next version")
+                command = [part for part in new.split() if part != option]
+                kept = [word] if option in new.split() else []
+                return self.resolve_command(ctx, [*command, *args[1:place], *kept, *args[place + 1 :]])
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""
-        return _without_types(super().get_params(ctx))
+        return _plain_flags(super().get_params(ctx))
 
 
 class App(typer.Typer):
@@ -74,9 +101,9 @@ class App(typer.Typer):
         return super().command(name, cls=Command, **settings)
 
 
-def _without_types(params: list[Any]) -> list[Any]:
-    """Let help show nothing where typer would write ``<bool>`` beside a flag, which takes no value."""
+def _plain_flags(params: list[Any]) -> list[Any]:
+    """Let flags take no value, such as ``<bool>`` in help, and have no opposite, such as ``--no-trace``."""
     for param in params:
         if getattr(param, "is_flag", False):
-            param.metavar = ""
+            param.metavar, param.secondary_opts = "", []
     return params

@@ -85,20 +85,11 @@ def bench_step(
     image_size: ImageSizeOption = 64,
     batch: BatchOption = 128,
     precision: PrecisionOption = None,
-    sync: Annotated[str, typer.Option(metavar="A,B", help="Engines to time beside the plain loop.")] = "lazy",
-    compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile both loops with torch.compile, block by block.")
-    ] = False,
+    sync: Annotated[str, typer.Option(metavar="A,B")] = "lazy",
+    compile: bool = False,
     rounds: RoundsOption = 60,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="STEPS",
-            help="Also time each engine with a checkpoint every so many steps. A round has as many steps.",
-        ),
-    ] = None,
+    steps: Annotated[int, typer.Option(min=1)] = 2,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="STEPS")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, in alternating rounds.
@@ -107,6 +98,12 @@ def bench_step(
     plain loop in nn.DataParallel over all of them, with --batch images on each.
     With --checkpoint-every it also measures what checkpoints cost; they are
     written to the directory for temporary files (TMPDIR).
+
+    Args:
+        sync: Engines to time beside the plain loop.
+        compile: Compile both loops with torch.compile, block by block.
+        steps: Steps of each loop in a round.
+        checkpoint_every: Also time each engine with a checkpoint every so many steps. A round has as many steps.
     """
     from imagenet_fast.bench.rows import show
     from imagenet_fast.bench.train_step import bench_step as measure
@@ -115,9 +112,7 @@ def bench_step(
     if checkpoint_every is not None:
         refuse_beside(context, ("steps",), "has no effect beside --checkpoint-every; leave one of them out")
     dtype = precision or own_precision()
-    variants = [
-        step_recipe(model, image_size, batch, dtype, compiled, engine) for engine in listed("--sync", sync, str)
-    ]
+    variants = [step_recipe(model, image_size, batch, dtype, compile, engine) for engine in listed("--sync", sync, str)]
     show(measure(variants[0], variants, rounds, steps, checkpoint_every), json_file)
     if (reason := no_data_parallel(variants[0])) is not None:
         print(reason)

@@ -28,7 +28,7 @@ _ENGINE_OF_LAYOUTS = "hybrid"
 
 
 def compare(
-    recipe: RecipeOption,
+    recipe: RecipeOption[str],
     sync: Annotated[
         str | None,
         typer.Option(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import JsonOption
+from imagenet_fast.cli.options import Count, Directory, JsonOption
 from imagenet_fast.errors import UserError
 
 data_app = App(help="Get data sets, prepare and check them.", no_args_is_help=True)
@@ -25,19 +25,17 @@ def _shard_bytes(text: str) -> int:
 
 @data_app.command("fetch")
 def fetch(
-    dataset: Annotated[Literal["cifar10", "digits"], typer.Argument(help="Data set to get.")],
-    archive: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Take CIFAR-10 from this file instead of downloading: cifar-10-python.tar.gz.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory to write to. Default: the cache directory.")
-    ] = None,
+    dataset: Annotated[Literal["cifar10", "digits"], typer.Argument()],
+    archive: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    out: Directory[Path | None] = None,
 ) -> None:
-    """Download or make a small data set, and put it where the recipes look for it."""
+    """Download or make a small data set, and put it where the recipes look for it.
+
+    Args:
+        dataset: Data set to get.
+        archive: Take CIFAR-10 from this file instead of downloading: cifar-10-python.tar.gz.
+        out: Directory to write to. Default: the cache directory.
+    """
     from imagenet_fast.data.download import fetch_dataset
 
     print(f"{dataset} is in {fetch_dataset(dataset, out, archive)}")
@@ -45,56 +43,15 @@ def fetch(
 
 @data_app.command("prepare")
 def prepare(
-    source: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR",
-            help="What you downloaded: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and "
-            "ILSVRC2012_devkit_t12.tar.gz; or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and "
-            "val/<class>/*, or tars of these; or Hugging Face's data/*.parquet.",
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory to write train/<class>/* and val/<class>/* to, or shards.")
-    ],
-    kind: Annotated[
-        Literal["folder", "webdataset", "pixels"],
-        typer.Option(
-            "--format",
-            help="Form of the output: image files, shards of them, or shards of decoded images. With --resize 256, "
-            "pixels take some 330 GB, and are loaded several times as fast.",
-        ),
-    ] = "folder",
-    shard_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="SIZE",
-            parser=_shard_bytes,
-            help="Size of each shard; 1MB is 1024 x 1024 bytes. Default: 150MB, of pixels 1GB.",
-        ),
-    ] = None,
-    resize: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PIXELS",
-            min=32,
-            help="Shrink images so that the short side has at most this length; 256 is usual. They take less space and "
-            "are decoded faster; accuracy may be lower, since details are lost. 256 is too small for training "
-            "at more than 224 pixels.",
-        ),
-    ] = None,
-    quality: Annotated[
-        int | None, typer.Option(min=1, max=100, help="With --resize: quality of the JPEG files. Default: 95.")
-    ] = None,
-    subset: Annotated[
-        bool, typer.Option("--subset", help="Accept fewer images or classes than all of ImageNet. No md5 is checked.")
-    ] = False,
-    no_md5: Annotated[
-        bool, typer.Option("--no-md5", help="Accept tars that differ from those of image-net.org.")
-    ] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of classes or shards to work on at a time. Default: one per core.")
-    ] = None,
+    source: Directory[Path],
+    out: Directory[Path],
+    kind: Annotated[Literal["folder", "webdataset", "pixels"], typer.Option("--format")] = "folder",
+    shard_size: Annotated[int | None, typer.Option(metavar="SIZE", parser=_shard_bytes)] = None,
+    resize: Annotated[int | None, typer.Option(metavar="PIXELS", min=32)] = None,
+    quality: Annotated[int | None, typer.Option(min=1, max=100)] = None,
+    subset: bool = False,
+    no_md5: bool = False,
+    workers: Count[int | None] = None,
 ) -> None:
     """Convert the downloaded ImageNet to what `train --data` reads.
 
@@ -103,6 +60,22 @@ def prepare(
     and val/ appear in --out only when they are complete. If the command is
     stopped or killed, run it again to continue. Shards hold the training images
     in shuffled order.
+
+    Args:
+        source: What you downloaded: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz;
+            or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and val/<class>/*, or tars of these; or
+            Hugging Face's data/*.parquet.
+        out: Directory to write train/<class>/* and val/<class>/* to, or shards.
+        kind: Form of the output: image files, shards of them, or shards of decoded images. With --resize 256, pixels
+            take some 330 GB, and are loaded several times as fast.
+        shard_size: Size of each shard; 1MB is 1024 x 1024 bytes. Default: 150MB, of pixels 1GB.
+        resize: Shrink images so that the short side has at most this length; 256 is usual. They take less space and
+            are decoded faster; accuracy may be lower, since details are lost. 256 is too small for training at more
+            than 224 pixels.
+        quality: With --resize: quality of the JPEG files. Default: 95.
+        subset: Accept fewer images or classes than all of ImageNet. No md5 is checked.
+        no_md5: Accept tars that differ from those of image-net.org.
+        workers: Number of classes or shards to work on at a time. Default: one per core.
     """
     from imagenet_fast.data.prepare.run import prepare as fill
     from imagenet_fast.data.prepare.run import report
@@ -125,13 +98,9 @@ def prepare(
 
 @data_app.command("verify")
 def verify(
-    data: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards.")
-    ],
+    data: Directory[Path],
     json_file: JsonOption = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Number of files to decode at a time. Default: one per core.")
-    ] = None,
+    workers: Count[int | None] = None,
 ) -> None:
     """Check a data set: decode every image, in folders or shards.
 
@@ -139,6 +108,10 @@ def verify(
     and `eval` leave them out from then on: empty, truncated and damaged files,
     files that are not images, and images of other kinds.
     Duplicates are reported, but kept.
+
+    Args:
+        data: Directory of the images: train/<class>/* and val/<class>/*, or shards.
+        workers: Number of files to decode at a time. Default: one per core.
     """
     from dataclasses import asdict
 

@@ -7,28 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import (
-    NO_KEYS,
-    KeysArgument,
-    SetOption,
-    WeightsOption,
-    WeightsRecipeOption,
-    in_a_directory,
-)
+from imagenet_fast.cli.options import NO_KEYS, KeysArgument, NewFile, SetOption, WeightsOption, WeightsRecipeOption
 from imagenet_fast.errors import UserError
 
 
 def export(
     weights: WeightsOption,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", callback=in_a_directory, help="New file, ending in .safetensors or .pt2.")
-    ],
+    out: NewFile[Path],
     recipe: WeightsRecipeOption = None,
     keys: KeysArgument = NO_KEYS,
     overrides: SetOption = NO_KEYS,
-    kind: Annotated[
-        Literal["safetensors", "pt2"], typer.Option("--format", help="The weights, or a program of torch.export.")
-    ] = "safetensors",
+    kind: Annotated[Literal["safetensors", "pt2"], typer.Option("--format")] = "safetensors",
 ) -> None:
     """Write weights to a file for use in other programs.
 
@@ -36,6 +25,10 @@ def export(
     network for evaluation, in fp32 and for any number of images;
     torch.export.load runs it without this program. Both include the classes and
     how to prepare images, as far as that is known.
+
+    Args:
+        out: New file, ending in .safetensors or .pt2.
+        kind: The weights, or a program of torch.export.
     """
     from safetensors import SafetensorError
 

@@ -26,6 +26,7 @@ from imagenet_fast.cli.export import export
 from imagenet_fast.cli.launch import launch_app
 from imagenet_fast.cli.options import (
     DataOption,
+    Directory,
     EndpointOption,
     JoinTimeoutOption,
     JsonOption,
@@ -33,7 +34,7 @@ from imagenet_fast.cli.options import (
     NprocOption,
     show,
 )
-from imagenet_fast.cli.plan import plan
+from imagenet_fast.cli.plan import plan, plan_fastest, plan_rows, plan_validate
 from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
@@ -143,7 +144,7 @@ app.command()(export)
 @app.command()
 def doctor(
     data: DataOption = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory in which runs will be written.")] = Path("runs"),
+    out: Directory[Path] = Path("runs"),
     nproc: NprocOption = None,
     nodes: NodesOption = None,
     rdzv_endpoint: EndpointOption = None,
@@ -155,6 +156,9 @@ def doctor(
     Prints one line per check: ok, warn or fail. The exit code is 1 if any check
     fails. With --nodes, run the command on each node: it checks all of them and
     the network between them, and the first node prints the result.
+
+    Args:
+        out: Directory in which runs will be written.
     """
     from dataclasses import asdict
 
@@ -181,6 +185,9 @@ def doctor(
 
 
 app.command()(plan)
+app.command("plan --fastest")(plan_fastest)
+app.command("plan rows")(plan_rows)
+app.command("plan validate")(plan_validate)
 app.command()(compare)
 app.command()(report)
 app.command()(timeline)
@@ -196,12 +203,12 @@ def list_recipes(context: typer.Context) -> None:
 
 
 @recipes_app.command("keys")
-def show_keys(
-    prefix: Annotated[
-        str, typer.Argument(metavar="[PREFIX]", help="Show only keys that begin like this, such as optim.")
-    ] = "",
-) -> None:
-    """List the keys of a recipe: type, default and meaning."""
+def show_keys(prefix: Annotated[str, typer.Argument(metavar="[PREFIX]")] = "") -> None:
+    """List the keys of a recipe: type, default and meaning.
+
+    Args:
+        prefix: Show only keys that begin like this, such as optim.
+    """
     from imagenet_fast.cli.recipe_lists import key_list
     from imagenet_fast.recipe.key_reference import recipe_keys
 
@@ -209,10 +216,12 @@ def show_keys(
 
 
 @recipes_app.command("show")
-def show_recipe(
-    name: Annotated[str, typer.Argument(metavar="NAME|PATH", help="Name of a shipped recipe, or a TOML file.")],
-) -> None:
-    """Print one recipe."""
+def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> None:
+    """Print one recipe.
+
+    Args:
+        name: Name of a shipped recipe, or a TOML file.
+    """
     from imagenet_fast.recipe.load import find_recipe
 
     print(find_recipe(name).read_bytes().decode(), end="")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -18,13 +18,6 @@ def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | 
     if file is not None and not file.absolute().parent.is_dir():
         raise UserError(f"{parameter.opts[0]} {file}: there is no directory {file.parent}; make it, or choose another")
     return file
-
-
-def whole_nodes(text: str) -> int:
-    """Parse a number of nodes; a range is refused."""
-    from imagenet_fast.launch.nodes import parse_fixed_nodes
-
-    return parse_fixed_nodes(text)
 
 
 def run_directory(text: str) -> Path:
@@ -48,6 +41,15 @@ def _engine_names() -> list[str]:
     return engine_names()
 
 
+T = TypeVar("T")
+Count = Annotated[T, typer.Option(metavar="N", min=1)]
+Names = Annotated[T, typer.Option(metavar="A,B")]
+Numbers = Annotated[T, typer.Option(metavar="N,M")]
+Rate = Annotated[T, typer.Option(metavar="RATE")]
+Directory = Annotated[T, typer.Option(metavar="DIR")]
+RunDirectory = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=run_directory)]
+NewFile = Annotated[T, typer.Option(metavar="FILE", callback=in_a_directory)]
+
 JsonOption = Annotated[
     Path | None,
     typer.Option(
@@ -56,86 +58,50 @@ JsonOption = Annotated[
 ]
 PngOption = Annotated[
     Path | None,
-    typer.Option("--png", metavar="FILE", callback=in_a_directory, help="Also draw the result to this image file."),
+    typer.Option(metavar="FILE", callback=in_a_directory, help="Also draw the result to this image file."),
 ]
 DataOption = Annotated[
     Path | None,
-    typer.Option(
-        "--data", metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards."
-    ),
+    typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards."),
 ]
 WEIGHTS = "FILE|RUN|RUN@WHICH"
 """Metavar of options that take weights."""
 WeightsOption = Annotated[
     Path,
     typer.Option(
-        "--weights",
         metavar=WEIGHTS,
         help="A .safetensors or .pth file; a run directory, for its final weights; or one of its checkpoints, as "
         "RUN@best, RUN@newest or RUN@step-1200.",
     ),
 ]
 WeightsRecipeOption = Annotated[
-    str | None,
-    typer.Option("--recipe", metavar="NAME|PATH", help="Recipe that the weights were trained by. Default: the run's."),
+    str | None, typer.Option(metavar="NAME|PATH", help="Recipe that the weights were trained by. Default: the run's.")
 ]
 NprocOption = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Number of ranks on this node. Default: one per GPU, or 2 without GPUs."),
+    typer.Option(metavar="N", min=1, help="Number of ranks on this node. Default: one per GPU, or 2 without GPUs."),
 ]
 NodesOption = Annotated[
     int | None,
     typer.Option(
-        "--nodes",
-        metavar="N",
-        parser=whole_nodes,
-        help="Number of nodes; run the same command on each. Default: 1, or all nodes of srun.",
-    ),
-]
-ElasticNodesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--nodes",
-        metavar="N|MIN:MAX",
-        help="Number of nodes; run the same command on each. With a range, nodes may leave and join. Default: 1, or "
-        "all nodes of srun.",
+        metavar="N", min=1, help="Number of nodes; run the same command on each. Default: 1, or all nodes of srun."
     ),
 ]
 EndpointOption = Annotated[
     str | None,
-    typer.Option(
-        "--rdzv-endpoint", metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port of it."
-    ),
+    typer.Option(metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port of it."),
 ]
 JoinTimeoutOption = Annotated[
     float,
-    typer.Option(
-        "--join-timeout",
-        metavar="SECONDS",
-        min=1,
-        max=1e8,
-        help="How long nodes and ranks wait for each other at the start.",
-    ),
+    typer.Option(metavar="SECONDS", min=1, max=1e8, help="How long nodes and ranks wait for each other at the start."),
 ]
 RecipeOption = Annotated[
-    str,
-    typer.Option(
-        "--recipe", metavar="NAME|PATH", autocompletion=_recipe_names, help="Name of a shipped recipe, or a TOML file."
-    ),
-]
-OptionalRecipeOption = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe",
-        metavar="NAME|PATH",
-        autocompletion=_recipe_names,
-        help="Name of a shipped recipe, or a TOML file. Default: that of --resume RUN.",
-    ),
+    T,
+    typer.Option(metavar="NAME|PATH", autocompletion=_recipe_names, help="Name of a shipped recipe, or a TOML file."),
 ]
 SyncOption = Annotated[
     str | None,
     typer.Option(
-        "--sync",
         metavar="NAME",
         autocompletion=_engine_names,
         help="Gradient-sync engine to use instead of the recipe's. Of the recipe's sync keys only sync.wire is kept.",
@@ -144,7 +110,6 @@ SyncOption = Annotated[
 OnBadImageOption = Annotated[
     Literal["fail", "skip"] | None,
     typer.Option(
-        "--on-bad-image",
         help="If an image cannot be decoded: end the run (fail, the default), or skip it: training takes "
         "another, and an evaluation counts it as wrong.",
     ),

@@ -15,7 +15,6 @@ from imagenet_fast.cli.options import (
     NO_KEYS,
     WEIGHTS,
     DataOption,
-    ElasticNodesOption,
     EndpointOption,
     JoinTimeoutOption,
     JsonOption,
@@ -23,12 +22,12 @@ from imagenet_fast.cli.options import (
     NodesOption,
     NprocOption,
     OnBadImageOption,
-    OptionalRecipeOption,
+    RecipeOption,
+    RunDirectory,
     SetOption,
     SyncOption,
     WeightsOption,
     WeightsRecipeOption,
-    run_directory,
     written_out,
 )
 from imagenet_fast.errors import JobAborted, UserError, warn
@@ -40,56 +39,25 @@ if TYPE_CHECKING:
 
 @stopping_early()
 def train(
-    recipe: OptionalRecipeOption = None,
+    recipe: RecipeOption[str | None] = None,
     data: DataOption = None,
     keys: KeysArgument = NO_KEYS,
     overrides: SetOption = NO_KEYS,
     sync: SyncOption = None,
     nproc: NprocOption = None,
-    nodes: ElasticNodesOption = None,
+    nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX")] = None,
     rdzv_endpoint: EndpointOption = None,
     join_timeout: JoinTimeoutOption = 300,
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar=WEIGHTS,
-            help="Start from these weights instead of random ones; the same values as --weights of eval.",
-        ),
-    ] = None,
-    fresh_head: Annotated[
-        bool, typer.Option("--fresh-head", help="With --init-from: start with a new last layer, for other classes.")
-    ] = False,
-    resume: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|RUN",
-            help="Resume this run from its newest checkpoint. auto: resume the run in --out, or start it.",
-        ),
-    ] = None,
-    max_restarts: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="How often to restart all ranks after one was lost. Default: 0, or 10 with --nodes MIN:MAX.",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=run_directory, help="Run directory. Default: a new one in runs."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed to use instead of the recipe's.")] = None,
+    init_from: Annotated[Path | None, typer.Option(metavar=WEIGHTS)] = None,
+    fresh_head: bool = False,
+    resume: Annotated[str | None, typer.Option(metavar="auto|RUN")] = None,
+    max_restarts: Annotated[int | None, typer.Option(metavar="N", min=0)] = None,
+    out: RunDirectory = None,
+    seed: int | None = None,
     on_bad_image: OnBadImageOption = None,
-    scale_batch: Annotated[
-        bool,
-        typer.Option("--scale-batch", help="Scale the global batch and the learning rate with the number of ranks."),
-    ] = False,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.")
-    ] = False,
-    silent: Annotated[
-        bool, typer.Option("--no-warnings", hidden=True, help="Do not warn; the caller has done so.")
-    ] = False,
+    scale_batch: bool = False,
+    trace: bool = False,
+    silent: Annotated[bool, typer.Option("--no-warnings", hidden=True)] = False,
 ) -> None:
     """Train a recipe to its target accuracy.
 
@@ -106,6 +74,20 @@ def train(
     - 2: wrong usage
     - 3: trained to the end without reaching the target
     - 4: stopped by a signal without loss
+
+    Args:
+        recipe: Name of a shipped recipe, or a TOML file. Default: that of --resume RUN.
+        nodes: Number of nodes; run the same command on each. With a range, nodes may leave and join. Default: 1, or
+            all nodes of srun.
+        init_from: Start from these weights instead of random ones; the same values as --weights of eval.
+        fresh_head: With --init-from: start with a new last layer, for other classes.
+        resume: Resume this run from its newest checkpoint. auto: resume the run in --out, or start it.
+        max_restarts: How often to restart all ranks after one was lost. Default: 0, or 10 with --nodes MIN:MAX.
+        out: Run directory. Default: a new one in runs.
+        seed: Random seed to use instead of the recipe's.
+        scale_batch: Scale the global batch and the learning rate with the number of ranks.
+        trace: Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.
+        silent: Do not warn; the caller has done so.
     """
     from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume

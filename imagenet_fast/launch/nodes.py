@@ -73,14 +73,6 @@ def parse_nodes(asked: str) -> tuple[int | None, int]:
     return None if least is None else int(least), int(most)
 
 
-def parse_fixed_nodes(asked: str) -> int:
-    """Return the number of nodes if it must not be a range. Raises UserError."""
-    least, count = parse_nodes(asked)
-    if least is not None:
-        raise UserError(f"--nodes {asked} is for `train` alone, on nodes that you start yourself; give one number here")
-    return count
-
-
 def local_ranks(asked: int | None) -> int:
     """Return ``asked`` ranks; if None, one per GPU, or two without GPUs.
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from imagenet_fast.bench import compare, published
+from imagenet_fast.bench import compare, engines, published
 from imagenet_fast.cli.main import app
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.ranks import rank_info_from_env
@@ -48,6 +49,9 @@ IN_PROCESS = (
     ("export --weights {run} --out {out}/weights.safetensors", "written to"),
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both --json {out}/both.json", "drawn to"),
     ("plan --recipe alexnet-512gpu --cluster dgx1 --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
+    ("plan --fastest --cluster dgx-h100 --gpus 8 --json {out}/ways.json", "is the fastest"),
+    ("plan rows --json {out}/rows.json", "measured between shaped hosts, nothing fitted: 60 rows"),
+    ("plan validate --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "1.500 1.600"),
     ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
     ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", '"kind": "JobSet"'),
     ("launch ssh --recipe smoke --hosts a,b", "ssh"),
@@ -167,6 +171,9 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
 
     few_digits(monkeypatch)
     monkeypatch.setattr(compare, "_on_this_node", train)
+    if line.startswith("plan validate"):  # as root it would measure between four hosts
+        time = SimpleNamespace(compute_s=1.4, predicted_s=1.5, step_s=1.6)
+        monkeypatch.setattr(engines, "bench_sync", lambda *_, **__: [time])
     monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output

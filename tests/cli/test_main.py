@@ -6,12 +6,15 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from typer import Context
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app, main
@@ -62,6 +65,17 @@ def test_help_needs_neither_torch_nor_pydantic():
         assert command in imported.stdout
 
 
+def test_every_option_has_help_and_no_flag_an_opposite():
+    def options(command: Any) -> Iterator[Any]:
+        yield from command.get_params(Context(command))
+        for inner in getattr(command, "commands", {}).values():
+            yield from options(inner)
+
+    for option in options(get_command(app)):
+        assert option.help, option.name
+        assert not option.secondary_opts, option.opts
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
@@ -85,9 +99,11 @@ BEFORE = """
 compare --recipe=smoke --layout=dp2 --hosts 3: --hosts is now --nproc
 compare --recipe=smoke --layout=dp2 --hosts=3: --hosts is now --nproc
 bench sync --count --ranks 9 --ranks-per-node 8: bench sync --count is now bench count, --ranks-per-node is now --nproc
-bench sync --ladder --model none: bench sync --ladder is now bench published ladder
-bench sync --hosts 2 --batches=16,0: bench sync --batches is now bench published batches, --hosts is now --nodes
+bench sync --hosts 2 --ladder --model none: bench sync --ladder is now bench published ladder, --hosts is now --nodes
+bench sync --batches=16,0: bench sync --batches is now bench published batches --batches
 bench collectives --sizes 0 --ranks-per-host 2: --ranks-per-host is now --nproc
+plan --cluster none --cheapest: plan --cheapest is now plan --fastest --cheapest
+plan --recipe none --validate: plan --validate is now plan validate
 """
 """Options of before, and the warnings with which they are read; then each command is refused for another reason."""
 
@@ -143,7 +159,6 @@ REFUSED = {
         ("--weights w.pth --recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
         ("--weights nowhere.pth --recipe smoke --json /no/where", "there is no directory /no"),
         ("--weights w.pth --recipe smoke --on-bad-image skip", "data.on_bad_image"),
-        ("--weights w.pth --nodes 2:4", "--nodes 2:4 is for `train` alone"),
     ],
     "export": [
         ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),

@@ -384,7 +384,6 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
     [
         ((*SLURM, "--recipe", "nothing"), "there is no recipe 'nothing'"),
         ((*SLURM, "--nodes", "3"), "--nproc"),
-        ((*SLURM, "--nodes", "2:4"), "--nodes 2:4 is for `train` alone"),
         ((*SLURM, "--nproc", "31"), "does not divide over 62 ranks"),
         ((*SLURM, "--recipe", "resnet50-8gpu"), "say it with --data"),
         ((*K8S, "--recipe", "resnet50-8gpu"), "say it with --data-claim"),

@@ -12,7 +12,6 @@ from typer.testing import CliRunner, Result
 
 from imagenet_fast.cli.main import app
 from imagenet_fast.plan.cluster import cluster_folder
-from imagenet_fast.plan.rows import all_rows
 
 EIGHT = "--recipe resnet50-8gpu --cluster dgx-h100 --sync lazy"
 ALEXNET = "--recipe alexnet-512gpu --cluster gradientflow-v"
@@ -54,16 +53,6 @@ def test_rows_and_picture_of_a_sweep(tmp_path: Path):
     assert [row["nic_gbit"] for row in json.loads(file.read_text())] == [10, 10, 100, 100]
 
 
-@pytest.mark.ci
-def test_published_rows_as_json(tmp_path: Path):
-    file = tmp_path / "rows.json"
-    done = planned("--rows --json", str(file))  # as it was written before
-    assert "--rows is now rows; the old name is read until the next version" in done.stderr
-    text = done.output
-    assert "measured between shaped hosts, nothing fitted: 60 rows" in text
-    assert len(json.loads(file.read_text())) == len(all_rows())
-
-
 def test_small_batches_are_warned_of():
     for batch in (64, 3200):
         assert ("the host sets the pace" in planned(f"{EIGHT} --gpus 8 --set global_batch={batch}").output) == (
@@ -90,11 +79,7 @@ WRONG = {
     "--sync auto": "--sync auto becomes one of the others",
     "--set sync.wire=fp32": "sync.wire=fp32 is of the recipe's engine, and plan predicts those of --sync",
     "--set sync={kind='lazy'}": "is of the recipe's engine",
-    "rows": "--recipe does not go with plan rows",
-    "validate --gpus 64": "--gpus does not go with plan validate",
-    "--sync lazy row": "row is not KEY=VALUE",
-    "--write mine.toml": "--write goes with --fastest or --cheapest alone",
-    "--fastest": "--recipe does not go with --fastest",
+    "--sync lazy row": "row belongs to no option and is not KEY=VALUE",
     "--sweep gpus=8..16 --gpus 64": "--gpus does not go with --sweep gpus=",
     f"{MANY} --gpus 16384": "16384 GPUs have a global batch of 2097152, more than the 1281167 training images; take",
 }
@@ -102,7 +87,7 @@ WRONG = {
 
 def test_wrong_usage_is_one_sentence_and_no_option_is_ignored(refusal: Callable[..., str]):
     for options, sentence in WRONG.items():
-        given = () if "--cluster" in options or options[0] in "rv" else ("--cluster", "gradientflow-v")
+        given = () if "--cluster" in options else ("--cluster", "gradientflow-v")
         assert sentence in refusal("plan", "--recipe", "alexnet-512gpu", *given, *options.split()), options
 
 
