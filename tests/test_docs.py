@@ -108,10 +108,9 @@ def check(command: Command) -> None:
         assert find_spec(module), command
     if words := ["2" if word == "N" else word for word in command.words]:
         program, path = PROGRAM, []
-        while hasattr(program, "commands") and words and (word := words[0]).islower() and word[0] != "-":
-            assert word in program.commands, command
-            path.append(words.pop(0))
-            program = program.commands[word]
+        while hasattr(program, "commands") and words and words[0].islower() and words[0][0] != "-":
+            name, program, words = program.resolve_command(typer.Context(program), words)
+            path.append(name)
         if "..." in words or words == ["--version"]:  # part of a command
             flags = {flag for param in program.params for flag in param.opts}
             assert {word for word in words if word.startswith("-")} <= flags, command
