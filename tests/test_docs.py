@@ -112,7 +112,7 @@ def check(command: Command) -> None:
             name, program, words = program.resolve_command(typer.Context(program), words)
             path.append(name)
         if "..." in words or words == ["--version"]:  # part of a command
-            flags = {flag for param in program.params for flag in param.opts}
+            flags = {"--set"} | {flag for param in program.params for flag in param.opts}
             assert {word for word in words if word.startswith("-")} <= flags, command
         else:
             check_values(path, program.make_context(" ".join(path), words).params, command)
@@ -127,10 +127,10 @@ def check_values(path: list[str], asked: dict[str, Any], command: Command) -> No
             ranks = asked["nproc"] or load_recipe(file).ranks
             layouts = parse_layouts(asked["layout"], ranks) if asked["layout"] else []
             engines = (asked["sync"] or "hybrid").split(",")
-            for run in contestants(asked["recipe"], ranks, engines, [], [*asked["overrides"], *asked["keys"]], layouts):
+            for run in contestants(asked["recipe"], ranks, engines, [], asked["keys"], layouts):
                 check_axes(load_recipe(file, run.engine, run.overrides), ranks)
         case ["bench", "sync"] if asked["sync"]:
-            parse_engines(asked["sync"], asked["wire"], asked["overrides"])
+            parse_engines(asked["sync"], asked["wire"], asked["keys"])
         case ["eval" | "export"] if asked["recipe"]:
             recipe_file(asked["recipe"])
         case ["recipes", "show"]:
@@ -144,7 +144,7 @@ def recipe_file(name: str) -> Path:
 def check_training(asked: dict[str, Any], command: Command) -> None:
     """Plan a training for the ranks that it names, or else for those of its recipe."""
     seed = [f"seed={asked['seed']}"] if asked["seed"] is not None else []
-    written = load_recipe(recipe_file(asked["recipe"]), asked["sync"], [*asked["overrides"], *asked["keys"], *seed])
+    written = load_recipe(recipe_file(asked["recipe"]), asked["sync"], [*asked["keys"], *seed])
     counts = [int(count) for count in (asked["nodes"] or "1").split(":")]
     each = asked["nproc"] or written.ranks // counts[0]
     for nodes in range(counts[0], counts[-1] + 1):

@@ -45,14 +45,14 @@ class Command(TyperCommand):
         return _plain_flags(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``args``, in which options may have their old names."""
+        """Parse ``args``, in which options may have their old names, and ``--set`` may stand before KEY=VALUE."""
         renamed = RENAMED.get(self.name or "", {})
         for place, word in enumerate(args):
             option, equals, value = word.partition("=")
             if (new := renamed.get(option)) is not None:
                 warn(f"{option} is now {new}; the old name is read until the next version")
                 args = [*args[:place], new + equals + value, *args[place + 1 :]]
-        return super().parse_args(ctx, args)
+        return super().parse_args(ctx, [word.removeprefix("--set=") for word in args if word != "--set"])
 
 
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
+from imagenet_fast.cli.options import NO_KEYS, JsonOption, KeysArgument, PngOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, listed, names
 
 if TYPE_CHECKING:
@@ -49,9 +49,6 @@ ComputeOption = Annotated[
 WireOption = Annotated[
     Literal["fp32", "bf16", "fp16"],
     typer.Option(help="Wire dtype. For int8 or fp8 name engines, as lazy:int8."),
-]
-EngineKeysOption = Annotated[
-    list[str], typer.Option("--set", metavar="ENGINE.KEY=VALUE", help="Change a key of an engine. Can be repeated.")
 ]
 SizesOption = Annotated[
     str,
@@ -130,7 +127,7 @@ def bench_sync(
         str, typer.Option(metavar="A,B", help="Engines to measure. NAME:WIRE sets the wire dtype of one.")
     ] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto",
     wire: WireOption = "bf16",
-    overrides: EngineKeysOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
     rounds: RoundsOption = 5,
     steps: StepsOption = 2,
     json_file: JsonOption = None,
@@ -151,7 +148,7 @@ def bench_sync(
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.recipe.load import parse_engines
 
-    engines = parse_engines(sync, wire, overrides)
+    engines = parse_engines(sync, wire, keys)
     lab = Lab(nodes, nproc, rate)
     times = partial(measure, _profile(model, compute), engines, lab, scale, rounds, steps, trace)
     _show(times, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
@@ -170,7 +167,7 @@ def bench_count(
         str, typer.Option(metavar="A,B", help="Engines to count. NAME:WIRE sets the wire dtype of one.")
     ] = "lazy,dear,ring,hybrid,sparse",
     wire: WireOption = "bf16",
-    overrides: EngineKeysOption = [],  # noqa: B006
+    keys: KeysArgument = NO_KEYS,
     json_file: JsonOption = None,
 ) -> None:
     """Count the messages, bytes and launches of a step under each engine, for any number of ranks.
@@ -181,7 +178,7 @@ def bench_count(
     from imagenet_fast.bench.rows import show
     from imagenet_fast.recipe.load import parse_engines
 
-    show(count(_profile(model, compute), parse_engines(sync, wire, overrides), ranks, nproc, link), json_file)
+    show(count(_profile(model, compute), parse_engines(sync, wire, keys), ranks, nproc, link), json_file)
 
 
 @bench_app.command("collectives")

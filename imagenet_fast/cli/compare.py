@@ -11,12 +11,11 @@ import typer
 from imagenet_fast.cli.options import (
     NO_KEYS,
     DataOption,
-    EngineKeysArgument,
     JsonOption,
+    KeysArgument,
     NprocOption,
     PngOption,
     RecipeOption,
-    SetOption,
     run_directory,
     show,
 )
@@ -51,8 +50,7 @@ def compare(
         str | None, typer.Option(metavar="1,2", help="Seeds to compare, one run each. Default: the recipe's seed.")
     ] = None,
     data: DataOption = None,
-    keys: EngineKeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
+    keys: KeysArgument = NO_KEYS,
     nproc: NprocOption = None,
     rate: Annotated[
         str | None,
@@ -100,7 +98,7 @@ def compare(
     layouts = [] if layout is None else parse_layouts(layout, ranks)
     usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
     engines = listed("--sync", usual if sync is None else sync, str)
-    runs = contestants(recipe, ranks, engines, seeded, [*overrides, *keys], layouts)
+    runs = contestants(recipe, ranks, engines, seeded, keys, layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
     failed = [run for run in ended if run.failed]

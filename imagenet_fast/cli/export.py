@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import NO_KEYS, KeysArgument, NewFile, SetOption, WeightsOption, WeightsRecipeOption
+from imagenet_fast.cli.options import NO_KEYS, KeysArgument, NewFile, WeightsOption, WeightsRecipeOption
 from imagenet_fast.errors import UserError
 
 
@@ -16,7 +16,6 @@ def export(
     out: NewFile[Path],
     recipe: WeightsRecipeOption = None,
     keys: KeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
     kind: Annotated[Literal["safetensors", "pt2"], typer.Option("--format")] = "safetensors",
 ) -> None:
     """Write weights to a file for use in other programs.
@@ -38,7 +37,7 @@ def export(
     if out.exists():
         raise UserError(f"{out} already exists; give another --out, or remove it")
     try:
-        write_weights_for_others(weights, recipe, [*overrides, *keys], kind, out)
+        write_weights_for_others(weights, recipe, keys, kind, out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} cannot be written ({error}); choose another --out") from None
     print(f"written to {out}")

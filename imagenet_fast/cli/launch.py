@@ -18,7 +18,6 @@ from imagenet_fast.cli.options import (
     NewFile,
     RecipeOption,
     RunDirectory,
-    SetOption,
     SyncOption,
 )
 
@@ -47,7 +46,6 @@ def slurm(
     out: RunDirectory = None,
     sync: SyncOption = None,
     keys: KeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
     scale_batch: bool = False,
     time: _TimeLimit = None,
     partition: _Name = None,
@@ -76,7 +74,7 @@ def slurm(
     from imagenet_fast.launch.cluster_job import emit, plan_cluster_job
     from imagenet_fast.launch.slurm import sbatch_text
 
-    job = plan_cluster_job(recipe, sync, [*overrides, *keys], nodes, nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, keys, nodes, nproc, scale_batch)
     folder = job.folder(out)
     text = sbatch_text(
         job, job.command(program, data, folder), folder, gpus=not no_gpus, cores=cores, time_limit=time,
@@ -98,7 +96,6 @@ def k8s(
     namespace: _Name = None,
     sync: SyncOption = None,
     keys: KeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
     scale_batch: bool = False,
     time: _TimeLimit = None,
     port: _Port = 29400,
@@ -125,7 +122,7 @@ def k8s(
     from imagenet_fast.launch.cluster_job import check_data, emit, job_label, parse_time_limit, plan_cluster_job
     from imagenet_fast.launch.jobset import jobset_text
 
-    job = plan_cluster_job(recipe, sync, [*overrides, *keys], nodes, nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, keys, nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")
     text = jobset_text(
         job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim=data_claim, out=out,
@@ -145,7 +142,6 @@ def ssh(
     out: RunDirectory = None,
     sync: SyncOption = None,
     keys: KeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
     scale_batch: bool = False,
     port: _Port = 29400,
     program: _Program = None,
@@ -166,7 +162,7 @@ def ssh(
     from imagenet_fast.launch.ssh import parse_hosts, ssh_text
 
     chosen = parse_hosts(hosts, nodes)
-    job = plan_cluster_job(recipe, sync, [*overrides, *keys], len(chosen), nproc, scale_batch)
+    job = plan_cluster_job(recipe, sync, keys, len(chosen), nproc, scale_batch)
     first = str(Endpoint(chosen[0].rpartition("@")[2], port))
     meeting = ["--nodes", str(len(chosen)), "--rdzv-endpoint", first] if len(chosen) > 1 else []
     emit(ssh_text(job, job.command(program, data, job.folder(out), *meeting), chosen), file)

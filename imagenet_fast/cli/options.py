@@ -133,18 +133,8 @@ KeysArgument = Annotated[
     typer.Argument(
         metavar="KEY=VALUE",
         callback=_key_values,
-        help="Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent.",
-    ),
-]
-SetOption = Annotated[
-    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Another way to write KEY=VALUE. Can be repeated.")
-]
-EngineKeysArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="KEY=VALUE",
-        callback=_key_values,
-        help="As in train. ENGINE.KEY=VALUE changes a key of that engine only.",
+        help="Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent. "
+        "--set KEY=VALUE is the same.",
     ),
 ]
 

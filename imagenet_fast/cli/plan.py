@@ -12,13 +12,12 @@ import typer
 from imagenet_fast.cli.options import (
     NO_KEYS,
     Count,
-    EngineKeysArgument,
     JsonOption,
+    KeysArgument,
     Names,
     NewFile,
     PngOption,
     RecipeOption,
-    SetOption,
     show,
 )
 from imagenet_fast.errors import UserError, warn
@@ -43,8 +42,7 @@ def plan(
     sync: Names[str | None] = None,
     sweep: Annotated[str | None, typer.Option(metavar="KEY=RANGE")] = None,
     scaling: Literal["weak", "strong"] = "weak",
-    keys: EngineKeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
+    keys: KeysArgument = NO_KEYS,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
@@ -60,6 +58,7 @@ def plan(
         sync: Engines; NAME:WIRE for a wire dtype of its own. Default: all.
         sweep: gpus=8..4096 or nic=10..400 (Gbit/s of a node); ranges double.
         scaling: Keep each GPU's share of the batch, or the global batch.
+        keys: Keys to change, as in train. ENGINE.KEY=VALUE changes a key of that engine only.
     """
     from imagenet_fast.plan.devices import find_device
     from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
@@ -67,17 +66,16 @@ def plan(
 
     points = _parsed(sweep, gpus, png)
     name, machine, gpus = _asked(cluster, gpus)
-    overrides = [*overrides, *keys]
     named = {engine.partition(":")[0].strip() for engine in (ENGINES if sync is None else sync).split(",")}
-    own = [override for override in overrides if override.partition(".")[0] in named]
-    for override in overrides:
+    own = [override for override in keys if override.partition(".")[0] in named]
+    for override in keys:
         if override.partition("=")[0].partition(".")[0].strip() == "sync":
             raise UserError(
                 f"--set {override} is of the recipe's engine, and plan predicts those of --sync; write --sync "
                 "NAME:WIRE, or --set NAME.KEY=VALUE with the engine's name"
             )
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
-    written = load_recipe(find_recipe(recipe), "lazy", [other for other in overrides if other not in own])
+    written = load_recipe(find_recipe(recipe), "lazy", [other for other in keys if other not in own])
     try:
         situation = Situation(written, machine, find_device(machine.device, machine.device_batch), scaling)
         engines = planned_engines(sync, "bf16", own)
@@ -179,8 +177,7 @@ def plan_rows(json_file: JsonOption = None) -> None:
 def plan_validate(
     recipe: RecipeOption[str],
     sync: Names[str] = "ddp,lazy,hybrid,dear,sparse",
-    keys: EngineKeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
+    keys: KeysArgument = NO_KEYS,
     json_file: JsonOption = None,
 ) -> None:
     """Measure engines on a shaped test network, beside predictions from the nominal and the measured link.
@@ -200,7 +197,7 @@ def plan_validate(
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     model = load_recipe(find_recipe(recipe)).model.kind
-    engines = parse_engines(sync, "bf16", [*overrides, *keys])
+    engines = parse_engines(sync, "bf16", keys)
     name = PROFILES.get(model)
     if name is None:
         raise UserError(

@@ -24,7 +24,6 @@ from imagenet_fast.cli.options import (
     OnBadImageOption,
     RecipeOption,
     RunDirectory,
-    SetOption,
     SyncOption,
     WeightsOption,
     WeightsRecipeOption,
@@ -42,7 +41,6 @@ def train(
     recipe: RecipeOption[str | None] = None,
     data: DataOption = None,
     keys: KeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
     sync: SyncOption = None,
     nproc: NprocOption = None,
     nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX")] = None,
@@ -95,17 +93,17 @@ def train(
     from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
-    overrides = [*overrides, *keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
+    keys = [*keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
     srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     doubts: list[str] = []
-    name, written, begun = recipe_of(run or Path(), recipe, overrides, sync, doubts.append)
+    name, written, begun = recipe_of(run or Path(), recipe, keys, sync, doubts.append)
     images = begun.data if data is None and begun is not None else data
     plan = partial(
         plan_job, name, written, data=images, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
-        fresh_head=fresh_head, resume=run is not None, overrides=overrides,
+        fresh_head=fresh_head, resume=run is not None, overrides=keys,
     )  # fmt: skip
     if not silent and (place is None or place.is_main):
         for doubt in (*doubts, *lint(written)):
@@ -137,7 +135,6 @@ def evaluate(
     data: DataOption = None,
     recipe: WeightsRecipeOption = None,
     keys: KeysArgument = NO_KEYS,
-    overrides: SetOption = NO_KEYS,
     on_bad_image: OnBadImageOption = None,
     nproc: NprocOption = None,
     nodes: NodesOption = None,
@@ -153,8 +150,8 @@ def evaluate(
     from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
-    overrides = [*overrides, *keys, *written_out({"data.on_bad_image": on_bad_image})]
-    plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
+    keys = [*keys, *written_out({"data.on_bad_image": on_bad_image})]
+    plan = partial(plan_evaluation, weights, recipe, keys, data=data, report=json_file)
     srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     if place is not None:  # started by the user's torchrun or srun: this process is a rank

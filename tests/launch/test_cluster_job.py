@@ -142,7 +142,7 @@ def test_scripts_hand_on_every_name_as_it_is_and_are_sound_shell(kind: str, tmp_
         asked = parsed(words[1:])
         assert asked["recipe"] == str(tmp_path / name / f"{name}.toml")
         assert [str(asked["data"]), str(asked["out"])] == [f"/data/{name}", f"/runs/{name}"]
-        assert (asked["sync"], asked["overrides"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
+        assert (asked["sync"], asked["keys"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
         meeting = (None, None) if kind == "slurm" else ("2", "a:29400")
         assert (asked["nodes"], asked["rdzv_endpoint"]) == meeting
     assert not list(tmp_path.rglob("hit"))
@@ -162,7 +162,7 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
             "imagenet-fast", f"/recipes/{file}", find_recipe("demo").read_text()
         )  # fmt: skip
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
-        assert (str(asked["out"]), asked["overrides"]) == (f"/runs/{name}", [f"seed={number}"])
+        assert (str(asked["out"]), asked["keys"]) == (f"/runs/{name}", [f"seed={number}"])
         assert (asked["nproc"], asked["nodes"]) == (1, "2")
         assert asked["rdzv_endpoint"] == "my-job-workers-0-0.my-job:29400"
 
