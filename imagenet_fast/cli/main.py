@@ -5,7 +5,6 @@ torch and pydantic are imported only by the commands that need them.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import sys
@@ -47,11 +46,8 @@ app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(launch_app, name="launch")
 
-_PATH_ERRORS = (
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP,
-    errno.EROFS,
-)  # fmt: skip
-"""Numbers of errors that another path mends; it does not if a disk is full."""
+_PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+"""Errors that another path mends; it does not if a disk is full."""
 
 
 def entry() -> None:
@@ -101,7 +97,7 @@ def main() -> None:
     except OSError as error:
         if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
             raise
-        of_path = error.errno in _PATH_ERRORS
+        of_path = isinstance(error, _PATH_ERRORS)
         advice = "; check the path" if of_path else ""
         exit_with_error(f"{error.filename}: {error.strerror}{advice}", code=2 if of_path else 1)
 

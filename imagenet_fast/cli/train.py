@@ -87,7 +87,6 @@ def train(
         trace: Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.
         silent: Do not warn; the caller has done so.
     """
-    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume
     from imagenet_fast.metrics.run_dir import RunDir
     from imagenet_fast.recipe.validation import lint
@@ -96,8 +95,9 @@ def train(
     keys = [*keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
-    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
-    place = rank_info_from_env()
+    place = _started_rank(
+        {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint, "--max-restarts": max_restarts}
+    )
     doubts: list[str] = []
     name, written, begun = recipe_of(run or Path(), recipe, keys, sync, doubts.append)
     images = begun.data if data is None and begun is not None else data
@@ -108,11 +108,7 @@ def train(
     if not silent and (place is None or place.is_main):
         for doubt in (*doubts, *lint(written)):
             warn(doubt)
-    if place is not None:  # started by the user's torchrun or srun: this process is a rank
-        _warn_idle(
-            place,
-            {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint, "--max-restarts": max_restarts},
-        )
+    if place is not None:
         from imagenet_fast.launch.rank import train_as_rank
 
         known = (run or out) is not None
@@ -147,15 +143,11 @@ def evaluate(
     A run directory provides its recipe, and its images if they have not been
     moved.
     """
-    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
     from imagenet_fast.launch.job_setup import plan_evaluation
 
     keys = [*keys, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, keys, data=data, report=json_file)
-    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
-    place = rank_info_from_env()
-    if place is not None:  # started by the user's torchrun or srun: this process is a rank
-        _warn_idle(place, {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})
+    if (place := _started_rank({"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})) is not None:
         from imagenet_fast.launch.rank import evaluate_as_rank
 
         evaluate_as_rank(plan(place.size), place, join_timeout)
@@ -174,8 +166,13 @@ def evaluate(
         raise UserError(cause) if code == 2 else JobAborted(cause)
 
 
-def _warn_idle(place: RankInfo, options: Mapping[str, object]) -> None:
-    """Warn on rank 0 of options that say how to start ranks, where torchrun or srun has started them."""
+def _started_rank(options: Mapping[str, object]) -> RankInfo | None:
+    """Return this process's rank if the user's torchrun or srun has started it; ``options`` are then of no use."""
+    from imagenet_fast.distributed.ranks import rank_info_from_env, srun_to_torchrun_env
+
+    srun_to_torchrun_env(os.environ, chosen=options["--nproc"] is not None or options["--nodes"] is not None)
+    place = rank_info_from_env()
     given = [option for option, value in options.items() if value is not None]
-    if given and place.is_main:
+    if given and place is not None and place.is_main:
         warn(f"{' and '.join(given)} would start ranks, and torchrun or srun has started these; it is not used")
+    return place
