@@ -61,8 +61,8 @@ class Stamp(Table):
     """Number of ranks."""
     layout: dict[str, PositiveInt]
     """Number of ranks along each axis, such as data and tensor."""
-    recipe: str
-    """Digest of the settings that decide the result."""
+    recipe: str = Field(default="", exclude=True, repr=False)
+    """No longer written; manifests of earlier versions have it."""
     top1: float | None = None
     """Top-1 accuracy in percent; None if the weights were not evaluated."""
 

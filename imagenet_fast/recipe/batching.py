@@ -59,11 +59,11 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
                   64      8            0         2              4         8    16 x 1 x 4
                   64      8            0         2              4         2    16 x 4 x 1
                   64      8            4         2              4         4    16 x 2 x 2
-                  64      8            0         1              1         3    48 and 72 would have one
+                  64      8            0         1              1         3    72 would have one
 
     Raises:
         UserError: The ranks do not divide over the recipe's axes, or no split needs at most twice the fewest possible
-            accumulation steps. The message names the nearest global batches that have one.
+            accumulation steps. The message names the next global batch that has one.
     """
     check_axes(recipe, ranks)
     batch = recipe.global_batch
@@ -71,11 +71,10 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
     if (found := _split(recipe, batch, ranks)) is not None:
         return found
     unit = math.lcm(ranks // stages, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
-    below = next((b for b in range((batch - 1) // unit * unit, 0, -unit) if _split(recipe, b, ranks)), 0)
     above = next(b for b in count((batch // unit + 1) * unit, unit) if _split(recipe, b, ranks))
     raise UserError(
         f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // under_way}; "
-        f"the nearest that do {_near(below, above)}: --set global_batch={above}, or choose another number of ranks"
+        f"one that does is --set global_batch={above}, or choose another number of ranks"
     )
 
 
@@ -178,10 +177,9 @@ def _share(recipe: Recipe) -> int:
     """Return the images per step of each rank that the recipe was written for, or raise UserError."""
     share, rest = divmod(recipe.global_batch, recipe.ranks)
     if rest:
-        below, above = recipe.global_batch - rest, recipe.global_batch - rest + recipe.ranks
         raise UserError(
-            f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.ranks} ranks; "
-            f"the nearest that do {_near(below, above)}: --set global_batch={above}"
+            f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.ranks} ranks; one that does "
+            f"is --set global_batch={recipe.global_batch - rest + recipe.ranks}"
             + ("" if recipe.micro_batch else ", or set micro_batch")
         )
     return share
@@ -205,8 +203,3 @@ def _split(recipe: Recipe, batch: int, ranks: int) -> Batching | None:
     fewest = math.ceil(share / largest)
     steps = next((a for a in range(fewest, min(2 * fewest, share) + 1) if share % (a * multiple) == 0), None)
     return Batching(ranks, share // steps, steps, stages) if steps else None
-
-
-def _near(below: int, above: int) -> str:
-    """Return the nearest global batches as words of an error message; ``below`` of 0 means there is none."""
-    return f"are {below} and {above}" if below else f"is {above}"

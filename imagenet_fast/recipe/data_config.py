@@ -178,6 +178,8 @@ class SyntheticData(Table):
     Their bytes are uniformly distributed.
     """
 
+    sizes: ClassVar[tuple[tuple[float, int], ...]] = ()
+    """Progressive resizing: none."""
     mean: ClassVar[tuple[float, float, float]] = (0.5, 0.5, 0.5)
     """Mean of each channel of uniform bytes."""
     std: ClassVar[tuple[float, float, float]] = (0.28981, 0.28981, 0.28981)
@@ -192,11 +194,6 @@ class SyntheticData(Table):
     """Number of validation images."""
     classes: PositiveInt
     """Number of classes."""
-
-    @property
-    def sizes(self) -> tuple[tuple[float, int], ...]:
-        """Progressive resizing: none."""
-        return ()
 
     @property
     def training_sizes(self) -> set[int]:

@@ -116,9 +116,10 @@ class EngineTable(Table):
         """The setting as a recipe writes it, for error messages."""
         return f"sync.kind '{self.kind}'" + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
 
-    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
-        """Return the settings with unset ones derived from the recipe's warm-up and its optimizer's ``momentum``."""
-        return self
+    def derived(self, **values: float) -> Self:
+        """Return the settings with those of ``values`` that they have a key for, and have left unset."""
+        unset = {key: value for key, value in values.items() if getattr(self, key, value) is None}
+        return self.model_copy(update=unset) if unset else self
 
 
 class PoolTable(EngineTable):

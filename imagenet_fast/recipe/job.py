@@ -6,7 +6,6 @@ A run may resume with a recipe that differs from the one it began with, in some 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Mapping
@@ -162,12 +161,6 @@ def recipe_tables(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe as JSON tables, without infinities, which JSON lacks, and without None."""
     tables: dict[str, Any] = json.loads(recipe.model_dump_json(exclude_none=True))
     return tables
-
-
-def digest(recipe: Recipe) -> str:
-    """Return a digest, 16 hex digits, of all recipe values that may not change when a run resumes."""
-    fixed = {key: value for key, value in flat_tables(recipe_tables(recipe)).items() if not _may_change(key)}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def differences(begun: Mapping[str, Any], recipe: Recipe) -> list[str]:

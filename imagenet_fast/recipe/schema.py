@@ -269,7 +269,7 @@ class Recipe(Table):
                 raise ValueError(f"data.{key} ({size}) is too small for {self.model.kind}, which needs {smallest}")
         self._check_sync()
         self._check_parallel()
-        sync = self.sync.derived(self.schedule.warmup_epochs, self.optim.momentum)
+        sync = self.sync.derived(dense_epochs=self.schedule.warmup_epochs, momentum=self.optim.momentum)
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
     def _check_sync(self) -> None:

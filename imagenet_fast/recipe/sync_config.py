@@ -102,10 +102,6 @@ class KeepingTable(PoolTable):
         """The setting as a recipe writes it, for error messages."""
         return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
 
-    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
-        """Return the settings with ``dense_epochs``, if unset, equal to the warm-up's epochs."""
-        return self if self.dense_epochs is not None else self.model_copy(update={"dense_epochs": warmup_epochs})
-
 
 class SparseSync(KeepingTable):
     """Coarse-grained sparse communication (GradientFlow): a share of ``sparsity`` of the pool's chunks is not sent.
@@ -159,12 +155,6 @@ class SparseSync(KeepingTable):
         if not self.momentum_correction:
             return None
         return 0.9 if self.momentum is None else self.momentum
-
-    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
-        """Return the settings with the correction's momentum derived, too, if it is unset."""
-        unset = self.momentum_correction and self.momentum is None
-        moved = self.model_copy(update={"momentum": momentum}) if unset else self
-        return super(SparseSync, moved).derived(warmup_epochs)
 
     @property
     def share(self) -> float:
@@ -270,11 +260,6 @@ class AutoSync(CodingTable):
         """The setting as a recipe writes it, for error messages."""
         allowed = [name for name in ("defer", "inexact") if getattr(self, name)]
         return super().as_written + (f" with {' and '.join(f'sync.{name}' for name in allowed)}" if allowed else "")
-
-    def derived(self, warmup_epochs: float, momentum: float | None = None) -> Self:
-        """Return the settings with ``dense_epochs``, if unset but needed, equal to the warm-up's epochs."""
-        unset = self.inexact and self.dense_epochs is None
-        return self.model_copy(update={"dense_epochs": warmup_epochs}) if unset else self
 
 
 class DdpSync(EngineTable):

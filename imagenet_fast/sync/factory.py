@@ -105,7 +105,7 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
     for table in get_args(get_args(Sync)[0]):
         coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
         for wire in () if table.chooses else _wires(chooser, table):
-            settings = table.model_validate({"wire": wire, **coding}).derived(chooser.dense_epochs or 0.0)
+            settings = table.model_validate({"wire": wire, **coding}).derived(dense_epochs=chooser.dense_epochs or 0.0)
             if settings.defers and not chooser.defers:
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"

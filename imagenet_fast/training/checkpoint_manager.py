@@ -18,7 +18,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import AsyncAnyReduce, common_folder
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.recipe.job import Job, digest, recipe_tables
+from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.resume import ResumePoint
@@ -206,7 +206,6 @@ class CheckpointManager:
             epoch=outcome.epochs,
             world=self._world.size,
             layout=recipe.parallel.axes(self._world.size),
-            recipe=digest(recipe),
             top1=outcome.top1 if evaluated else None,
         )
         self._await()

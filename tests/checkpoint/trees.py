@@ -19,7 +19,7 @@ ALONE = RankInfo(0, 1, 0, 1)
 
 
 def stamp(step: int, world: int = 1, top1: float | None = None) -> Stamp:
-    return Stamp(step=step, epoch=1 + step // 100, world=world, layout={"data": world}, recipe="0a1b", top1=top1)
+    return Stamp(step=step, epoch=1 + step // 100, world=world, layout={"data": world}, top1=top1)
 
 
 def state(step: int, rank: int = 0, values: int = 300) -> dict[str, Any]:

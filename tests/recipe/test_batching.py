@@ -31,10 +31,10 @@ def test_a_batch_is_split_as_the_table_of_examples_has_it():
         assert [batching.micro_batch, batching.accumulation, batching.readers] == expected
         assert batching.global_batch == batch
     assert len(lines) > 5
-    assert "64 does not divide over 3 ranks in micro-batches of at most 8; the nearest that do are 48 and 72" in (
+    assert "64 does not divide over 3 ranks in micro-batches of at most 8; one that does is --set global_batch=72" in (
         refusal_of(split_batch, laid(64, ranks=8), 3)
     )
-    assert "17 does not divide over the recipe's 2 ranks; the nearest that do are 16 and 18" in (
+    assert "17 does not divide over the recipe's 2 ranks; one that does is --set global_batch=18" in (
         refusal_of(split_batch, laid(17), 2)
     )
 

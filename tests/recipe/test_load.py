@@ -177,8 +177,10 @@ def test_none_is_the_value_of_a_key_that_is_absent():
 def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the_warmup():
     demo = find_recipe("demo")
     assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
-    assert load_recipe(demo, sync="sparse").sync == SparseSync(dense_epochs=load_recipe(demo).schedule.warmup_epochs)
-    assert load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync == SparseSync(dense_epochs=0)
+    derived = {"dense_epochs": load_recipe(demo).schedule.warmup_epochs, "momentum": load_recipe(demo).optim.momentum}
+    assert load_recipe(demo, sync="sparse").sync == SparseSync(**derived)
+    told = load_recipe(demo, sync="sparse", overrides=["sync.dense_epochs=0"]).sync
+    assert told == SparseSync(**derived | {"dense_epochs": 0})
 
 
 def test_an_engine_that_does_not_send_the_recipes_codes_sends_bf16_and_says_so(tmp_path: Path):
@@ -377,7 +379,7 @@ def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
     assert sent == dict.fromkeys(ALL, 2400) | {"sparse": 300, "powersgd": 4 * (32 + 75)}
 
 
-def test_dense_epochs_are_derived_from_the_warmup():
-    for engine in (*ALL.values(), SparseSync(dense_epochs=0), AutoSync(inexact=True)):
-        derived = {"dense_epochs": 2.5} if getattr(engine, "dense_epochs", 0) is None and engine.keeps else {}
-        assert engine.derived(2.5) == engine.model_copy(update=derived)
+def test_what_is_unset_is_derived_where_there_is_a_key_for_it():
+    assert SparseSync().derived(dense_epochs=2.5, momentum=0.8) == SparseSync(dense_epochs=2.5, momentum=0.8)
+    assert AutoSync(dense_epochs=0).derived(dense_epochs=2.5, momentum=0.8) == AutoSync(dense_epochs=0)
+    assert LazySync().derived(dense_epochs=2.5, momentum=0.8) == LazySync()
