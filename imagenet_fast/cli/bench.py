@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside, show
+from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, show
 from imagenet_fast.errors import UserError, listed, names
 
 if TYPE_CHECKING:
@@ -81,7 +81,6 @@ RoundsOption = Annotated[int, typer.Option(min=1, help="Number of rounds; each m
 
 @bench_app.command("step")
 def bench_step(
-    context: typer.Context,
     model: ModelOption = "resnet18",
     image_size: ImageSizeOption = 64,
     batch: BatchOption = 128,
@@ -92,35 +91,20 @@ def bench_step(
     ] = False,
     rounds: RoundsOption = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="STEPS",
-            help="Also time each engine with a checkpoint every so many steps. A round has as many steps.",
-        ),
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, in alternating rounds.
 
-    It uses one rank and synthetic data. With two GPUs or more it also times the
-    plain loop in nn.DataParallel over all of them, with --batch images on each.
-    With --checkpoint-every it also measures what checkpoints cost; they are
-    written to the directory for temporary files (TMPDIR).
+    It uses one rank and synthetic data.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
-    from imagenet_fast.bench.train_step import no_data_parallel, own_precision, step_recipe
+    from imagenet_fast.bench.train_step import own_precision, step_recipe
 
-    if checkpoint_every is not None:
-        refuse_beside(context, ("steps",), "has no effect beside --checkpoint-every; leave one of them out")
     dtype = precision or own_precision()
     variants = [
         step_recipe(model, image_size, batch, dtype, compiled, engine) for engine in listed("--sync", sync, str)
     ]
-    _show(partial(measure, variants[0], variants, rounds, steps, checkpoint_every), json_file)
-    if (reason := no_data_parallel(variants[0])) is not None:
-        print(reason)
+    _show(partial(measure, variants[0], variants, rounds, steps), json_file)
 
 
 @bench_app.command("sync")
