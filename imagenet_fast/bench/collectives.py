@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.errors import UserError, listed, names
 from imagenet_fast.metrics.tables import Row, column
@@ -145,10 +144,7 @@ def bench_collectives(
             "ask for smaller messages, or fewer ranks",
         )  # fmt: skip
     counted = lab.rate is not None
-    with measurement_bar() as show:
-        by_rank: list[Blocks] = lab.run(
-            measure, sizes, collectives, wire, rounds, block_s, gpus, counted, gpus=gpus, show=show
-        )
+    by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, counted, gpus=gpus)
     return rows_of(lab, by_rank, "nccl" if gpus else "gloo", wire)
 
 
