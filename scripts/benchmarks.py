@@ -213,7 +213,7 @@ def run(command: str) -> list[dict[str, Any]]:
 
 def trained(folder: Path) -> dict[str, Any]:
     """Return the row of a run: its outcome, the directory's name, the seed and the median time of a step."""
-    from imagenet_fast.metrics.report import SETTLING_STEPS, read_run
+    from imagenet_fast.metrics.past_run import SETTLING_STEPS, read_run
 
     past = read_run(folder)
     outcome = json.loads((folder / "outcome.json").read_text(encoding="utf-8"))

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "imagenet_fast"
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"bench"},
+    {"bench", "compare"},
     {"launch"},
     {"training", "doctor", "plan"},
     {"parallel", "metrics"},
@@ -31,9 +31,9 @@ LAYERS = (
 """From the top: a module imports from its own package and from layers below it."""
 
 WITHOUT_TORCH = (
-    "recipe.load", "distributed.cores", "metrics.report", "launch.slurm", "launch.nodes",
+    "recipe.load", "distributed.cores", "compare.report", "launch.slurm", "launch.nodes",
     "launch.cluster_job", "launch.job_setup", "plan.rows", "plan.fastest", "plan.report", "plan.tables", "cli.plan",
-    "bench.compare", "bench.plots", "data.verify", "data.download",
+    "compare.contest", "compare.timeline", "bench.plots", "data.verify", "data.download",
 )  # fmt: skip
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
@@ -140,6 +140,7 @@ LINES = {
     "imagenet_fast/bench": 3479,
     "imagenet_fast/checkpoint": 847,
     "imagenet_fast/cli": 2092,
+    "imagenet_fast/compare": 810,
     "imagenet_fast/cost_model": 1274,
     "imagenet_fast/data": 4595,
     "imagenet_fast/distributed": 2384,

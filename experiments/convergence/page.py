@@ -155,7 +155,7 @@ def page(rows: Sequence[Row]) -> str:
 
 def draw(rows: Sequence[Row]) -> None:
     """Draw top-1 over the batch, with bars of a standard deviation, and over the epochs."""
-    from imagenet_fast.bench.plots import new_figure
+    from imagenet_fast.metrics.figures import new_figure
 
     figure = new_figure(PICTURE, 11, 4)
     left, right = figure.subplots(1, 2)

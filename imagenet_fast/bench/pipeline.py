@@ -24,11 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from imagenet_fast.bench.layer_profiler import model_and_batch, record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
-from imagenet_fast.bench.rounds import measurement_bar
-from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import linear_partition, segments_of
 from imagenet_fast.models.stages import recorded_times, split_model
@@ -153,10 +152,9 @@ def bench_pipeline(
     gpus = on_gpus(device, stages, "stages", "--stages")
     where = torch.device("cuda", 0) if gpus else torch.device("cpu")
     profile = shipped_profile(recipe.model.kind) or record_profile(recipe, where, _RECORDED_STEPS)
-    with measurement_bar() as show:
-        by_rank: list[list[_Measured]] = Lab(1, stages).run(
-            _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus, show=show
-        )
+    by_rank: list[list[_Measured]] = Lab(1, stages).run(
+        _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus
+    )
     return [
         _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
-from imagenet_fast.errors import warn
+from imagenet_fast.errors import UserError, warn
 
 _LAB = {"--hosts": "--nodes", "--ranks-per-host": "--nproc"}
 RENAMED: dict[str, dict[str, str]] = {
@@ -23,22 +24,32 @@ MODES: dict[str, dict[str, str]] = {
     "plan": {"--rows": "plan rows", "--validate": "plan validate", "--cheapest": "plan --fastest --cheapest"},
 }
 """Options that have become commands, by command: option and new command. They work likewise."""
+DROPPED: dict[str, dict[str, str]] = {
+    "step": {
+        "--checkpoint-every": "bench step times no checkpoints any more; train with and without "
+        "checkpoint.every_steps, and `imagenet-fast report` shows s/step of both"
+    }
+}
+"""Options that are gone, by command, and what is said to them."""
 
 
 class Command(TyperCommand):
     """A command.
 
-    Its function's docstring ends with ``Args``, the help of its parameters. Options that many commands have bring their
-    own in ``options.py``.
+    Its function's docstring ends with ``Args``, the help of its parameters. Those that it leaves out have their help in
+    the module's docstring, which may end with ``Options of several commands``, or in their annotation, as the options
+    in ``options.py``.
     """
 
-    def __init__(self, name: str | None, *, help: str | None, params: list[Any], **settings: Any) -> None:
+    def __init__(
+        self, name: str | None, *, help: str | None, params: list[Any], callback: Callable[..., Any], **settings: Any
+    ) -> None:
         """Take what typer makes of a function, and move the docstring's ``Args`` to the parameters."""
-        text, _, section = (help or "").partition("\n\nArgs:\n")
-        meanings = {key: " ".join(said.split()) for key, said in _ARGUMENT.findall(section)}
+        text, own = _explained(help, "Args")
+        _, shared = _explained(sys.modules[callback.__module__].__doc__, "Options of several commands")
         for param in params:
-            param.help = meanings.get(param.name, param.help)
-        super().__init__(name, help=text, params=params, **settings)
+            param.help = own.get(param.name) or shared.get(param.name) or param.help
+        super().__init__(name, help=text, params=params, callback=callback, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters."""
@@ -49,14 +60,12 @@ class Command(TyperCommand):
         renamed = RENAMED.get(self.name or "", {})
         for place, word in enumerate(args):
             option, equals, value = word.partition("=")
+            if (told := DROPPED.get(self.name or "", {}).get(option)) is not None:
+                raise UserError(told)
             if (new := renamed.get(option)) is not None:
                 warn(f"{option} is now {new}; the old name is read until the next version")
                 args = [*args[:place], new + equals + value, *args[place + 1 :]]
         return super().parse_args(ctx, [word.removeprefix("--set=") for word in args if word != "--set"])
-
-
-_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
-"""A parameter in ``Args``, and its meaning."""
 
 
 class Group(TyperGroup):
@@ -99,6 +108,13 @@ class App(typer.Typer):
     def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
         """Return the decorator that adds a function as a command."""
         return super().command(name, cls=Command, **settings)
+
+
+def _explained(docstring: str | None, title: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring without its last section, which has this title, and the meanings in that section by name."""
+    text, _, section = (docstring or "").partition(f"\n\n{title}:\n")
+    found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    return text, {name: " ".join(meaning.split()) for name, meaning in found}
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:

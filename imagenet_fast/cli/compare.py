@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,55 +14,28 @@ from imagenet_fast.cli.options import (
     DataOption,
     JsonOption,
     KeysArgument,
+    Names,
     NprocOption,
+    Numbers,
     PngOption,
+    Rate,
     RecipeOption,
-    run_directory,
+    RunDirectory,
     show,
 )
 from imagenet_fast.errors import UserError, listed
 
-# Defaults of `compare`. Layouts use an engine that is exact and overlaps as much as it can.
-_ENGINES = "ddp,ring,lazy,hybrid,sparse"
-_ENGINE_OF_LAYOUTS = "hybrid"
-
 
 def compare(
     recipe: RecipeOption[str],
-    sync: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Engines to compare, one run each. Of the recipe's sync keys only sync.wire is kept. "
-            f"Default: {_ENGINES}; with --layout: {_ENGINE_OF_LAYOUTS}.",
-        ),
-    ] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Layouts to compare, such as dp4,tp4,pp2dp2: dpN is N replicas, tpN N shards (parallel.tensor), ppN "
-            "N stages (parallel.pipeline); their product is the number of ranks. A pipeline has 4 micro-batches, or "
-            "the next number that is at least its stages and divides the batch, unless parallel.micro_batches is set. "
-            "Default: the recipe's layout.",
-        ),
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(metavar="1,2", help="Seeds to compare, one run each. Default: the recipe's seed.")
-    ] = None,
+    sync: Names[str | None] = None,
+    layout: Names[str | None] = None,
+    seeds: Numbers[str | None] = None,
     data: DataOption = None,
     keys: KeysArgument = NO_KEYS,
     nproc: NprocOption = None,
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Make each rank a simulated node with its own link of this rate, such as 250mbit."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", parser=run_directory, help="Directory for all runs. Default: a new one in runs."),
-    ] = None,
+    rate: Rate[str | None] = None,
+    out: RunDirectory = None,
     json_file: JsonOption = None,
 ) -> None:
     """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.
@@ -74,17 +48,29 @@ def compare(
 
     The curves are drawn to compare.png, and `tensorboard --logdir DIR` shows
     every run. If a run fails, the others continue, and the exit code is 1.
+
+    Args:
+        sync: Engines to compare, one run each. Of the recipe's sync keys only sync.wire is kept. Default:
+            ddp,ring,lazy,hybrid,sparse; with --layout: hybrid.
+        layout: Layouts to compare, such as dp4,tp4,pp2dp2: dpN is N replicas, tpN N shards (parallel.tensor), ppN N
+            stages (parallel.pipeline); their product is the number of ranks. A pipeline has 4 micro-batches, or the
+            next number that is at least its stages and divides the batch, unless parallel.micro_batches is set.
+            Default: the recipe's layout.
+        seeds: Seeds to compare, one run each. Default: the recipe's seed.
+        keys: Keys to change, as in train. ENGINE.KEY=VALUE changes a key of that engine only.
+        rate: Make each rank a simulated node with its own link of this rate, such as 250mbit.
+        out: Directory for all runs. Default: a new one in runs.
     """
     import torch
 
-    from imagenet_fast.bench.compare import compare as train_all
-    from imagenet_fast.bench.compare import contestants
-    from imagenet_fast.bench.parallel_layouts import parse_layouts
-    from imagenet_fast.bench.plots import draw_curves
+    from imagenet_fast.compare.contest import compare as train_all
+    from imagenet_fast.compare.contest import contestants
+    from imagenet_fast.compare.layouts import parse_layouts
+    from imagenet_fast.compare.report import draw_curves, summaries
     from imagenet_fast.launch.nodes import local_ranks
-    from imagenet_fast.metrics.report import report_rows, report_table
     from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.units import whole_numbers
 
     folder = out or new_folder(Path(recipe).stem, "compare")
@@ -96,14 +82,15 @@ def compare(
         )
     ranks = local_ranks(nproc)
     layouts = [] if layout is None else parse_layouts(layout, ranks)
-    usual = _ENGINE_OF_LAYOUTS if layouts else _ENGINES
+    usual = "hybrid" if layouts else "ddp,ring,lazy,hybrid,sparse"  # of layouts one that is exact and overlaps most
     engines = listed("--sync", usual if sync is None else sync, str)
     runs = contestants(recipe, ranks, engines, seeded, keys, layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
+    rows = summaries(past)
     failed = [run for run in ended if run.failed]
     print()
-    show(report_table(past), report_rows(past), json_file)
+    show(table(rows), [asdict(row) for row in rows], json_file)
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
@@ -121,44 +108,43 @@ def compare(
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
     png: PngOption = None,
     json_file: JsonOption = None,
-    reference: Annotated[
-        bool, typer.Option("--reference", help="Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch.")
-    ] = False,
+    reference: bool = False,
 ) -> None:
-    """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
-    from imagenet_fast.metrics.report import distinct_names, read_run, report_rows, report_table
+    """Compare past runs: print a table with time to accuracy, and draw their curves with --png.
+
+    Args:
+        runs: Run directories.
+        reference: Judge runs of ResNet-50 by MLCommons' epochs to 75.9 % at their batch.
+    """
+    from imagenet_fast.compare.report import draw_curves, summaries
+    from imagenet_fast.metrics.past_run import read_run
+    from imagenet_fast.metrics.tables import table
 
     once: dict[Path, Path] = {}
     for folder in runs:
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
-    show(report_table(past), report_rows(past), json_file)
+    rows = summaries(past)
+    show(table(rows), [asdict(row) for row in rows], json_file)
     if reference:
-        from imagenet_fast.metrics.reference import SOURCE, judge_by_reference
+        from imagenet_fast.compare.reference import SOURCE, judge_by_reference
 
-        for name, run in zip(distinct_names(past), past, strict=True):
-            print(f"{name}: {judge_by_reference(run)}")
+        for row, run in zip(rows, past, strict=True):
+            print(f"{row.run}: {judge_by_reference(run)}")
         print(SOURCE)
     if png is not None:
-        from imagenet_fast.bench.plots import draw_curves
-
         draw_curves(past, png)
         print(f"drawn to {png}")
 
 
 def timeline(
-    traces: Annotated[
-        list[Path], typer.Argument(metavar="RUN|FILE...", help="Runs of `train --trace`, or trace files.")
-    ],
+    traces: Annotated[list[Path], typer.Argument(metavar="RUN|FILE...")],
     png: PngOption = None,
     json_file: JsonOption = None,
-    until: Annotated[
-        float | None,
-        typer.Option(metavar="MS", min=1, max=1e9, help="Where the time axis ends. Default: with the longest step."),
-    ] = None,
+    until: Annotated[float | None, typer.Option(metavar="MS", min=1, max=1e9)] = None,
 ) -> None:
     """Show where the time of a step goes: computation, messages and waits, one trace beside the other.
 
@@ -166,12 +152,16 @@ def timeline(
     begins with its backward and ends with the next forward. Of each trace the
     step of median length is taken. Trace files come from `train --trace` and
     `bench sync --trace DIR`.
+
+    Args:
+        traces: Runs of `train --trace`, or trace files.
+        until: Where the time axis ends. Default: with the longest step.
     """
-    from imagenet_fast.bench.rows import show as show_rows
-    from imagenet_fast.bench.timeline import draw_timelines, read_timeline
+    from imagenet_fast.compare.timeline import draw_timelines, read_timeline
+    from imagenet_fast.metrics.tables import table
 
     steps = [read_timeline(trace) for trace in traces]
-    show_rows(steps, json_file)
+    show(table(steps), [asdict(step) for step in steps], json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")

@@ -1,4 +1,16 @@
-"""`imagenet-fast launch`: print the text of a cluster job for the user to check and submit."""
+"""`imagenet-fast launch`: print the text of a cluster job for the user to check and submit.
+
+Options of several commands:
+    nodes: Number of nodes.
+    nproc: Ranks on each node, one per GPU. Default: the recipe's ranks, divided by the nodes.
+    out: Run directory, as every node sees it. Default: a new one in runs.
+    scale_batch: As in train.
+    time: Time limit in Slurm's form: 90 (minutes), 24:00:00 or 2-12:00:00.
+    port: Port of the first node, where all nodes meet.
+    no_gpus: Train on CPUs.
+    program: Command that starts imagenet-fast on the nodes. Default: this Python.
+    file: Write to this file instead of the terminal.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +38,9 @@ launch_app = App(
 )
 
 _Name = Annotated[str | None, typer.Option(metavar="NAME")]
-_Program = Annotated[
-    str | None,
-    typer.Option(metavar="WORDS", help="Command that starts imagenet-fast on the nodes. Default: this Python."),
-]
-_TimeLimit = Annotated[
-    str | None,
-    typer.Option(metavar="LIMIT", help="Time limit in Slurm's form: 90 (minutes), 24:00:00 or 2-12:00:00."),
-]
-_Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the first node, where all nodes meet.")]
+_Program = Annotated[str | None, typer.Option(metavar="WORDS")]
+_TimeLimit = Annotated[str | None, typer.Option(metavar="LIMIT")]
+_Port = Annotated[int, typer.Option(min=1, max=65535)]
 
 
 @launch_app.command()
@@ -61,15 +67,9 @@ def slurm(
     resumes.
 
     Args:
-        nodes: Number of nodes.
-        nproc: Ranks on each node, one per GPU. Default: the recipe's ranks, divided by the nodes.
-        out: Run directory, as every node sees it. Default: a new one in runs.
-        scale_batch: As in train.
         partition: Slurm partition.
         account: Slurm account.
         cores: Cores on each node. Default: whole nodes, not shared.
-        no_gpus: Train on CPUs.
-        file: Write to this file instead of the terminal.
     """
     from imagenet_fast.launch.cluster_job import emit, plan_cluster_job
     from imagenet_fast.launch.slurm import sbatch_text
@@ -107,17 +107,12 @@ def k8s(
     Pods that are evicted start again and resume.
 
     Args:
-        nodes: Number of nodes.
         image: Container image that has imagenet-fast, such as one of our Dockerfile.
         run_claim: PersistentVolumeClaim for runs, mounted at /runs.
         data_claim: PersistentVolumeClaim of the images, mounted at /data.
-        nproc: Ranks on each node, one per GPU. Default: the recipe's ranks, divided by the nodes.
         out: Run directory, under /runs. Default: /runs/<name>.
         name: Name of the job. Default: made from the recipe's.
         namespace: Kubernetes namespace.
-        scale_batch: As in train.
-        no_gpus: Train on CPUs.
-        file: Write to this file instead of the terminal.
     """
     from imagenet_fast.launch.cluster_job import check_data, emit, job_label, parse_time_limit, plan_cluster_job
     from imagenet_fast.launch.jobset import jobset_text
@@ -152,10 +147,6 @@ def ssh(
     Args:
         hosts: Hosts, by names or addresses that all of them can reach.
         nodes: Use only the first N hosts. Default: all.
-        nproc: Ranks on each node, one per GPU. Default: the recipe's ranks, divided by the nodes.
-        out: Run directory, as every node sees it. Default: a new one in runs.
-        scale_batch: As in train.
-        file: Write to this file instead of the terminal.
     """
     from imagenet_fast.distributed.network import Endpoint
     from imagenet_fast.launch.cluster_job import emit, plan_cluster_job

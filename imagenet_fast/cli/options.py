@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -156,11 +155,3 @@ def written_out(shorthands: dict[str, object]) -> list[str]:
     None means that the option was not given; it is left out.
     """
     return [f"{key}={value}" for key, value in shorthands.items() if value is not None]
-
-
-def refuse_beside(context: typer.Context, parameters: Sequence[str], reason: str) -> None:
-    """Raise UserError if one of ``parameters`` was given; the message begins with that option."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name in parameters and source is not None and source.name != "DEFAULT":
-            raise UserError(f"{parameter.opts[-1]} {reason}")

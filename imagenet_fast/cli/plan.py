@@ -1,4 +1,8 @@
-"""The command that predicts training on a cluster that nobody has rented: `imagenet-fast plan`."""
+"""The commands that predict training on a cluster that nobody has rented: `imagenet-fast plan`.
+
+Options of several commands:
+    cluster: A shipped cluster's name, or a TOML file. Default: this machine.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,8 @@ if TYPE_CHECKING:
     from imagenet_fast.plan.sweep import Sweep
 
 T = TypeVar("T")
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME|FILE", help="A shipped cluster's name, or a TOML file. Default: this machine."),
-]
+ClusterOption = Annotated[str | None, typer.Option(metavar="NAME|FILE")]
+SweepOption = Annotated[str | None, typer.Option(metavar="KEY=RANGE")]
 
 
 def plan(
@@ -40,7 +42,7 @@ def plan(
     cluster: ClusterOption = None,
     gpus: Count[int | None] = None,
     sync: Names[str | None] = None,
-    sweep: Annotated[str | None, typer.Option(metavar="KEY=RANGE")] = None,
+    sweep: SweepOption = None,
     scaling: Literal["weak", "strong"] = "weak",
     keys: KeysArgument = NO_KEYS,
     json_file: JsonOption = None,
@@ -93,7 +95,7 @@ def plan(
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
     _print_plan(situation, predicted, points is None, json_file)
     if png is not None and points is not None:
-        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.figures import draw_plan
 
         figure = new_figure(png, 9, 5)
@@ -108,7 +110,7 @@ def plan_fastest(
     gpus: Count[int | None] = None,
     cheapest: bool = False,
     model: Literal["resnet50", "alexnet"] = "resnet50",
-    sweep: Annotated[str | None, typer.Option(metavar="KEY=RANGE")] = None,
+    sweep: SweepOption = None,
     write: NewFile[Path | None] = None,
     json_file: JsonOption = None,
     png: PngOption = None,
@@ -151,7 +153,7 @@ def plan_fastest(
         write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     if png is not None:
-        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.figures import draw_fastest
 
         figure = new_figure(png, 9, 5)
