@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
+from imagenet_fast.cli import options
 from imagenet_fast.errors import UserError, warn
 
 _LAB = {"--hosts": "--nodes", "--ranks-per-host": "--nproc"}
@@ -36,9 +37,8 @@ DROPPED: dict[str, dict[str, str]] = {
 class Command(TyperCommand):
     """A command.
 
-    Its function's docstring ends with ``Args``, the help of its parameters. Those that it leaves out have their help in
-    the module's docstring, which may end with ``Options of several commands``, or in their annotation, as the options
-    in ``options.py``.
+    What its parameters mean is said in docstrings: of its function, which ends with ``Args``, else of its module or of
+    ``options.py``, which end with ``Options of several commands``.
     """
 
     def __init__(
@@ -46,9 +46,11 @@ class Command(TyperCommand):
     ) -> None:
         """Take what typer makes of a function, and move the docstring's ``Args`` to the parameters."""
         text, own = _explained(help, "Args")
-        _, shared = _explained(sys.modules[callback.__module__].__doc__, "Options of several commands")
+        modules = (options.__doc__, sys.modules[callback.__module__].__doc__)
+        shared = [_explained(docstring, "Options of several commands")[1] for docstring in modules]
+        meanings = shared[0] | shared[1] | own
         for param in params:
-            param.help = own.get(param.name) or shared.get(param.name) or param.help
+            param.help = meanings.get(param.name, param.help)
         super().__init__(name, help=text, params=params, callback=callback, **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -25,24 +25,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
+from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import (
-    NO_KEYS,
-    Count,
-    Directory,
-    JsonOption,
-    KeysArgument,
-    Names,
-    Numbers,
-    PngOption,
-    Rate,
-    in_a_directory,
-    show,
-)
 from imagenet_fast.errors import UserError, listed, names
 
 if TYPE_CHECKING:
@@ -53,11 +41,9 @@ bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
 published_app = App(help="Measure here what papers compare.", no_args_is_help=True)
 bench_app.add_typer(published_app, name="published")
 
-T = TypeVar("T")
 ProfileOption = Annotated[str, typer.Option(metavar="NAME|FILE|random:SEED")]
 ModelOption = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
 Pixels = Annotated[int, typer.Option(metavar="N", min=16)]
-Seconds = Annotated[T, typer.Option(metavar="SECONDS", min=0)]
 SizesOption = Annotated[str, typer.Option(metavar="A,B..C:N")]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "cuda"]
@@ -67,13 +53,13 @@ Device = Literal["cpu", "cuda"]
 def bench_step(
     model: ModelOption = "resnet18",
     image_size: Pixels = 64,
-    batch: Count[int] = 128,
+    batch: opt.Count[int] = 128,
     precision: Dtype | None = None,
-    sync: Names[str] = "lazy",
+    sync: opt.Names[str] = "lazy",
     compile: bool = False,
-    rounds: Count[int] = 60,
-    steps: Count[int] = 2,
-    json_file: JsonOption = None,
+    rounds: opt.Count[int] = 60,
+    steps: opt.Count[int] = 2,
+    json_file: opt.Json = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, in alternating rounds.
 
@@ -96,19 +82,19 @@ def bench_step(
 @bench_app.command("sync")
 def bench_sync(
     model: ProfileOption = "alexnet",
-    nodes: Count[int] = 4,
-    nproc: Count[int] = 1,
-    rate: Rate[str | None] = None,
-    scale: Count[int] = 1,
-    compute: Seconds[float | None] = None,
-    sync: Names[str] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto",
+    nodes: opt.Count[int] = 4,
+    nproc: opt.Count[int] = 1,
+    rate: opt.Rate[str | None] = None,
+    scale: opt.Count[int] = 1,
+    compute: opt.Seconds[float | None] = None,
+    sync: opt.Names[str] = "ddp:fp32,ddp,allreduce,ring,lazy,hybrid,dear,sparse,auto",
     wire: Dtype = "bf16",
-    keys: KeysArgument = NO_KEYS,
-    rounds: Count[int] = 5,
-    steps: Count[int] = 2,
-    json_file: JsonOption = None,
-    png: PngOption = None,
-    trace: Directory[Path | None] = None,
+    keys: opt.Keys = opt.NO_KEYS,
+    rounds: opt.Count[int] = 5,
+    steps: opt.Count[int] = 2,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
+    trace: opt.Directory[Path | None] = None,
 ) -> None:
     """Time a training step under each engine, beside DDP and the least time possible.
 
@@ -134,14 +120,14 @@ def bench_sync(
 @bench_app.command("count")
 def bench_count(
     model: ProfileOption = "alexnet",
-    ranks: Numbers[str] = "8,64,512",
-    nproc: Count[int] = 8,
-    link: Rate[str] = "56gbit",
-    compute: Seconds[float | None] = None,
-    sync: Names[str] = "lazy,dear,ring,hybrid,sparse",
+    ranks: opt.Numbers[str] = "8,64,512",
+    nproc: opt.Count[int] = 8,
+    link: opt.Rate[str] = "56gbit",
+    compute: opt.Seconds[float | None] = None,
+    sync: opt.Names[str] = "lazy,dear,ring,hybrid,sparse",
     wire: Dtype = "bf16",
-    keys: KeysArgument = NO_KEYS,
-    json_file: JsonOption = None,
+    keys: opt.Keys = opt.NO_KEYS,
+    json_file: opt.Json = None,
 ) -> None:
     """Count the messages, bytes and launches of a step under each engine, for any number of ranks.
 
@@ -163,16 +149,16 @@ def bench_count(
 @bench_app.command("collectives")
 def bench_collectives(
     sizes: SizesOption = "2KB..64MB",
-    collectives: Names[str | None] = None,
-    nodes: Count[int] = 4,
-    nproc: Count[int] = 1,
-    rate: Rate[str | None] = None,
+    collectives: opt.Names[str | None] = None,
+    nodes: opt.Count[int] = 4,
+    nproc: opt.Count[int] = 1,
+    rate: opt.Rate[str | None] = None,
     wire: Dtype = "fp32",
     device: Device | None = None,
-    rounds: Count[int] = 3,
-    seconds: Seconds[float] = 0.4,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    rounds: opt.Count[int] = 3,
+    seconds: opt.Seconds[float] = 0.4,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Time all-reduces by message size: the backend's own, and our collectives.
 
@@ -193,15 +179,15 @@ def bench_collectives(
 @published_app.command("ladder")
 def bench_ladder(
     model: ProfileOption = "alexnet",
-    nodes: Count[int] = 4,
-    nproc: Count[int] = 1,
-    rate: Rate[str | None] = None,
-    scale: Count[int] = 1,
-    compute: Seconds[float | None] = None,
-    rounds: Count[int] = 5,
-    steps: Count[int] = 2,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    nodes: opt.Count[int] = 4,
+    nproc: opt.Count[int] = 1,
+    rate: opt.Rate[str | None] = None,
+    scale: opt.Count[int] = 1,
+    compute: opt.Seconds[float | None] = None,
+    rounds: opt.Count[int] = 5,
+    steps: opt.Count[int] = 2,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Measure what each technique of GradientFlow gains, added one by one, and each of ours."""
     from imagenet_fast.bench.engines import bench_sync as measure
@@ -215,17 +201,17 @@ def bench_ladder(
 
 @published_app.command("batches")
 def bench_batches(
-    batches: Numbers[str] = "16,32,64,128",
+    batches: opt.Numbers[str] = "16,32,64,128",
     model: ProfileOption = "alexnet",
-    nodes: Count[int] = 4,
-    nproc: Count[int] = 1,
-    rate: Rate[str | None] = None,
-    scale: Count[int] = 1,
-    compute: Seconds[float | None] = None,
-    rounds: Count[int] = 5,
-    steps: Count[int] = 2,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    nodes: opt.Count[int] = 4,
+    nproc: opt.Count[int] = 1,
+    rate: opt.Rate[str | None] = None,
+    scale: opt.Count[int] = 1,
+    compute: opt.Seconds[float | None] = None,
+    rounds: opt.Count[int] = 5,
+    steps: opt.Count[int] = 2,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Compare DDP and hybrid at several batch sizes, as the thesis of the hybrid all-reduce does.
 
@@ -247,13 +233,13 @@ def bench_batches(
 @published_app.command("backends")
 def bench_backends(
     sizes: SizesOption = "2KB..64MB",
-    nodes: Count[int] = 4,
-    nproc: Count[int] = 1,
-    rate: Rate[str | None] = None,
-    rounds: Count[int] = 3,
-    seconds: Seconds[float] = 0.4,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    nodes: opt.Count[int] = 4,
+    nproc: opt.Count[int] = 1,
+    rate: opt.Rate[str | None] = None,
+    rounds: opt.Count[int] = 3,
+    seconds: opt.Seconds[float] = 0.4,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Time the all-reduces of gloo, NCCL (with a GPU for each rank) and MPI (if it is installed)."""
     from imagenet_fast.bench.collectives import parse_sizes
@@ -268,17 +254,17 @@ def bench_backends(
 @bench_app.command("pipeline")
 def bench_pipeline(
     stages: Annotated[int, typer.Option(metavar="N", min=2)] = 4,
-    micro_batches: Numbers[str] = "1,2,4,8,16",
-    schedules: Names[str] = "gpipe,1f1b,interleaved",
+    micro_batches: opt.Numbers[str] = "1,2,4,8,16",
+    schedules: opt.Names[str] = "gpipe,1f1b,interleaved",
     model: ModelOption = "resnet50",
     image_size: Pixels = 64,
-    batch: Count[int] = 32,
+    batch: opt.Count[int] = 32,
     precision: Dtype | None = None,
-    sleep: Seconds[float | None] = None,
+    sleep: opt.Seconds[float | None] = None,
     device: Device | None = None,
-    rounds: Count[int] = 3,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    rounds: opt.Count[int] = 3,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Measure pipeline schedules: bubble, memory and speed.
 
@@ -308,12 +294,12 @@ def bench_pipeline(
 
 @bench_app.command("profile")
 def bench_profile(
-    file: Annotated[Path, typer.Argument(metavar="FILE", callback=in_a_directory)],
+    file: Annotated[Path, typer.Argument(metavar="FILE", callback=opt.in_a_directory)],
     model: ModelOption = "alexnet",
     image_size: Pixels = 224,
-    batch: Count[int] = 64,
+    batch: opt.Count[int] = 64,
     precision: Dtype | None = None,
-    steps: Count[int] = 10,
+    steps: opt.Count[int] = 10,
 ) -> None:
     """Record the compute time of each layer on this hardware, for `bench sync`.
 
@@ -337,16 +323,16 @@ def bench_profile(
 
 @bench_app.command("data")
 def bench_data(
-    loaders: Names[str] = "folder,pixels,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
-    data: Directory[Path | None] = None,
+    loaders: opt.Names[str] = "folder,pixels,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
+    data: opt.Directory[Path | None] = None,
     resize: Annotated[int | None, typer.Option(metavar="PIXELS", min=16)] = None,
     image_size: Pixels = 224,
-    batch: Count[int] = 128,
-    workers: Count[int | None] = None,
-    seconds: Seconds[float] = 5,
-    rounds: Count[int] = 5,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    batch: opt.Count[int] = 128,
+    workers: opt.Count[int | None] = None,
+    seconds: opt.Seconds[float] = 5,
+    rounds: opt.Count[int] = 5,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone.
 
@@ -395,7 +381,7 @@ def _show(
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()
-    show(table(rows), [asdict(row) for row in rows], json_file)
+    opt.show(table(rows), [asdict(row) for row in rows], json_file)
     if draw is not None and figure is not None:
         draw(rows, figure)
         figure.savefig(png)

@@ -9,34 +9,21 @@ from typing import Annotated
 
 import typer
 
-from imagenet_fast.cli.options import (
-    NO_KEYS,
-    DataOption,
-    JsonOption,
-    KeysArgument,
-    Names,
-    NprocOption,
-    Numbers,
-    PngOption,
-    Rate,
-    RecipeOption,
-    RunDirectory,
-    show,
-)
+from imagenet_fast.cli import options as opt
 from imagenet_fast.errors import UserError, listed
 
 
 def compare(
-    recipe: RecipeOption[str],
-    sync: Names[str | None] = None,
-    layout: Names[str | None] = None,
-    seeds: Numbers[str | None] = None,
-    data: DataOption = None,
-    keys: KeysArgument = NO_KEYS,
-    nproc: NprocOption = None,
-    rate: Rate[str | None] = None,
-    out: RunDirectory = None,
-    json_file: JsonOption = None,
+    recipe: opt.Recipe[str],
+    sync: opt.Names[str | None] = None,
+    layout: opt.Names[str | None] = None,
+    seeds: opt.Numbers[str | None] = None,
+    data: opt.Directory[Path | None] = None,
+    keys: opt.Keys = opt.NO_KEYS,
+    nproc: opt.Count[int | None] = None,
+    rate: opt.Rate[str | None] = None,
+    out: opt.RunDirectory = None,
+    json_file: opt.Json = None,
 ) -> None:
     """Train a recipe once per engine or layout, with the same seed, and compare time and steps to accuracy.
 
@@ -90,7 +77,7 @@ def compare(
     rows = summaries(past)
     failed = [run for run in ended if run.failed]
     print()
-    show(table(rows), [asdict(row) for row in rows], json_file)
+    opt.show(table(rows), [asdict(row) for row in rows], json_file)
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
@@ -109,8 +96,8 @@ def compare(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
-    png: PngOption = None,
-    json_file: JsonOption = None,
+    png: opt.NewFile[Path | None] = None,
+    json_file: opt.Json = None,
     reference: bool = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png.
@@ -128,7 +115,7 @@ def report(
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
     rows = summaries(past)
-    show(table(rows), [asdict(row) for row in rows], json_file)
+    opt.show(table(rows), [asdict(row) for row in rows], json_file)
     if reference:
         from imagenet_fast.compare.reference import SOURCE, judge_by_reference
 
@@ -142,8 +129,8 @@ def report(
 
 def timeline(
     traces: Annotated[list[Path], typer.Argument(metavar="RUN|FILE...")],
-    png: PngOption = None,
-    json_file: JsonOption = None,
+    png: opt.NewFile[Path | None] = None,
+    json_file: opt.Json = None,
     until: Annotated[float | None, typer.Option(metavar="MS", min=1, max=1e9)] = None,
 ) -> None:
     """Show where the time of a step goes: computation, messages and waits, one trace beside the other.
@@ -161,7 +148,7 @@ def timeline(
     from imagenet_fast.metrics.tables import table
 
     steps = [read_timeline(trace) for trace in traces]
-    show(table(steps), [asdict(step) for step in steps], json_file)
+    opt.show(table(steps), [asdict(step) for step in steps], json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")

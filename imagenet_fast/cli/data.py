@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import Count, Directory, JsonOption
 from imagenet_fast.errors import UserError
 
 data_app = App(help="Get data sets, prepare and check them.", no_args_is_help=True)
@@ -27,7 +27,7 @@ def _shard_bytes(text: str) -> int:
 def fetch(
     dataset: Annotated[Literal["cifar10", "digits"], typer.Argument()],
     archive: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
-    out: Directory[Path | None] = None,
+    out: opt.Directory[Path | None] = None,
 ) -> None:
     """Download or make a small data set, and put it where the recipes look for it.
 
@@ -43,15 +43,15 @@ def fetch(
 
 @data_app.command("prepare")
 def prepare(
-    source: Directory[Path],
-    out: Directory[Path],
+    source: opt.Directory[Path],
+    out: opt.Directory[Path],
     kind: Annotated[Literal["folder", "webdataset", "pixels"], typer.Option("--format")] = "folder",
     shard_size: Annotated[int | None, typer.Option(metavar="SIZE", parser=_shard_bytes)] = None,
     resize: Annotated[int | None, typer.Option(metavar="PIXELS", min=32)] = None,
     quality: Annotated[int | None, typer.Option(min=1, max=100)] = None,
     subset: bool = False,
     no_md5: bool = False,
-    workers: Count[int | None] = None,
+    workers: opt.Count[int | None] = None,
 ) -> None:
     """Convert the downloaded ImageNet to what `train --data` reads.
 
@@ -98,9 +98,9 @@ def prepare(
 
 @data_app.command("verify")
 def verify(
-    data: Directory[Path],
-    json_file: JsonOption = None,
-    workers: Count[int | None] = None,
+    data: opt.Directory[Path],
+    json_file: opt.Json = None,
+    workers: opt.Count[int | None] = None,
 ) -> None:
     """Check a data set: decode every image, in folders or shards.
 
@@ -110,7 +110,6 @@ def verify(
     Duplicates are reported, but kept.
 
     Args:
-        data: Directory of the images: train/<class>/* and val/<class>/*, or shards.
         workers: Number of files to decode at a time. Default: one per core.
     """
     from dataclasses import asdict

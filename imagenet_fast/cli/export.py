@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from imagenet_fast.cli.options import NO_KEYS, KeysArgument, NewFile, WeightsOption, WeightsRecipeOption
+from imagenet_fast.cli import options as opt
 from imagenet_fast.errors import UserError
 
 
 def export(
-    weights: WeightsOption,
-    out: NewFile[Path],
-    recipe: WeightsRecipeOption = None,
-    keys: KeysArgument = NO_KEYS,
+    weights: opt.Weights[Path],
+    out: opt.NewFile[Path],
+    recipe: opt.Recipe[str | None] = None,
+    keys: opt.Keys = opt.NO_KEYS,
     kind: Annotated[Literal["safetensors", "pt2"], typer.Option("--format")] = "safetensors",
 ) -> None:
     """Write weights to a file for use in other programs.
@@ -26,6 +26,7 @@ def export(
     how to prepare images, as far as that is known.
 
     Args:
+        recipe: Recipe that the weights were trained by. Default: the run's.
         out: New file, ending in .safetensors or .pt2.
         kind: The weights, or a program of torch.export.
     """

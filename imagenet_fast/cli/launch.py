@@ -19,19 +19,8 @@ from typing import Annotated
 
 import typer
 
+from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import (
-    NO_KEYS,
-    Count,
-    DataOption,
-    Directory,
-    KeysArgument,
-    Names,
-    NewFile,
-    RecipeOption,
-    RunDirectory,
-    SyncOption,
-)
 
 launch_app = App(
     help="Print a job for a cluster: one that saves, and resumes after an interruption.", no_args_is_help=True
@@ -45,21 +34,21 @@ _Port = Annotated[int, typer.Option(min=1, max=65535)]
 
 @launch_app.command()
 def slurm(
-    recipe: RecipeOption[str],
-    nodes: Count[int],
-    nproc: Count[int | None] = None,
-    data: DataOption = None,
-    out: RunDirectory = None,
-    sync: SyncOption = None,
-    keys: KeysArgument = NO_KEYS,
+    recipe: opt.Recipe[str],
+    nodes: opt.Count[int],
+    nproc: opt.Count[int | None] = None,
+    data: opt.Directory[Path | None] = None,
+    out: opt.RunDirectory = None,
+    sync: opt.Sync = None,
+    keys: opt.Keys = opt.NO_KEYS,
     scale_batch: bool = False,
     time: _TimeLimit = None,
     partition: _Name = None,
     account: _Name = None,
-    cores: Count[int | None] = None,
+    cores: opt.Count[int | None] = None,
     no_gpus: bool = False,
     program: _Program = None,
-    file: NewFile[Path | None] = None,
+    file: opt.NewFile[Path | None] = None,
 ) -> None:
     """Print a script for sbatch.
 
@@ -85,22 +74,22 @@ def slurm(
 
 @launch_app.command()
 def k8s(
-    recipe: RecipeOption[str],
-    nodes: Count[int],
+    recipe: opt.Recipe[str],
+    nodes: opt.Count[int],
     image: Annotated[str, typer.Option()],
     run_claim: Annotated[str, typer.Option(metavar="NAME")],
     data_claim: _Name = None,
-    nproc: Count[int | None] = None,
-    out: Directory[str | None] = None,
+    nproc: opt.Count[int | None] = None,
+    out: opt.Directory[str | None] = None,
     name: _Name = None,
     namespace: _Name = None,
-    sync: SyncOption = None,
-    keys: KeysArgument = NO_KEYS,
+    sync: opt.Sync = None,
+    keys: opt.Keys = opt.NO_KEYS,
     scale_batch: bool = False,
     time: _TimeLimit = None,
     port: _Port = 29400,
     no_gpus: bool = False,
-    file: NewFile[Path | None] = None,
+    file: opt.NewFile[Path | None] = None,
 ) -> None:
     """Print a JobSet for kubectl apply.
 
@@ -129,18 +118,18 @@ def k8s(
 
 @launch_app.command()
 def ssh(
-    recipe: RecipeOption[str],
-    hosts: Names[str],
-    nodes: Count[int | None] = None,
-    nproc: Count[int | None] = None,
-    data: DataOption = None,
-    out: RunDirectory = None,
-    sync: SyncOption = None,
-    keys: KeysArgument = NO_KEYS,
+    recipe: opt.Recipe[str],
+    hosts: opt.Names[str],
+    nodes: opt.Count[int | None] = None,
+    nproc: opt.Count[int | None] = None,
+    data: opt.Directory[Path | None] = None,
+    out: opt.RunDirectory = None,
+    sync: opt.Sync = None,
+    keys: opt.Keys = opt.NO_KEYS,
     scale_batch: bool = False,
     port: _Port = 29400,
     program: _Program = None,
-    file: NewFile[Path | None] = None,
+    file: opt.NewFile[Path | None] = None,
 ) -> None:
     """Print a shell script that starts the job on each host, with one ssh per host.
 

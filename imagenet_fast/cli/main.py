@@ -17,22 +17,13 @@ from typing import Annotated
 import typer
 
 from imagenet_fast import __version__
+from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
 from imagenet_fast.cli.bench import bench_app
 from imagenet_fast.cli.compare import compare, report, timeline
 from imagenet_fast.cli.data import data_app
 from imagenet_fast.cli.export import export
 from imagenet_fast.cli.launch import launch_app
-from imagenet_fast.cli.options import (
-    DataOption,
-    Directory,
-    EndpointOption,
-    JoinTimeoutOption,
-    JsonOption,
-    NodesOption,
-    NprocOption,
-    show,
-)
 from imagenet_fast.cli.plan import plan, plan_fastest, plan_rows, plan_validate
 from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
@@ -124,7 +115,7 @@ def _print_version(asked: bool) -> None:
 
 
 @app.callback()
-def options(
+def imagenet_fast(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
@@ -139,13 +130,13 @@ app.command()(export)
 
 @app.command()
 def doctor(
-    data: DataOption = None,
-    out: Directory[Path] = Path("runs"),
-    nproc: NprocOption = None,
-    nodes: NodesOption = None,
-    rdzv_endpoint: EndpointOption = None,
-    join_timeout: JoinTimeoutOption = 300,
-    json_file: JsonOption = None,
+    data: opt.Directory[Path | None] = None,
+    out: opt.Directory[Path] = Path("runs"),
+    nproc: opt.Count[int | None] = None,
+    nodes: opt.Count[int | None] = None,
+    rdzv_endpoint: opt.Endpoint = None,
+    join_timeout: opt.JoinTimeout = 300,
+    json_file: opt.Json = None,
 ) -> None:
     """Check for anything that would prevent training here, and say how to fix it.
 
@@ -175,7 +166,7 @@ def doctor(
         from imagenet_fast.doctor.host_checks import examine
 
         found = [*examine(data, out, cluster.ranks_each, job.timeout), refused("ranks", UserError(cause))]
-    show(findings_table(found), [asdict(finding) for finding in found], json_file)
+    opt.show(findings_table(found), [asdict(finding) for finding in found], json_file)
     if any(finding.state == "fail" for finding in found):
         raise typer.Exit(1)
 
@@ -195,7 +186,7 @@ def list_recipes(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         from imagenet_fast.cli.recipe_lists import recipe_table
 
-        show(recipe_table())
+        opt.show(recipe_table())
 
 
 @recipes_app.command("keys")
@@ -208,7 +199,7 @@ def show_keys(prefix: Annotated[str, typer.Argument(metavar="[PREFIX]")] = "") -
     from imagenet_fast.cli.recipe_lists import key_list
     from imagenet_fast.recipe.key_reference import recipe_keys
 
-    show(key_list(recipe_keys(prefix)))
+    opt.show(key_list(recipe_keys(prefix)))
 
 
 @recipes_app.command("show")

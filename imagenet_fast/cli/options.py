@@ -1,4 +1,22 @@
-"""Options shared by several commands."""
+"""Types of options, and what those mean that commands of several modules have.
+
+Options of several commands:
+    recipe: Name of a shipped recipe, or a TOML file.
+    data: Directory of the images: train/<class>/* and val/<class>/*, or shards.
+    weights: A .safetensors or .pth file; a run directory, for its final weights; or one of its checkpoints, as
+        RUN@best, RUN@newest or RUN@step-1200.
+    keys: Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent. --set
+        KEY=VALUE is the same.
+    sync: Gradient-sync engine to use instead of the recipe's. Of the recipe's sync keys only sync.wire is kept.
+    nproc: Number of ranks on this node. Default: one per GPU, or 2 without GPUs.
+    nodes: Number of nodes; run the same command on each. Default: 1, or all nodes of srun.
+    rdzv_endpoint: Where several nodes meet: one of them, and a free port of it.
+    join_timeout: How long nodes and ranks wait for each other at the start.
+    on_bad_image: If an image cannot be decoded: end the run (fail, the default), or skip it: training takes another,
+        and an evaluation counts it as wrong.
+    json_file: Also write the result to this file, as JSON.
+    png: Also draw the result to this image file.
+"""
 
 from __future__ import annotations
 
@@ -40,81 +58,6 @@ def _engine_names() -> list[str]:
     return engine_names()
 
 
-T = TypeVar("T")
-Count = Annotated[T, typer.Option(metavar="N", min=1)]
-Names = Annotated[T, typer.Option(metavar="A,B")]
-Numbers = Annotated[T, typer.Option(metavar="N,M")]
-Rate = Annotated[T, typer.Option(metavar="RATE")]
-Directory = Annotated[T, typer.Option(metavar="DIR")]
-RunDirectory = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=run_directory)]
-NewFile = Annotated[T, typer.Option(metavar="FILE", callback=in_a_directory)]
-
-JsonOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--json", metavar="FILE", callback=in_a_directory, help="Also write the result to this file, as JSON."
-    ),
-]
-PngOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", callback=in_a_directory, help="Also draw the result to this image file."),
-]
-DataOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory of the images: train/<class>/* and val/<class>/*, or shards."),
-]
-WEIGHTS = "FILE|RUN|RUN@WHICH"
-"""Metavar of options that take weights."""
-WeightsOption = Annotated[
-    Path,
-    typer.Option(
-        metavar=WEIGHTS,
-        help="A .safetensors or .pth file; a run directory, for its final weights; or one of its checkpoints, as "
-        "RUN@best, RUN@newest or RUN@step-1200.",
-    ),
-]
-WeightsRecipeOption = Annotated[
-    str | None, typer.Option(metavar="NAME|PATH", help="Recipe that the weights were trained by. Default: the run's.")
-]
-NprocOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", min=1, help="Number of ranks on this node. Default: one per GPU, or 2 without GPUs."),
-]
-NodesOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=1, help="Number of nodes; run the same command on each. Default: 1, or all nodes of srun."
-    ),
-]
-EndpointOption = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Where several nodes meet: one of them, and a free port of it."),
-]
-JoinTimeoutOption = Annotated[
-    float,
-    typer.Option(metavar="SECONDS", min=1, max=1e8, help="How long nodes and ranks wait for each other at the start."),
-]
-RecipeOption = Annotated[
-    T,
-    typer.Option(metavar="NAME|PATH", autocompletion=_recipe_names, help="Name of a shipped recipe, or a TOML file."),
-]
-SyncOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        autocompletion=_engine_names,
-        help="Gradient-sync engine to use instead of the recipe's. Of the recipe's sync keys only sync.wire is kept.",
-    ),
-]
-OnBadImageOption = Annotated[
-    Literal["fail", "skip"] | None,
-    typer.Option(
-        help="If an image cannot be decoded: end the run (fail, the default), or skip it: training takes "
-        "another, and an evaluation counts it as wrong.",
-    ),
-]
-
-
 def _key_values(words: list[str]) -> list[str]:
     """Return the words that no option takes; raise UserError for one without ``=``."""
     for word in words:
@@ -125,17 +68,25 @@ def _key_values(words: list[str]) -> list[str]:
     return words
 
 
+T = TypeVar("T")
+Count = Annotated[T, typer.Option(metavar="N", min=1)]
+Names = Annotated[T, typer.Option(metavar="A,B")]
+Numbers = Annotated[T, typer.Option(metavar="N,M")]
+Seconds = Annotated[T, typer.Option(metavar="SECONDS", min=0)]
+Rate = Annotated[T, typer.Option(metavar="RATE")]
+Directory = Annotated[T, typer.Option(metavar="DIR")]
+RunDirectory = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=run_directory)]
+NewFile = Annotated[T, typer.Option(metavar="FILE", callback=in_a_directory)]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=in_a_directory)]
+Recipe = Annotated[T, typer.Option(metavar="NAME|PATH", autocompletion=_recipe_names)]
+Sync = Annotated[str | None, typer.Option(metavar="NAME", autocompletion=_engine_names)]
+Weights = Annotated[T, typer.Option(metavar="FILE|RUN|RUN@WHICH")]
+Endpoint = Annotated[str | None, typer.Option(metavar="HOST:PORT")]
+JoinTimeout = Annotated[float, typer.Option(metavar="SECONDS", min=1, max=1e8)]
+OnBadImage = Literal["fail", "skip"] | None
+Keys = Annotated[list[str], typer.Argument(metavar="KEY=VALUE", callback=_key_values)]
 NO_KEYS: list[str] = []
 """Default of keys to change: none."""
-KeysArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="KEY=VALUE",
-        callback=_key_values,
-        help="Keys of the recipe to change, such as optim.lr=0.5. KEY=none leaves out one that may be absent. "
-        "--set KEY=VALUE is the same.",
-    ),
-]
 
 
 def show(table: object, rows: object = None, json_file: Path | None = None) -> None:

@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
-from imagenet_fast.cli.options import (
-    NO_KEYS,
-    Count,
-    JsonOption,
-    KeysArgument,
-    Names,
-    NewFile,
-    PngOption,
-    RecipeOption,
-    show,
-)
+from imagenet_fast.cli import options as opt
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -38,15 +28,15 @@ SweepOption = Annotated[str | None, typer.Option(metavar="KEY=RANGE")]
 
 
 def plan(
-    recipe: RecipeOption[str],
+    recipe: opt.Recipe[str],
     cluster: ClusterOption = None,
-    gpus: Count[int | None] = None,
-    sync: Names[str | None] = None,
+    gpus: opt.Count[int | None] = None,
+    sync: opt.Names[str | None] = None,
     sweep: SweepOption = None,
     scaling: Literal["weak", "strong"] = "weak",
-    keys: KeysArgument = NO_KEYS,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    keys: opt.Keys = opt.NO_KEYS,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Predict a recipe's steps and its time to train on a cluster, for each engine.
 
@@ -107,13 +97,13 @@ def plan(
 
 def plan_fastest(
     cluster: ClusterOption = None,
-    gpus: Count[int | None] = None,
+    gpus: opt.Count[int | None] = None,
     cheapest: bool = False,
     model: Literal["resnet50", "alexnet"] = "resnet50",
     sweep: SweepOption = None,
-    write: NewFile[Path | None] = None,
-    json_file: JsonOption = None,
-    png: PngOption = None,
+    write: opt.NewFile[Path | None] = None,
+    json_file: opt.Json = None,
+    png: opt.NewFile[Path | None] = None,
 ) -> None:
     """Predict which published training reaches its target first on a cluster.
 
@@ -146,7 +136,7 @@ def plan_fastest(
         swept = _over_gpus(points.values, lambda count: [(count, first_exact(search.ways(known, count)[0]))])
         found = [way for _, way in swept]
         remarks = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    show(fastest_table(found), [asdict(way) for way in found], json_file)
+    opt.show(fastest_table(found), [asdict(way) for way in found], json_file)
     print()
     print(*remarks, sep="\n")
     if write is not None:
@@ -161,13 +151,13 @@ def plan_fastest(
         figure.savefig(png)
 
 
-def plan_rows(json_file: JsonOption = None) -> None:
+def plan_rows(json_file: opt.Json = None) -> None:
     """Compare the model with published and measured steps."""
     from imagenet_fast.plan.rows import all_rows, summary
     from imagenet_fast.plan.tables import rows_table
 
     found = all_rows()
-    show(rows_table(found), [asdict(row) for row in found], json_file)
+    opt.show(rows_table(found), [asdict(row) for row in found], json_file)
     print()
     for row in found:
         if row.left:
@@ -177,10 +167,10 @@ def plan_rows(json_file: JsonOption = None) -> None:
 
 
 def plan_validate(
-    recipe: RecipeOption[str],
-    sync: Names[str] = "ddp,lazy,hybrid,dear,sparse",
-    keys: KeysArgument = NO_KEYS,
-    json_file: JsonOption = None,
+    recipe: opt.Recipe[str],
+    sync: opt.Names[str] = "ddp,lazy,hybrid,dear,sparse",
+    keys: opt.Keys = opt.NO_KEYS,
+    json_file: opt.Json = None,
 ) -> None:
     """Measure engines on a shaped test network, beside predictions from the nominal and the measured link.
 
@@ -219,7 +209,9 @@ def plan_validate(
     text = ("engine", "wire")
     numbers = ("nominal_s", "fitted_s", "measured_s")
     lines = ([*(r[key] for key in text), *(f"{r[key]:.3f}" for key in numbers), f"{r['error']:+.1%}"] for r in found)
-    show(compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines), found, json_file)
+    opt.show(
+        compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines), found, json_file
+    )
 
 
 def _parsed(sweep: str | None, gpus: int | None, png: Path | None) -> Sweep | None:
@@ -263,7 +255,7 @@ def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, jso
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
     from imagenet_fast.plan.tables import plan_table
 
-    show(plan_table(predicted), [asdict(row) for row in predicted], json_file)
+    opt.show(plan_table(predicted), [asdict(row) for row in predicted], json_file)
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]

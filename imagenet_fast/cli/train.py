@@ -11,24 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from imagenet_fast.cli.options import (
-    NO_KEYS,
-    WEIGHTS,
-    DataOption,
-    EndpointOption,
-    JoinTimeoutOption,
-    JsonOption,
-    KeysArgument,
-    NodesOption,
-    NprocOption,
-    OnBadImageOption,
-    RecipeOption,
-    RunDirectory,
-    SyncOption,
-    WeightsOption,
-    WeightsRecipeOption,
-    written_out,
-)
+from imagenet_fast.cli import options as opt
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.launch.signals import stopping_early
 
@@ -38,21 +21,21 @@ if TYPE_CHECKING:
 
 @stopping_early()
 def train(
-    recipe: RecipeOption[str | None] = None,
-    data: DataOption = None,
-    keys: KeysArgument = NO_KEYS,
-    sync: SyncOption = None,
-    nproc: NprocOption = None,
+    recipe: opt.Recipe[str | None] = None,
+    data: opt.Directory[Path | None] = None,
+    keys: opt.Keys = opt.NO_KEYS,
+    sync: opt.Sync = None,
+    nproc: opt.Count[int | None] = None,
     nodes: Annotated[str | None, typer.Option(metavar="N|MIN:MAX")] = None,
-    rdzv_endpoint: EndpointOption = None,
-    join_timeout: JoinTimeoutOption = 300,
-    init_from: Annotated[Path | None, typer.Option(metavar=WEIGHTS)] = None,
+    rdzv_endpoint: opt.Endpoint = None,
+    join_timeout: opt.JoinTimeout = 300,
+    init_from: opt.Weights[Path | None] = None,
     fresh_head: bool = False,
     resume: Annotated[str | None, typer.Option(metavar="auto|RUN")] = None,
     max_restarts: Annotated[int | None, typer.Option(metavar="N", min=0)] = None,
-    out: RunDirectory = None,
+    out: opt.RunDirectory = None,
     seed: int | None = None,
-    on_bad_image: OnBadImageOption = None,
+    on_bad_image: opt.OnBadImage = None,
     scale_batch: bool = False,
     trace: bool = False,
     silent: Annotated[bool, typer.Option("--no-warnings", hidden=True)] = False,
@@ -92,7 +75,7 @@ def train(
     from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
-    keys = [*keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
+    keys = [*keys, *opt.written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
     place = _started_rank(
@@ -127,25 +110,28 @@ def train(
 
 
 def evaluate(
-    weights: WeightsOption,
-    data: DataOption = None,
-    recipe: WeightsRecipeOption = None,
-    keys: KeysArgument = NO_KEYS,
-    on_bad_image: OnBadImageOption = None,
-    nproc: NprocOption = None,
-    nodes: NodesOption = None,
-    rdzv_endpoint: EndpointOption = None,
-    join_timeout: JoinTimeoutOption = 300,
-    json_file: JsonOption = None,
+    weights: opt.Weights[Path],
+    data: opt.Directory[Path | None] = None,
+    recipe: opt.Recipe[str | None] = None,
+    keys: opt.Keys = opt.NO_KEYS,
+    on_bad_image: opt.OnBadImage = None,
+    nproc: opt.Count[int | None] = None,
+    nodes: opt.Count[int | None] = None,
+    rdzv_endpoint: opt.Endpoint = None,
+    join_timeout: opt.JoinTimeout = 300,
+    json_file: opt.Json = None,
 ) -> None:
     """Classify each validation image once with given weights, and print top-1 and top-5 accuracy.
 
     A run directory provides its recipe, and its images if they have not been
     moved.
+
+    Args:
+        recipe: Recipe that the weights were trained by. Default: the run's.
     """
     from imagenet_fast.launch.job_setup import plan_evaluation
 
-    keys = [*keys, *written_out({"data.on_bad_image": on_bad_image})]
+    keys = [*keys, *opt.written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, keys, data=data, report=json_file)
     if (place := _started_rank({"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})) is not None:
         from imagenet_fast.launch.rank import evaluate_as_rank
