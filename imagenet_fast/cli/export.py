@@ -32,46 +32,30 @@ def export(
     """
     from safetensors import SafetensorError
 
-    if out.suffix != f".{kind}":
-        other = f"; add --format {out.suffix[1:]}" if out.suffix in (".safetensors", ".pt2") else "; name it so"
-        raise UserError(f"--out {out} does not end in .{kind}, which --format {kind} is read by{other}")
-    if out.exists():
-        raise UserError(f"{out} already exists; give another --out, or remove it")
-    try:
-        write_weights_for_others(weights, recipe, keys, kind, out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{out} cannot be written ({error}); choose another --out") from None
-    print(f"written to {out}")
-
-
-def write_weights_for_others(given: Path, named: str | None, overrides: list[str], kind: str, out: Path) -> None:
-    """Write the weights of ``given``, a file, run directory or checkpoint, to ``out``.
-
-    Args:
-        given: The weights.
-        named: Recipe whose model they are for; None for that of the run.
-        overrides: Changes of that recipe.
-        kind: "safetensors" or "pt2".
-        out: New file.
-
-    Raises:
-        UserError: The weights cannot be read, or do not fit the model.
-    """
     from imagenet_fast.launch.job_setup import recipe_of
     from imagenet_fast.models import build_model
     from imagenet_fast.models.export import export_program
     from imagenet_fast.models.weights import classes_of, describe, fill, fit, write_weights
     from imagenet_fast.training.init_weights import given_weights, warn_of_blurpool
 
-    weights = given_weights(given)
-    name, recipe, _ = recipe_of(given, named, overrides)
-    warn_of_blurpool(weights, recipe.model)
-    classes = len(weights.class_names) or classes_of(weights, recipe.model)
-    weights = fit(weights, recipe.model, max(1, classes))
-    about = describe(name, recipe, weights.class_names)
-    if kind == "safetensors":
-        write_weights(weights.tensors, out, about)
-    else:
-        model = build_model(recipe.model, classes)
-        fill(model, weights)
-        export_program(model, recipe.data.evaluated_size, out, about)
+    if out.suffix != f".{kind}":
+        other = f"; add --format {out.suffix[1:]}" if out.suffix in (".safetensors", ".pt2") else "; name it so"
+        raise UserError(f"--out {out} does not end in .{kind}, which --format {kind} is read by{other}")
+    if out.exists():
+        raise UserError(f"{out} already exists; give another --out, or remove it")
+    given = given_weights(weights)
+    name, trained, _ = recipe_of(weights, recipe, keys)
+    warn_of_blurpool(given, trained.model)
+    classes = len(given.class_names) or classes_of(given, trained.model)
+    given = fit(given, trained.model, max(1, classes))
+    about = describe(name, trained, given.class_names)
+    try:
+        if kind == "safetensors":
+            write_weights(given.tensors, out, about)
+        else:
+            model = build_model(trained.model, classes)
+            fill(model, given)
+            export_program(model, trained.data.evaluated_size, out, about)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} cannot be written ({error}); choose another --out") from None
+    print(f"written to {out}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.models import resnet18
 
 import tests
-from imagenet_fast.cli.export import write_weights_for_others
+from imagenet_fast.cli.export import export
 from imagenet_fast.compare.report import summaries
 from imagenet_fast.metrics import Accuracy
 from imagenet_fast.metrics.past_run import read_run
@@ -75,7 +75,7 @@ def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
     exported = tmp_path / "weights.safetensors"
-    write_weights_for_others(tmp_path / "whole", None, [], "safetensors", exported)
+    export(tmp_path / "whole", exported)
     evaluation = Evaluation("any", job_of(**settings(changes, engine)).recipe, Batching(1, 8, 1), exported, images)
     ((verdict,), past) = run(1, _judged, evaluation), read_run(tmp_path / "whole")
     for value in ("top1", "top1_mirror", "top1_shift", "top5_shift"):
