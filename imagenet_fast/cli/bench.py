@@ -305,10 +305,10 @@ def bench_pipeline(
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure pipeline schedules: bubble, memory and speed.
+    """Measure pipeline schedules: bubble, speed and, on GPUs, memory.
 
     The bubble is the share of time in which ranks wait for each other; the
-    formula's value is beside it. Memory is what each rank keeps for backward.
+    formula's value is beside it. Memory is the most that a step allocates.
     """
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.plots import draw_pipeline
