@@ -1,4 +1,4 @@
-"""Measure the cost of each pipeline schedule: its bubble, the memory kept for backward, and images per second.
+"""Measure the cost of each pipeline schedule: its bubble, images per second, and on GPUs its memory.
 
 The bubble is the share of time in which ranks wait for each other. It is measured with stages that sleep instead of
 computing, so that a few cores can run any number of them. Memory and images per second are measured with the model
@@ -8,9 +8,7 @@ itself.
 from __future__ import annotations
 
 import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +18,6 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from imagenet_fast.bench.layer_profiler import model_and_batch, record_profile
 from imagenet_fast.bench.replay import Pace, Replayed
@@ -79,11 +76,8 @@ class PipelineTime(Row):
     """
     images_per_s: float = field(metadata=column("img/s", form=".0f"))
     """Images per second of the model itself, forward and backward."""
-    activation_bytes: tuple[int, ...] = field(metadata=column("kept by each rank", "MB", ".0f"))
-    """Peak bytes that each rank keeps for backward, including autocast's copies of weights.
-
-    On GPUs, the peak of all memory that a step allocates.
-    """
+    activation_bytes: tuple[int, ...] | None = field(metadata=column("kept by each rank", "MB", ".0f"))
+    """Peak of all memory that a step allocates on each rank's GPU; None on CPUs."""
     timeline: tuple[Busy, ...]
     """Passes of all ranks in that step."""
 
@@ -102,6 +96,7 @@ class _Measured:
     computed_s: list[float]
     """Seconds per step of the model itself, by round."""
     activation_bytes: int
+    """Peak bytes that its steps allocated on the GPU; 0 on a CPU."""
 
 
 def bench_pipeline(
@@ -169,11 +164,11 @@ def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_rank
     step_s, _, timeline = slept[(len(slept) - 1) // 2]
     busy_s = sum(busy.end_s - busy.begin_s for busy in timeline) / stages
     slowest = [max(of_round) for of_round in zip(*(measured.computed_s for measured in of_ranks), strict=True)]
+    kept = tuple(measured.activation_bytes for measured in of_ranks)
     return PipelineTime(
         recipe.model.kind, schedule, stages, micro_batches, step_s, 1 - busy_s / step_s,
         (stages - 1) / (chunks_of(schedule) * micro_batches + stages - 1),
-        recipe.global_batch / median(slowest), tuple(measured.activation_bytes for measured in of_ranks),
-        tuple(timeline),
+        recipe.global_batch / median(slowest), kept if any(kept) else None, tuple(timeline),
     )  # fmt: skip
 
 
@@ -200,8 +195,12 @@ def _measure(
         pipeline = Pipeline(part, None, schedule, micro_batches, nn.CrossEntropyLoss(), cast=cast)
         step = partial(_step, part, pipeline, images, labels)
         step()  # warm-up: connects ranks, and touches fresh memory
-        kept = peak_activations(step, [images, *part.parameters(), *part.buffers()], device)
-        measured.append(_Measured(slept, [_seconds(step, device) for _ in range(rounds)], kept))
+        before = torch.cuda.memory_allocated() if gpus else 0
+        if gpus:
+            torch.cuda.reset_peak_memory_stats()
+        computed_s = [_seconds(step, device) for _ in range(rounds)]
+        kept = torch.cuda.max_memory_allocated() - before if gpus else 0
+        measured.append(_Measured(slept, computed_s, kept))
     return measured
 
 
@@ -247,55 +246,3 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     begun = record_timestamp(device)
     step()
     return seconds_between(begun, record_timestamp(device))
-
-
-def peak_activations(step: Callable[[], object], others: Iterable[Tensor], device: torch.device) -> int:
-    """Run ``step`` and return its peak memory in bytes.
-
-    On a GPU, this is the peak of all memory that ``step`` allocates. Elsewhere, it is the peak of the tensors that
-    autograd saves for backward; each storage counts once.
-
-    Args:
-        step: Forward and backward of one step.
-        others: Tensors that exist anyway, such as weights and the batch; their storages are not counted.
-        device: The device that ``step`` runs on.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    kept = _Kept({tensor.untyped_storage().data_ptr() for tensor in others})
-    with saved_tensors_hooks(kept.keep, kept.give_back):
-        step()
-    return kept.peak
-
-
-class _Saved:
-    """A tensor saved by autograd; it is released when autograd drops this object."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Kept:
-    """A counter of the bytes that autograd keeps, with their peak."""
-
-    def __init__(self, others: set[int]) -> None:
-        self._others = others
-        self._tensors: Counter[tuple[int, int]] = Counter()  # by address and size of their storage
-        self.peak = 0
-
-    def keep(self, tensor: Tensor) -> _Saved:
-        saved, storage = _Saved(tensor), tensor.untyped_storage()
-        place = storage.data_ptr(), storage.nbytes()
-        if place[0] not in self._others:
-            self._tensors[place] += 1
-            weakref.finalize(saved, self._tensors.subtract, [place])
-            self.peak = max(self.peak, sum(size for (_, size), held in self._tensors.items() if held))
-        return saved
-
-    def give_back(self, saved: _Saved) -> Tensor:
-        return saved.tensor

@@ -266,10 +266,10 @@ def bench_pipeline(
     json_file: opt.Json = None,
     png: opt.NewFile[Path | None] = None,
 ) -> None:
-    """Measure pipeline schedules: bubble, memory and speed.
+    """Measure pipeline schedules: bubble, speed and, on GPUs, memory.
 
     The bubble is the share of time in which ranks wait for each other; the
-    formula's value is beside it. Memory is what each rank keeps for backward.
+    formula's value is beside it. Memory is the most that a step allocates.
 
     Args:
         stages: Number of stages; each is a rank on this node.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,18 +48,13 @@ class Lab:
         """Number of ranks."""
         return self.hosts * self.ranks_per_host
 
-    @contextmanager
-    def network(self) -> Iterator[list[Host] | None]:
-        """Make the nodes, and remove them at exit; None: this node.
+    def network(self) -> AbstractContextManager[list[Host] | None]:
+        """Return a context in which there are the nodes; None: all ranks are on this one.
 
         Raises:
             UserError: Such a network cannot be made here.
         """
-        if self.rate is None:
-            yield None
-        else:
-            with shaped_network(self.hosts, parse_rate(self.rate)) as hosts:
-                yield hosts
+        return nullcontext() if self.rate is None else shaped_network(self.hosts, parse_rate(self.rate))
 
     def run(self, function: Callable[..., Any], *arguments: Any, gpus: bool = False) -> list[Any]:
         """Call ``function(*arguments)`` on every rank, each a process with one thread, and return the results by rank.
