@@ -51,7 +51,6 @@ IN_PROCESS = (
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both --json {out}/both.json", "drawn to"),
     ("plan --recipe alexnet-512gpu --cluster dgx1 --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
     ("plan --fastest --cluster dgx-h100 --gpus 8 --json {out}/ways.json", "is the fastest"),
-    ("plan rows --json {out}/rows.json", "measured between shaped hosts, nothing fitted: 60 rows"),
     ("plan validate --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "1.500 1.600"),
     ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
     ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", '"kind": "JobSet"'),
@@ -77,6 +76,8 @@ IN_PROCESS = (
         "synthetic",
     ),
 )
+
+SLOW = ("plan rows --json {out}/rows.json", "measured between shaped hosts, nothing fitted: 60 rows")
 
 IN_A_FORK = (("bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1", "ours, lazy"),)
 """Commands whose memory would stay with all later tests."""
@@ -139,7 +140,7 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
 
 
 def test_every_command_is_met_here():
-    assert {name_of(line) for line, _ in (TRAIN, *ON_RANKS, *IN_PROCESS, *IN_A_FORK)} == NAMES
+    assert {name_of(line) for line, _ in (TRAIN, *ON_RANKS, *IN_PROCESS, SLOW, *IN_A_FORK)} == NAMES
 
 
 @pytest.mark.parametrize(("line", "part"), ON_RANKS, ids=[name_of(line) for line, _ in ON_RANKS])
@@ -157,7 +158,11 @@ def checked_on_ranks(line: str, part: str, out: Path, **places: Path) -> Path:
 
 
 @pytest.mark.usefixtures("own_signals")
-@pytest.mark.parametrize(("line", "part"), IN_PROCESS, ids=[name_of(line) for line, _ in IN_PROCESS])
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [*IN_PROCESS, pytest.param(*SLOW, marks=pytest.mark.ci)],
+    ids=[name_of(line) for line, _ in (*IN_PROCESS, SLOW)],
+)
 def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch):
     places = {"out": tmp_path, "small": tmp_path / "small.json"}
     if "{images}" in line:
