@@ -110,7 +110,7 @@ def train_again(most: int) -> int:
 
 def draw(rows: Sequence[Row]) -> None:
     """Draw top-1 over the batch, with bars of a standard deviation, and over the epochs."""
-    figure = new_figure(PICTURE, 11, 4)
+    figure = new_figure(11, 4)
     left, right = figure.subplots(1, 2)
     optimizers, styles = ("sgd", "lars", "larc"), {256: "-", 2048: "--", 8192: ":"}
     judged = [row for row in rows if row["group"] == "batches" and row.get("top1") is not None]

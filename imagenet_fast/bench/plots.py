@@ -41,6 +41,7 @@ def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
 
 def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure: Any) -> None:
     """Draw a bar per name and note: compute, exposed communication, a mark at the limit, and the note at its end."""
+    figure.set_size_inches(9, 0.4 * len(bars) + 2)
     axes = figure.subplots()
     names, notes, times = zip(*bars, strict=True)
     compute = [t.compute_s for t in times]
@@ -63,6 +64,7 @@ def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
 
     If a row has no utilisation, plot bus bandwidth instead.
     """
+    figure.set_size_inches(11, 5)
     latency, use = figure.subplots(1, 2)
     shared = all(row.utilisation is not None for row in rows)
     sizes = sorted({row.bytes for row in rows})
@@ -95,6 +97,7 @@ def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
     two micro-batches per rank, or the nearest.
     """
     schedules = dict.fromkeys(row.schedule for row in rows)
+    figure.set_size_inches(9, 1 + len(schedules) * (0.6 + 0.3 * rows[0].stages))
     panels = figure.subplots(len(schedules), 1, sharex=True, squeeze=False)[:, 0]
     for axes, schedule in zip(panels, schedules, strict=True):
         own = [row for row in rows if row.schedule == schedule]
@@ -125,6 +128,7 @@ def _draw_timeline(row: PipelineTime, axes: Any) -> None:
 
 def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
     """Draw one bar per loader, with an error bar from its slowest to its fastest round."""
+    figure.set_size_inches(8, 1 + 0.5 * len(rates))
     axes = figure.subplots()
     there = [rate for rate in reversed(rates) if rate.images_per_s]
     typical = [rate.images_per_s or 0.0 for rate in there]

@@ -76,7 +76,7 @@ def bench_step(
 
     dtype = precision or own_precision()
     variants = [step_recipe(model, image_size, batch, dtype, compile, engine) for engine in listed("--sync", sync, str)]
-    _show(partial(measure, variants[0], variants, rounds, steps), json_file)
+    _show(measure(variants[0], variants, rounds, steps), json_file)
 
 
 @bench_app.command("sync")
@@ -93,7 +93,7 @@ def bench_sync(
     rounds: opt.Count[int] = 5,
     steps: opt.Count[int] = 2,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
     trace: opt.Directory[Path | None] = None,
 ) -> None:
     """Time a training step under each engine, beside DDP and the least time possible.
@@ -113,8 +113,8 @@ def bench_sync(
 
     engines = parse_engines(sync, wire, keys)
     lab = Lab(nodes, nproc, rate)
-    times = partial(measure, _profile(model, compute), engines, lab, scale, rounds, steps, trace)
-    _show(times, json_file, draw_sync, (9, 0.4 * len(engines) + 2), png)
+    times = measure(_profile(model, compute), engines, lab, scale, rounds, steps, trace)
+    _show(times, json_file, draw_sync, png)
 
 
 @bench_app.command("count")
@@ -143,7 +143,7 @@ def bench_count(
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, keys)
-    _show(partial(count, _profile(model, compute), engines, ranks, nproc, link), json_file)
+    _show(count(_profile(model, compute), engines, ranks, nproc, link), json_file)
 
 
 @bench_app.command("collectives")
@@ -158,7 +158,7 @@ def bench_collectives(
     rounds: opt.Count[int] = 3,
     seconds: opt.Seconds[float] = 0.4,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Time all-reduces by message size: the backend's own, and our collectives.
 
@@ -172,8 +172,8 @@ def bench_collectives(
     from imagenet_fast.netlab.ranks import Lab
 
     chosen = parse_sizes(sizes), parse_collectives(collectives)
-    times = partial(measure, Lab(nodes, nproc, rate), *chosen, wire, device, rounds, seconds)
-    _show(times, json_file, draw_bandwidth, (11, 5), png)
+    times = measure(Lab(nodes, nproc, rate), *chosen, wire, device, rounds, seconds)
+    _show(times, json_file, draw_bandwidth, png)
 
 
 @published_app.command("ladder")
@@ -187,7 +187,7 @@ def bench_ladder(
     rounds: opt.Count[int] = 5,
     steps: opt.Count[int] = 2,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Measure what each technique of GradientFlow gains, added one by one, and each of ours."""
     from imagenet_fast.bench.engines import bench_sync as measure
@@ -196,7 +196,7 @@ def bench_ladder(
     from imagenet_fast.netlab.ranks import Lab
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    _show(partial(bench_ladder, _profile(model, compute), on), json_file, draw_ladder, (9, 4), png)
+    _show(bench_ladder(_profile(model, compute), on), json_file, draw_ladder, png)
 
 
 @published_app.command("batches")
@@ -211,7 +211,7 @@ def bench_batches(
     rounds: opt.Count[int] = 5,
     steps: opt.Count[int] = 2,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Compare DDP and hybrid at several batch sizes, as the thesis of the hybrid all-reduce does.
 
@@ -226,8 +226,7 @@ def bench_batches(
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     counts = whole_numbers("--batches", batches, "16,32,64,128")
-    rows = partial(bench_batches, _profile(model, compute), counts, on)
-    _show(rows, json_file, draw_batches, (9, 0.8 * len(counts) + 2), png)
+    _show(bench_batches(_profile(model, compute), counts, on), json_file, draw_batches, png)
 
 
 @published_app.command("backends")
@@ -239,7 +238,7 @@ def bench_backends(
     rounds: opt.Count[int] = 3,
     seconds: opt.Seconds[float] = 0.4,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Time the all-reduces of gloo, NCCL (with a GPU for each rank) and MPI (if it is installed)."""
     from imagenet_fast.bench.collectives import parse_sizes
@@ -247,8 +246,8 @@ def bench_backends(
     from imagenet_fast.bench.published import bench_backends as measure
     from imagenet_fast.netlab.ranks import Lab
 
-    times = partial(measure, Lab(nodes, nproc, rate), parse_sizes(sizes), rounds, seconds)
-    _show(times, json_file, draw_bandwidth, (11, 5), png)
+    times = measure(Lab(nodes, nproc, rate), parse_sizes(sizes), rounds, seconds)
+    _show(times, json_file, draw_bandwidth, png)
 
 
 @bench_app.command("pipeline")
@@ -264,7 +263,7 @@ def bench_pipeline(
     device: Device | None = None,
     rounds: opt.Count[int] = 3,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Measure pipeline schedules: bubble, speed and, on GPUs, memory.
 
@@ -287,9 +286,7 @@ def bench_pipeline(
     recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
     chosen = listed("--schedules", schedules, str)
-    times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
-    inches = (9, 1 + len(chosen) * (0.6 + 0.3 * stages))
-    _show(times, json_file, draw_pipeline, inches, png)
+    _show(measure(recipe, stages, counts, chosen, sleep, device, rounds), json_file, draw_pipeline, png)
 
 
 @bench_app.command("profile")
@@ -332,7 +329,7 @@ def bench_data(
     seconds: opt.Seconds[float] = 5,
     rounds: opt.Count[int] = 5,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone.
 
@@ -350,8 +347,8 @@ def bench_data(
 
     chosen: list[Loader] = names("--loaders", loaders, get_args(Loader))
     threads = workers or usable_cores()
-    measure = partial(bench_loading, chosen, data, image_size, batch, threads, seconds, rounds, resize)
-    _show(measure, json_file, draw_loading, (8, 1 + 0.5 * len(chosen)), png)
+    rates = bench_loading(chosen, data, image_size, batch, threads, seconds, rounds, resize)
+    _show(rates, json_file, draw_loading, png)
 
 
 @bench_app.command("kernels", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -369,19 +366,17 @@ def _profile(model: str, compute_s: float | None) -> Profile:
 
 
 def _show(
-    measure: Callable[[], Sequence[Any]],
+    rows: Sequence[Any],
     json_file: Path | None,
     draw: Callable[[Any, Any], None] | None = None,
-    inches: tuple[float, float] = (0, 0),
     png: Path | None = None,
 ) -> None:
-    """Show the rows that ``measure`` returns, and draw them to ``png``; refuse an impossible plot before measuring."""
+    """Show rows, and draw them to ``png``."""
     from imagenet_fast.metrics.figures import new_figure
     from imagenet_fast.metrics.tables import table
 
-    figure = new_figure(png, *inches) if png is not None else None
-    rows = measure()
     opt.show(table(rows), [asdict(row) for row in rows], json_file)
-    if draw is not None and figure is not None:
+    if draw is not None and png is not None:
+        figure = new_figure()
         draw(rows, figure)
         figure.savefig(png)

@@ -96,7 +96,7 @@ def compare(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...")],
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
     json_file: opt.Json = None,
     reference: bool = False,
 ) -> None:
@@ -129,7 +129,7 @@ def report(
 
 def timeline(
     traces: Annotated[list[Path], typer.Argument(metavar="RUN|FILE...")],
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
     json_file: opt.Json = None,
     until: Annotated[float | None, typer.Option(metavar="MS", min=1, max=1e9)] = None,
 ) -> None:

@@ -37,6 +37,13 @@ def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | 
     return file
 
 
+def png_file(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
+    """Raise UserError for a picture that cannot be written in its place, or does not end in .png."""
+    if file is not None and file.suffix != ".png":
+        raise UserError(f"--png {file} does not end in .png; give a name that does")
+    return in_a_directory(parameter, file)
+
+
 def run_directory(text: str) -> Path:
     """Parse ``--out``; an empty one, as of a shell variable that is not set, is refused."""
     if not text:
@@ -77,6 +84,7 @@ Rate = Annotated[T, typer.Option(metavar="RATE")]
 Directory = Annotated[T, typer.Option(metavar="DIR")]
 RunDirectory = Annotated[Path | None, typer.Option("--out", metavar="DIR", parser=run_directory)]
 NewFile = Annotated[T, typer.Option(metavar="FILE", callback=in_a_directory)]
+Png = Annotated[Path | None, typer.Option(metavar="FILE", callback=png_file)]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", callback=in_a_directory)]
 Recipe = Annotated[T, typer.Option(metavar="NAME|PATH", autocompletion=_recipe_names)]
 Sync = Annotated[str | None, typer.Option(metavar="NAME", autocompletion=_engine_names)]

@@ -36,7 +36,7 @@ def plan(
     scaling: Literal["weak", "strong"] = "weak",
     keys: opt.Keys = opt.NO_KEYS,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Predict a recipe's steps and its time to train on a cluster, for each engine.
 
@@ -88,7 +88,7 @@ def plan(
         from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.figures import draw_plan
 
-        figure = new_figure(png, 9, 5)
+        figure = new_figure()
         kind = "alexnet" if written.model.kind == "alexnet_bn" else written.model.kind
         title = f"{Path(recipe).stem} on {Path(name).stem}, {scaling} scaling"
         draw_plan(predicted, title, Path(name).stem, kind, points.key == "nic", figure)
@@ -103,7 +103,7 @@ def plan_fastest(
     sweep: SweepOption = None,
     write: opt.NewFile[Path | None] = None,
     json_file: opt.Json = None,
-    png: opt.NewFile[Path | None] = None,
+    png: opt.Png = None,
 ) -> None:
     """Predict which published training reaches its target first on a cluster.
 
@@ -146,7 +146,7 @@ def plan_fastest(
         from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.figures import draw_fastest
 
-        figure = new_figure(png, 9, 5)
+        figure = new_figure()
         draw_fastest(swept, Path(name).stem, figure)
         figure.savefig(png)
 

@@ -77,7 +77,7 @@ def draw_curves(runs: Sequence[PastRun], png: Path) -> None:
 
     If a run's target is for an accuracy by mean logits, a dashed line shows that, too.
     """
-    figure = new_figure(png, 10, 4)
+    figure = new_figure(10, 4)
     accuracy, loss = figure.subplots(1, 2)
     for name, run in zip(distinct_names(runs), runs, strict=True):
         label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")

@@ -161,7 +161,7 @@ def draw_timelines(steps: Sequence[StepTimeline], png: Path, until_ms: float | N
         png: The file to write.
         until_ms: End of the time axis; None: that of the longest step.
     """
-    figure = new_figure(png, _WIDTH, 0.75 + 1.25 * len(steps))
+    figure = new_figure(_WIDTH, 0.75 + 1.25 * len(steps))
     panels = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
     end = until_ms or 1.02 * max(step.step_ms for step in steps)
     for step, axes in zip(steps, panels, strict=True):

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from imagenet_fast.errors import UserError
 
-
-def new_figure(png: Path, width: float, height: float) -> Any:
-    """Create an empty matplotlib figure of ``width`` x ``height`` inches, to be saved as ``png``.
-
-    Raises:
-        UserError: The name does not end in .png.
-    """
-    if png.suffix != ".png":
-        raise UserError(f"--png {png} does not end in .png; give a name that does")
+def new_figure(width: float = 9, height: float = 5) -> Any:
+    """Create an empty matplotlib figure of ``width`` x ``height`` inches."""
     from matplotlib.figure import Figure  # half a second, for those who draw
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")

@@ -58,21 +58,27 @@ IN_PROCESS = (
     ("data fetch digits --out {out}/digits", "digits is in"),
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
-    ("bench sync --model {small} --nodes 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json", "2 nodes"),
+    (
+        "bench sync --model {small} --nodes 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json --png {out}/a.png",
+        "2 nodes",
+    ),
     ("bench count --model {small} --sync lazy --ranks 2 --nproc 1", "nodes of 1 rank: counted"),
-    ("bench collectives --nodes 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0", "2 nodes, loopback"),
+    (
+        "bench collectives --nodes 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0 --png {out}/a.png",
+        "2 nodes, loopback",
+    ),
     ("bench published ladder --model {small} --nodes 2 --rounds 1 --steps 1", "+ lazy (fused)"),
     ("bench published batches --batches 8 --model {small} --nodes 2 --rounds 1 --steps 1", "2 nodes, loopback, bf16"),
     ("bench published backends --nodes 2 --sizes 4KB --rounds 1 --seconds 0", "gloo"),
     (
         "bench pipeline --stages 2 --micro-batches 2 --schedules gpipe --model resnet18 --image-size 32 --batch 4 "
-        "--precision fp32 --sleep 0.001 --rounds 1 --device cpu",
+        "--precision fp32 --sleep 0.001 --rounds 1 --device cpu --png {out}/a.png",
         "resnet18, 2 ranks in a pipeline",
     ),
     ("bench profile {out}/mine.json --model resnet18 --image-size 32 --batch 2 --precision fp32 --steps 1", "layers"),
     (
         "bench data --data {images} --loaders folder,synthetic,decoding --image-size 32 --batch 2 --workers 1 "
-        "--seconds 0 --rounds 1",
+        "--seconds 0 --rounds 1 --png {out}/a.png",
         "synthetic",
     ),
 )

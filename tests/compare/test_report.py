@@ -77,7 +77,7 @@ def test_labels_are_shown_as_they_are(tmp_path: Path):
     runs = [PastRun(tmp_path, [evaluated], "reached", label) for label in labels]
     assert [label for label in labels if label not in shown(runs)] == []
     draw_curves(runs, tmp_path / "curve.png")
-    axes = new_figure(tmp_path / "curve.png", 10, 4).subplots()
+    axes = new_figure(10, 4).subplots()
     for label in labels:
         axes.plot([1], [1], label=plot_label(label))
     assert [text.get_text().strip().replace("\\$", "$") for text in axes.legend().get_texts()] == labels
@@ -100,7 +100,7 @@ def test_narrow_terminals_wrap_columns_and_cut_no_number(tmp_path: Path):
 def test_the_image_shows_the_accuracy_that_the_target_is_for(tmp_path: Path, monkeypatch, name: str):
     begun = {"event": "run", "target_top1": 93.0, "target_mirrored": True}
     events = [begun, {"event": "eval", "run_s": 60.0, "top1": 92.0, name: 93.4}]
-    figure = new_figure(tmp_path / "curve.png", 10, 4)
+    figure = new_figure(10, 4)
     monkeypatch.setattr("imagenet_fast.compare.report.new_figure", lambda *_: figure)
     draw_curves([PastRun(tmp_path, events, "reached", "run")], tmp_path / "curve.png")
     plain, mean = (line for line in figure.axes[0].lines if len(line.get_xdata()) == 1)
