@@ -295,11 +295,8 @@ def bench_pipeline(
     batch: BatchOption = 32,
     precision: PrecisionOption = None,
     sleep: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Seconds that a stage sleeps for a micro-batch's forward. Default: from the layer profile."
-        ),
-    ] = None,
+        float, typer.Option(min=0, help="Seconds that a stage sleeps for a micro-batch's forward.")
+    ] = 0.01,
     device: DeviceOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps to measure of each schedule.")] = 3,
     json_file: JsonOption = None,
