@@ -19,15 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.bench.layer_profiler import model_and_batch, record_profile
+from imagenet_fast.bench.layer_profiler import model_and_batch
 from imagenet_fast.bench.replay import Pace, Replayed
-from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
+from imagenet_fast.cost_model.layer_profile import shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import build_model
-from imagenet_fast.models.split_points import linear_partition, segments_of
-from imagenet_fast.models.stages import recorded_times, split_model
+from imagenet_fast.models.stages import split_model
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
@@ -35,9 +34,6 @@ from imagenet_fast.recipe.batching import Batching, check_norms
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.precision import autocast
-
-_MICRO_S = 0.03  # default of a rank's sleep for a micro-batch, forward and backward, on average over the ranks
-_RECORDED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -104,13 +100,11 @@ def bench_pipeline(
     stages: int,
     micro_batches: Sequence[int],
     schedules: Sequence[str],
-    sleep_s: float | None,
+    sleep_s: float,
     device: str | None,
     rounds: int,
 ) -> list[PipelineTime]:
     """Measure every schedule with every number of micro-batches that it can take.
-
-    If no layer profile is shipped for the recipe's model, it is recorded here.
 
     Args:
         recipe: The recipe, with synthetic data.
@@ -118,7 +112,6 @@ def bench_pipeline(
         micro_batches: Numbers of micro-batches to try; each must divide the batch.
         schedules: Names of the schedules.
         sleep_s: Seconds that each rank sleeps for a micro-batch's forward; it sleeps twice that for its backward.
-            None means in proportion to its layers' share of the layer profile.
         device: "cpu", or "cuda" for one GPU per rank; None means "cuda" if there are enough GPUs.
         rounds: Number of rounds.
 
@@ -145,11 +138,7 @@ def bench_pipeline(
             max(map(chunks_of, schedules)),
         )  # fmt: skip
     gpus = on_gpus(device, stages, "stages", "--stages")
-    where = torch.device("cuda", 0) if gpus else torch.device("cpu")
-    profile = shipped_profile(recipe.model.kind) or record_profile(recipe, where, _RECORDED_STEPS)
-    by_rank: list[list[_Measured]] = Lab(1, stages).run(
-        _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus
-    )
+    by_rank: list[list[_Measured]] = Lab(1, stages).run(_measure, recipe, runs, sleep_s, rounds, gpus, gpus=gpus)
     return [
         _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
     ]
@@ -173,22 +162,17 @@ def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_rank
 
 
 def _measure(
-    recipe: Recipe, profile: Profile, runs: Sequence[tuple[str, int]], sleep_s: float | None, rounds: int, gpus: bool
+    recipe: Recipe, runs: Sequence[tuple[str, int]], sleep_s: float, rounds: int, gpus: bool
 ) -> list[_Measured]:
     """Measure every run; each rank calls it."""
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     model, images, labels = model_and_batch(recipe, device)
-    times = recorded_times(segments_of(model), profile)
+    profile = shipped_profile(recipe.model.kind)
     measured = []
     for number, (schedule, micro_batches) in enumerate(runs):
         report_progress(f"{schedule} with {micro_batches} micro-batches", number, len(runs))
         ranks, chunks = dist.get_world_size(), chunks_of(schedule)
-        if sleep_s is not None:
-            stages_s = [3 * sleep_s / chunks] * ranks * chunks
-        else:
-            shares = [sum(times[run]) / sum(times) for run in linear_partition(times, ranks * chunks)]
-            stages_s = [_MICRO_S * ranks * share for share in shares]
-        slept = _sleep(stages_s, schedule, micro_batches, rounds)
+        slept = _sleep(3 * sleep_s / chunks, schedule, micro_batches, rounds)
         cast = autocast(recipe.precision, device)
         with cast:
             part = split_model(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
@@ -204,16 +188,16 @@ def _measure(
     return measured
 
 
-def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
+def _sleep(stage_s: float, schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
     """Time steps of sleeping stages; return seconds and this rank's passes, by round.
 
-    A stage sleeps ``stages_s`` seconds for a micro-batch, a third of them in forward. This runs on the CPU with gloo
+    A stage sleeps ``stage_s`` seconds for a micro-batch, a third of them in forward. This runs on the CPU with gloo
     even if there are GPUs: a GPU would not wait for a sleeping host.
     """
     pace = Pace()
-    asleep = nn.Sequential(*(Replayed(pace, second / 3, 2 * second / 3, [torch.zeros(1)]) for second in stages_s))
-    ranks = dist.get_world_size()
-    part = split_model(asleep, torch.zeros(1, 1), dist.get_rank(), ranks, chunks_of(schedule))
+    ranks, chunks = dist.get_world_size(), chunks_of(schedule)
+    stages = (Replayed(pace, stage_s / 3, 2 * stage_s / 3, [torch.zeros(1)]) for _ in range(ranks * chunks))
+    part = split_model(nn.Sequential(*stages), torch.zeros(1, 1), dist.get_rank(), ranks, chunks)
     passes: list[tuple[int, Pass, float, float]] = []
 
     @contextmanager

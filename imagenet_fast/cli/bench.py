@@ -259,7 +259,7 @@ def bench_pipeline(
     image_size: Pixels = 64,
     batch: opt.Count[int] = 32,
     precision: Dtype | None = None,
-    sleep: opt.Seconds[float | None] = None,
+    sleep: opt.Seconds[float] = 0.01,
     device: Device | None = None,
     rounds: opt.Count[int] = 3,
     json_file: opt.Json = None,
@@ -275,7 +275,7 @@ def bench_pipeline(
         micro_batches: Numbers of micro-batches to divide a batch into.
         schedules: Schedules: gpipe, 1f1b (needs as many micro-batches as stages) and interleaved.
         model: Model.
-        sleep: Seconds that a stage sleeps for a micro-batch's forward. Default: from the layer profile.
+        sleep: Seconds that a stage sleeps for a micro-batch's forward.
         rounds: Steps to measure of each schedule.
     """
     from imagenet_fast.bench.pipeline import bench_pipeline as measure

@@ -59,7 +59,8 @@ IN_PROCESS = (
     ("data prepare --source {images} --out {out}/prepared --subset --workers 1", "images"),
     ("data verify --data {images} --workers 1 --json {out}/found.json", "written to"),
     (
-        "bench sync --model {small} --nodes 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json --png {out}/a.png",
+        "bench sync --model {small} --nodes 2 --sync lazy --rounds 1 --steps 1 --json {out}/rows.json "
+        "--png {out}/a.png",
         "2 nodes",
     ),
     ("bench count --model {small} --sync lazy --ranks 2 --nproc 1", "nodes of 1 rank: counted"),
@@ -177,7 +178,7 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
         places["run"] = request.getfixturevalue("trained")
     save_profile(SMALL, places["small"])
 
-    def train(arguments: list[str], ranks: int, saving_s: float) -> int:
+    def train(arguments: list[str], *_: object) -> int:
         shutil.copytree(places["run"], arguments[arguments.index("--out") + 1])
         return 0
 
@@ -185,7 +186,7 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
     if line.startswith("plan validate"):  # as root it would measure between four hosts
         time = SimpleNamespace(compute_s=1.4, predicted_s=1.5, step_s=1.6)
         monkeypatch.setattr(engines, "bench_sync", lambda *_, **__: [time])
-    monkeypatch.setattr(contest, "_on_this_node", train)
+    monkeypatch.setattr(contest, "_train", train)
     monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output
