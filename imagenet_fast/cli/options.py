@@ -39,9 +39,10 @@ def in_a_directory(parameter: typer.CallbackParam, file: Path | None) -> Path | 
 
 def png_file(parameter: typer.CallbackParam, file: Path | None) -> Path | None:
     """Raise UserError for a picture that cannot be written in its place, or does not end in .png."""
-    if file is not None and file.suffix != ".png":
-        raise UserError(f"--png {file} does not end in .png; give a name that does")
-    return in_a_directory(parameter, file)
+    picture = in_a_directory(parameter, file)
+    if picture is not None and picture.suffix != ".png":
+        raise UserError(f"--png {picture} does not end in .png; give a name that does")
+    return picture
 
 
 def run_directory(text: str) -> Path:
