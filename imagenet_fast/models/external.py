@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from imagenet_fast.errors import UserError, did_you_mean, first_line
-from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.network import ExternalModel
 
 _CORRECT = "correct model.name"
 _OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
@@ -32,15 +32,15 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
     Raises:
         UserError: There is no such network, its package is missing, or it does not take the recipe's options.
     """
-    match model:
-        case TorchvisionModel():
+    match model.kind:
+        case "torchvision":
             build = _torchvision(model.name)
-        case TimmModel():
+        case "timm":
             build = _timm(model.name)
-        case PythonModel():
+        case "python":
             build = _function(model.name)
         case _:
-            assert_never(model)
+            assert_never(model.kind)
     try:
         network = build(classes, **model.options)
     except (Exception, SystemExit) as error:  # of code that is not ours

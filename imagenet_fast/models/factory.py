@@ -17,7 +17,7 @@ from imagenet_fast.models.external import build_external
 from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
-from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.network import ExternalModel
 
 _VARIANTS = 100_000  # more than the blocks of a network times the sizes of images
 
@@ -46,7 +46,7 @@ def build_model(model: schema.Model, classes: int) -> nn.Module:
             network = ResNet(Bottleneck, (3, 4, 6, 3), classes, model.zero_init_last_gamma)
         case schema.CifarNet():
             network = CifarNet(classes, model.widths)
-        case TorchvisionModel() | TimmModel() | PythonModel():
+        case ExternalModel():
             network = build_external(model, classes)
         case _:
             assert_never(model)

@@ -51,9 +51,13 @@ class Network(Table):
         return name
 
 
-class _External(Network):
+class ExternalModel(Network):
     """A network that is defined elsewhere."""
 
+    kind: Literal["torchvision", "timm", "python"]
+    """``torchvision``: Any classifier of torchvision, with fresh weights. ``timm``: Any model of timm (the extra
+    ``timm``), with fresh weights. ``python``: A network that a function of your own builds.
+    """
     name: str
     """Name of the network.
 
@@ -62,25 +66,3 @@ class _External(Network):
     """
     options: dict[str, bool | int | float | str] = Field(default={})
     """Keyword arguments for the function that builds the network, such as ``dropout``."""
-
-
-class TorchvisionModel(_External):
-    """Any classifier of torchvision, with fresh weights."""
-
-    kind: Literal["torchvision"]
-
-
-class TimmModel(_External):
-    """Any model of timm (the extra ``timm``), with fresh weights."""
-
-    kind: Literal["timm"]
-
-
-class PythonModel(_External):
-    """A network that a function of your own builds."""
-
-    kind: Literal["python"]
-
-
-ExternalModel = TorchvisionModel | TimmModel | PythonModel
-"""A network that is defined elsewhere."""

@@ -86,25 +86,13 @@ class CifarNet(Network):
 Model = Annotated[AlexNet | AlexNetBN | ResNet | CifarNet | ExternalModel, Field(discriminator="kind")]
 
 
-class Full(Table):
-    """fp32 throughout, on GPUs too."""
+class Unscaled(Table):
+    """A precision without a loss scale."""
 
-    kind: Literal["fp32"]
-
-
-class TensorFloat(Table):
-    """fp32, with matrix products and convolutions in TF32 on GPUs that have it.
-
-    TF32 has 10 bits of mantissa and is far faster.
+    kind: Literal["fp32", "tf32", "bf16"]
+    """``fp32``: fp32 throughout, on GPUs too. ``tf32``: fp32, with matrix products and convolutions in TF32 on GPUs
+    that have it. ``bf16``: bf16 autocast over fp32 weights; fp32 if a rank's CPU has no instructions for bf16.
     """
-
-    kind: Literal["tf32"]
-
-
-class BFloat16(Table):
-    """bf16 autocast over fp32 weights; fp32 if a rank's CPU has no instructions for bf16."""
-
-    kind: Literal["bf16"]
 
 
 class Float16(Table):
@@ -115,7 +103,7 @@ class Float16(Table):
     """Loss scale; 0: dynamic, any other value stays fixed."""
 
 
-Precision = Annotated[Full | TensorFloat | BFloat16 | Float16, Field(discriminator="kind")]
+Precision = Annotated[Unscaled | Float16, Field(discriminator="kind")]
 
 
 Seconds = Annotated[float, Field(gt=0, le=1e8)]

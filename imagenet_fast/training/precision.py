@@ -22,10 +22,10 @@ def effective_precision(precision: schema.Precision, bf16: bool) -> tuple[schema
         precision: The recipe's precision.
         bf16: Whether all ranks have such instructions, as in ``DistContext``.
     """
-    if not isinstance(precision, schema.BFloat16) or bf16:
+    if precision.kind != "bf16" or bf16:
         return precision, ""
     note = "layers compute in fp32, not in bf16: a CPU or GPU of these ranks has no instructions for bf16\n"
-    return schema.Full(kind="fp32"), note
+    return schema.Unscaled(kind="fp32"), note
 
 
 def autocast(precision: schema.Precision, device: torch.device) -> torch.autocast:
@@ -38,20 +38,20 @@ def autocast(precision: schema.Precision, device: torch.device) -> torch.autocas
 
 def forward_dtype(precision: schema.Precision) -> torch.dtype:
     """Return the dtype in which layers compute and in which the first layer gets images."""
-    match precision:
-        case schema.Full() | schema.TensorFloat():
+    match precision.kind:
+        case "fp32" | "tf32":
             return torch.float32
-        case schema.BFloat16():
+        case "bf16":
             return torch.bfloat16
-        case schema.Float16():
+        case "fp16":
             return torch.float16
         case _:
-            assert_never(precision)
+            assert_never(precision.kind)
 
 
 def set_float32_math(precision: schema.Precision) -> None:
     """Set how this process multiplies fp32 values: in full for ``fp32``, else in TF32 where a GPU has it."""
-    full = isinstance(precision, schema.Full)
+    full = precision.kind == "fp32"
     torch.set_float32_matmul_precision("highest" if full else "high")
     torch.backends.cudnn.allow_tf32 = not full
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tests
 from imagenet_fast.metrics import MetricLogger, RunResult
-from imagenet_fast.recipe.schema import Full
+from imagenet_fast.recipe.schema import Unscaled
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
@@ -34,7 +34,7 @@ def _shares() -> tuple[float | None, ...]:
 
 def _share(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> float | None:
     outcome = RunResult("failed", "r", "lazy", 1, 1)
-    scale = LossScaler(Full(kind="fp32"), "fp32", device)
+    scale = LossScaler(Unscaled(kind="fp32"), "fp32", device)
     meter = Meter(tests.world(0, 1, device=device), 1, scale, NonFiniteCounter(device), 5, outcome)
     for _ in range(6):
         meter.fetch(batches)

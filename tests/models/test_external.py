@@ -23,7 +23,7 @@ from imagenet_fast.models.export import export_program
 from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
-from imagenet_fast.recipe.network import PythonModel, TimmModel, TorchvisionModel
+from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
@@ -36,19 +36,19 @@ OWN = "tests.models.own"
 ALONE = tests.world(0, 1)
 
 
-def own(function: str, **options: Any) -> PythonModel:
-    return PythonModel(kind="python", name=f"{OWN}:{function}", options=options)
+def own(function: str, **options: Any) -> ExternalModel:
+    return ExternalModel(kind="python", name=f"{OWN}:{function}", options=options)
 
 
-def of_torchvision(name: str, **options: Any) -> TorchvisionModel:
-    return TorchvisionModel(kind="torchvision", name=name, options=options)
+def of_torchvision(name: str, **options: Any) -> ExternalModel:
+    return ExternalModel(kind="torchvision", name=name, options=options)
 
 
-def of_timm(name: str, **options: Any) -> TimmModel:
-    return TimmModel(kind="timm", name=name, options=options)
+def of_timm(name: str, **options: Any) -> ExternalModel:
+    return ExternalModel(kind="timm", name=name, options=options)
 
 
-def flawed(flaw: str) -> PythonModel:
+def flawed(flaw: str) -> ExternalModel:
     return own("flawed", flaw=flaw)
 
 
@@ -244,7 +244,7 @@ def test_a_broken_module_is_told_with_its_line(code: str, said: str, tmp_path: P
     (tmp_path / "broken.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=said) as refused:
-        build_model(PythonModel(kind="python", name="broken:build"), 10)
+        build_model(ExternalModel(kind="python", name="broken:build"), 10)
     assert "\n" not in str(refused.value)
 
 

@@ -23,7 +23,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.network import TorchvisionModel
+from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import CifarNet, Model, ResNet
 from tests.conftest import tables
 from tests.corruption import corrupted
@@ -202,7 +202,7 @@ def test_torchvision_weights_load_in_half_precision_with_batch_counts_and_withou
 
 
 def test_networks_with_classifiers_for_training_have_one_output_and_their_published_weights_load():
-    model = TorchvisionModel(kind="torchvision", name="googlenet")
+    model = ExternalModel(kind="torchvision", name="googlenet")
     with torch.device("meta"):
         assert build_model(model, 7)(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
     tensors = dict(build_model(model, 7).state_dict())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.ddp import DdpPeer
-from imagenet_fast.recipe.schema import Float16, Full
+from imagenet_fast.recipe.schema import Float16, Unscaled
 from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
@@ -22,7 +22,7 @@ from tests.sync.given import SMALL, Given, integers, pooled, weights_of
 
 LARGEST = torch.finfo(torch.float16).max
 SCALES = {
-    "fp16 on the wire": (Full(kind="fp32"), "fp16"),
+    "fp16 on the wire": (Unscaled(kind="fp32"), "fp16"),
     "a loss scale": (Float16(kind="fp16"), "fp16"),
     "a loss scale that stays": (Float16(kind="fp16", loss_scale=512.0), "fp32"),
 }

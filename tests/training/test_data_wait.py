@@ -14,7 +14,7 @@ import tests
 from imagenet_fast.distributed.heartbeat import Heartbeat, publish
 from imagenet_fast.distributed.watchdog import watch_board
 from imagenet_fast.metrics import MetricLogger, RunResult
-from imagenet_fast.recipe.schema import Full
+from imagenet_fast.recipe.schema import Unscaled
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
@@ -40,7 +40,7 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
     rank, clock, outcome, shares = dist.get_rank(), Clock(), RunResult("failed", "r", "lazy", 2, 2), []
     world = tests.world(rank, 2)
     batches = clock.batches([[7.0, 1.0, 0.5, 0.5, 0.3, 0.3], [0.0] * 6][rank])
-    scale = LossScaler(Full(kind="fp32"), "fp32", world.device)
+    scale = LossScaler(Unscaled(kind="fp32"), "fp32", world.device)
 
     def step(seconds: float) -> None:
         end = clock.now + seconds
@@ -77,7 +77,7 @@ def test_a_rank_that_takes_much_longer_than_the_others_is_named_once():
         patch("imagenet_fast.training.meter.record_timestamp", lambda device: clock.now),
         patch("imagenet_fast.distributed.watchdog.warn", told.append),
     ):
-        scale = LossScaler(Full(kind="fp32"), "fp32", world.device)
+        scale = LossScaler(Unscaled(kind="fp32"), "fp32", world.device)
         meter = Meter(world, 3, scale, NonFiniteCounter(world.device), 5, outcome)
         for step in range(1, 9):
             clock.now += (1.0, 1.1, 3.5)[rank]

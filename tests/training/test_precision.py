@@ -18,7 +18,7 @@ from imagenet_fast.distributed import init
 from imagenet_fast.distributed.init import DistContext, all_compute_bf16, computes_bf16
 from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.job import Evaluation
-from imagenet_fast.recipe.schema import BFloat16, Float16, Full, TensorFloat
+from imagenet_fast.recipe.schema import Float16, Unscaled
 from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.precision import LossScaler, effective_precision
@@ -50,12 +50,12 @@ def test_a_static_scale_stays_and_bf16_has_none_though_an_fp16_wire_is_watched()
     assert fixed.scale == 1000
     assert fixed.metrics(*map(float, fixed.state)) == {"loss_scale": 1000, "skipped_steps": 1}
     assert fixed.largest == torch.finfo(torch.bfloat16).max
-    none = LossScaler(BFloat16(kind="bf16"), "bf16", CPU)
+    none = LossScaler(Unscaled(kind="bf16"), "bf16", CPU)
     assert none(weight.sum()) == 3
     assert none.end_step(None) is None
     assert none.largest is None
     assert none.metrics(*map(float, none.state)) == {}
-    watched = LossScaler(BFloat16(kind="bf16"), "fp16", CPU)
+    watched = LossScaler(Unscaled(kind="bf16"), "fp16", CPU)
     assert watched.largest == 65504
     for overflows in (0.0, 1.0, 1.0):
         assert watched.end_step(torch.tensor(overflows)) is None
@@ -79,7 +79,7 @@ def built(world: DistContext, **changes: Any) -> TrainingStep:
 
 
 def test_without_bf16_instructions_only_bf16_becomes_fp32():
-    full, fast, half, bf16 = Full(kind="fp32"), TensorFloat(kind="tf32"), Float16(kind="fp16"), BFloat16(kind="bf16")
+    full, fast, half, bf16 = Unscaled(kind="fp32"), Unscaled(kind="tf32"), Float16(kind="fp16"), Unscaled(kind="bf16")
     for precision in (full, fast, half, bf16):
         assert effective_precision(precision, bf16=True) == (precision, "")
     for precision in (full, fast, half):
