@@ -151,17 +151,15 @@ def _cell(text: str) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or compare them; return the exit code."""
-    pages = (("recipe.md", recipe_page()), ("commands.md", commands_page()), ("bench-rows.md", rows_page()))
-    stale = []
-    for name, page in pages:
-        file = FOLDER / name
-        if "--check" not in arguments:
+    pages = {FOLDER / "recipe.md": recipe_page(), FOLDER / "commands.md": commands_page()}
+    pages[FOLDER / "bench-rows.md"] = rows_page()
+    if "--check" not in arguments:
+        for file, page in pages.items():
             file.write_text(page, encoding="utf-8")
-        elif not file.is_file() or file.read_text(encoding="utf-8") != page:
-            stale.append(name)
-    if stale:
+    elif stale := [file.name for file, page in pages.items() if file.read_text(encoding="utf-8") != page]:
         print(f"docs/reference: {', '.join(stale)} not up to date; run `python scripts/reference.py`", file=sys.stderr)
-    return 1 if stale else 0
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
