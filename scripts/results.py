@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.metrics.report import SETTLING_STEPS, read_run
+from imagenet_fast.metrics.past_run import SETTLING_STEPS, read_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"

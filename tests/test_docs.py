@@ -15,9 +15,9 @@ import typer
 import yaml
 
 import imagenet_fast
-from imagenet_fast.bench.compare import contestants
-from imagenet_fast.bench.parallel_layouts import parse_layouts
 from imagenet_fast.cli.main import app
+from imagenet_fast.compare.contest import contestants
+from imagenet_fast.compare.layouts import parse_layouts
 from imagenet_fast.metrics.run_result import RunResult, Status
 from imagenet_fast.recipe.batching import check_norms, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
