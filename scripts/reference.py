@@ -38,20 +38,6 @@ from imagenet_fast.recipe.key_reference import Key, recipe_keys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 GENERATED = "<!-- What follows is written by scripts/reference.py: change the texts in the code. -->"
-SECTIONS = {
-    "model": "the network",
-    "data": "images, loader, augmentation",
-    "precision": "the dtype of the computation",
-    "optim": "the optimizer",
-    "schedule": "the learning rate over the epochs",
-    "sync": "the engine that averages gradients",
-    "parallel": "how a model is divided over ranks",
-    "checkpoint": "when the state is saved",
-    "timeout": "how long a rank may stand still",
-}
-"""What each table of a recipe sets."""
-
-
 ROWS: dict[str, type] = {
     "bench step": StepTime,
     "bench sync": EngineTime,
@@ -72,7 +58,7 @@ ROWS: dict[str, type] = {
 def recipe_page() -> Iterator[str]:
     """Yield the lines of all recipe keys, a table of them for each table of a recipe."""
     for name, keys in groupby(recipe_keys(), lambda key: key.name.partition(".")[0] if "." in key.name else ""):
-        yield from (f"## `[{name}]`: {SECTIONS[name]}" if name else "## The run itself", "")
+        yield from (f"## `[{name}]`" if name else "## The run itself", "")
         yield from _table("key | type | default | meaning", map(_key_cells, keys))
 
 
