@@ -10,7 +10,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
 from imagenet_fast.bench.fake_step import Call, count_step, fake_ranks
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
@@ -18,6 +17,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import parse_rate
+from imagenet_fast.netlab.progress import measurement_bar
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
