@@ -143,8 +143,7 @@ def bench_collectives(
             _COPIES * max(sizes), f"--sizes up to {size_text(max(sizes))} between {lab.ranks} ranks",
             "ask for smaller messages, or fewer ranks",
         )  # fmt: skip
-    counted = lab.rate is not None
-    by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, counted, gpus=gpus)
+    by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, gpus=gpus)
     return rows_of(lab, by_rank, "nccl" if gpus else "gloo", wire)
 
 
@@ -225,7 +224,6 @@ def measure(
     rounds: int,
     block_s: float,
     gpus: bool,
-    counted: bool = False,
 ) -> Blocks:
     """Time all collectives on this rank as ``time_in_turns`` does.
 
@@ -236,7 +234,6 @@ def measure(
         rounds: Number of rounds.
         block_s: Seconds for which each all-reduce is repeated in a round, approximately.
         gpus: Whether messages are on this rank's GPU.
-        counted: Whether to count bytes on the node's link; needs a shaped network.
 
     Returns:
         This rank's blocks by collective and size in bytes, after rounding.
@@ -252,7 +249,7 @@ def measure(
         if checked:
             check(once, part, sums=name == "native")
         part.zero_()  # repeated sums of zeros stay finite
-        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None, counted)
+        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None)
 
     def slowest(seconds: float) -> float:
         every = torch.tensor(seconds, device=device)

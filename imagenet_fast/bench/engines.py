@@ -157,9 +157,7 @@ def bench_sync(
     )  # fmt: skip
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
-    measured: list[tuple[_Blocks, dict[Sync, float]]] = lab.run(
-        _measure, small, chosen, wires, lab.rate is not None, rounds, steps, traces
-    )
+    measured: list[tuple[_Blocks, dict[Sync, float]]] = lab.run(_measure, small, chosen, wires, rounds, steps, traces)
     by_rank = [blocks for blocks, _ in measured]
     predicted = measured[0][1]
     seconds = {
@@ -196,13 +194,7 @@ def _cast_for(wire: Wire) -> Cast:
 
 
 def _measure(
-    profile: Profile,
-    engines: Sequence[Sync],
-    wires: list[Wire],
-    counted: bool,
-    rounds: int,
-    steps: int,
-    traces: Path | None,
+    profile: Profile, engines: Sequence[Sync], wires: list[Wire], rounds: int, steps: int, traces: Path | None
 ) -> tuple[_Blocks, dict[Sync, float]]:
     """Return this rank's blocks, and the cost model's prediction for every engine; every rank calls it."""
     report_progress("measuring the network", 0, len(engines))
@@ -218,7 +210,7 @@ def _measure(
         )
     for number, settings in enumerate(engines):
         report_progress(f"first steps of {settings.kind}", number, len(engines))
-        loop = _Loop(profile, gradients, settings, counted, topology)
+        loop = _Loop(profile, gradients, settings, topology)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
             predicted[settings] = chosen[0]
         measurements[settings] = partial(loop.block, steps)
@@ -275,14 +267,11 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
 class _Loop:
     """A training loop of one engine over replayed layers; its update costs nothing."""
 
-    def __init__(
-        self, profile: Profile, gradients: Gradients, settings: Sync, counted: bool, topology: Topology
-    ) -> None:
+    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync, topology: Topology) -> None:
         self._model = replay(profile, gradients)
         self._forward, self._sync = attach(self._model, settings, topology=topology)
         self._x = torch.zeros(1, requires_grad=True)
         self._learns = settings.learns
-        self._counted = counted
 
     def learn(self) -> tuple[Prediction, ...]:
         """Run steps until the engine has its plan, or DDP has its buckets.
@@ -305,7 +294,7 @@ class _Loop:
 
     def block(self, steps: int) -> _Block:
         """Run a warm-up step and ``steps`` timed steps; bytes and launches are means over all of them."""
-        before = bytes_on_link(self._counted)
+        before = bytes_on_link()
         dist.barrier()  # the node's ranks share the counter: none sends before all have read it
         stats = [self._step()]
         begun = time.perf_counter()
@@ -316,7 +305,7 @@ class _Loop:
         return _Block(
             seconds / steps,
             fmean(s.sent_bytes for s in stats),
-            (bytes_on_link(self._counted) - before) / len(stats),
+            (bytes_on_link() - before) / len(stats),
             fmean(s.launches for s in stats),
         )
 

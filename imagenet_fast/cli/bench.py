@@ -107,14 +107,14 @@ def bench_sync(
         trace: Write a timeline of each engine to this directory, for ui.perfetto.dev.
     """
     from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_sync
+    from imagenet_fast.bench.plots import draw_steps
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, keys)
     lab = Lab(nodes, nproc, rate)
     times = measure(_profile(model, compute), engines, lab, scale, rounds, steps, trace)
-    _show(times, json_file, draw_sync, png)
+    _show(times, json_file, draw_steps, png)
 
 
 @bench_app.command("count")
@@ -191,12 +191,12 @@ def bench_ladder(
 ) -> None:
     """Measure what each technique of GradientFlow gains, added one by one, and each of ours."""
     from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_ladder
+    from imagenet_fast.bench.plots import draw_steps
     from imagenet_fast.bench.published import bench_ladder
     from imagenet_fast.netlab.ranks import Lab
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    _show(bench_ladder(_profile(model, compute), on), json_file, draw_ladder, png)
+    _show(bench_ladder(_profile(model, compute), on), json_file, draw_steps, png)
 
 
 @published_app.command("batches")
@@ -219,14 +219,14 @@ def bench_batches(
         batches: Batch sizes of a rank. --compute is for the largest.
     """
     from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_batches
+    from imagenet_fast.bench.plots import draw_steps
     from imagenet_fast.bench.published import bench_batches
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.units import whole_numbers
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     counts = whole_numbers("--batches", batches, "16,32,64,128")
-    _show(bench_batches(_profile(model, compute), counts, on), json_file, draw_batches, png)
+    _show(bench_batches(_profile(model, compute), counts, on), json_file, draw_steps, png)
 
 
 @published_app.command("backends")
