@@ -74,27 +74,13 @@ def usable_memory(root: Path = Path("/")) -> int:
     return min(left)
 
 
-def usable_tasks(root: Path = Path("/")) -> tuple[float, str]:
-    """Return how many more processes and threads may be started here (infinity: no limit), and which limit it is."""
-    limits = [(math.inf, "")]
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
-        limits.append((max(0, soft - _tasks_of_user()), f"`ulimit -u` is {soft}"))
-    for folder in _cgroups(root, "pids"):
-        with suppress(OSError, ValueError):  # without the controller, or without a limit: "max"
-            most, there = (int((folder / f"pids.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
-            limits.append((max(0, most - there), f"{folder / 'pids.max'} is {most}"))
-    return min(limits)
-
-
 def exceeded_limit(message: str) -> str:
     """Return, by the message of an error, which limit of this process was exceeded and how to raise it; empty if none.
 
     Backends report what the system refuses as errors of the connection.
     """
     if "Resource temporarily unavailable" in message or "can't start new thread" in message:
-        _, limit = usable_tasks()
-        return f"no more processes and threads may be started; raise the limit ({limit or 'of the node'})"
+        return "no more processes and threads may be started; raise `ulimit -u`, or the container's limit (`pids.max`)"
     if "Too many open files" in message:
         return (
             f"no more files may be opened; raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
@@ -152,12 +138,6 @@ def _cores_in(listed: str) -> set[int]:
     """Parse a kernel list of cores: "0-2,8" as 0, 1, 2, 8."""
     ranges = [part.partition("-") for part in listed.strip().split(",")]
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
-
-
-def _tasks_of_user() -> int:
-    """Return the number of processes and threads that this user has, as far as this process sees them."""
-    found = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
-    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.getuid())
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[Path]:
