@@ -134,18 +134,3 @@ def job_label(name: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"imagenet-fast-{plain}"
     return named[:40].strip("-")
-
-
-def emit(text: str, file: Path | None) -> None:
-    """Print the text of a job, or write it to ``file``. Raises UserError, and prints nothing, if that fails."""
-    try:
-        encoded = text.encode()
-    except UnicodeEncodeError:
-        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
-    if file is None:
-        print(text, end="")
-        return
-    try:
-        file.write_bytes(encoded)
-    except OSError as error:
-        raise UserError(f"--file {file} cannot be written ({error.strerror}); choose another") from None

@@ -28,7 +28,7 @@ _SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its targe
 
 def jobset_text(
     job: ClusterJob, label: str, image: str, run_claim: str, *, data_claim: str | None, out: str | None,
-    namespace: str | None, gpus: bool, port: int, time_limit_s: int | None,
+    gpus: bool, port: int, time_limit_s: int | None,
 ) -> str:  # fmt: skip
     """Return a manifest for ``kubectl apply``, with a ConfigMap of the recipe if the image lacks it.
 
@@ -41,7 +41,7 @@ def jobset_text(
     Raises:
         UserError: If Kubernetes would reject a name, or the run directory would be lost with the pod.
     """
-    _check_names(label, image, {"--data-claim": data_claim, "--run-claim": run_claim, "--namespace": namespace})
+    _check_names(label, image, {"--data-claim": data_claim, "--run-claim": run_claim})
     folder = PurePosixPath(f"{_RUNS}/{label}" if out is None else out)
     if PurePosixPath(_RUNS) not in folder.parents or ".." in folder.parts:
         raise UserError(f"--out {folder} is not on --run-claim, which pods see at {_RUNS}; choose a directory below it")
@@ -90,17 +90,16 @@ def jobset_text(
         # A sidecar would outlive the training.
         "template": {"metadata": {"annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod},
     }
-    at = {} if namespace is None else {"namespace": namespace}
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{label}-recipe", **at},
+        "metadata": {"name": f"{label}-recipe"},
         "data": {file: job.path.read_text(encoding="utf-8")},
     }
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": label, **at, "annotations": {"imagenet-fast/batch": job.note}},
+        "metadata": {"name": label, "annotations": {"imagenet-fast/batch": job.note}},
         "spec": {
             "network": {"enableDNSHostnames": True},
             "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": spec}}],

@@ -7,7 +7,6 @@ Slurm's `--signal=B:` signals only the batch shell; srun forwards the signals it
 from __future__ import annotations
 
 import math
-import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,9 +51,8 @@ exit "$code"
 
 
 def sbatch_text(
-    job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: bool, cores: int | None, time_limit: str | None,
-    partition: str | None, account: str | None,
-) -> str:  # fmt: skip
+    job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: bool, cores: int | None, time_limit: str | None
+) -> str:
     """Return a script for sbatch that runs ``command`` once per node.
 
     Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all
@@ -62,7 +60,7 @@ def sbatch_text(
     together with its shell, which must not queue it again. The options are those of `launch slurm`.
 
     Raises:
-        UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
+        UserError: If the time limit leaves no time to train.
     """
     warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
     if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
@@ -78,8 +76,6 @@ def sbatch_text(
         "exclusive": None if cores else "",
         "mem": None if cores else "0",  # all of the node's memory
         "time": time_limit,
-        "partition": _check_slurm_name("--partition", partition),
-        "account": _check_slurm_name("--account", account),
         "open-mode": "append",
         "requeue": "",
         "signal": f"B:USR1@{warning_s}",
@@ -97,10 +93,3 @@ def sbatch_text(
         stopped=STOPPED,
         warning=warning_s,
     )
-
-
-def _check_slurm_name(option: str, value: str | None) -> str | None:
-    """Return ``value`` if a directive can hold it unquoted."""
-    if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
-        raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
-    return value
