@@ -11,7 +11,7 @@ from pathlib import Path
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir, new_folder, run_of
+from imagenet_fast.metrics.run_dir import RunDir, new_folder, split_checkpoint
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.job import Evaluation, Job
@@ -149,8 +149,8 @@ def recipe_of(
     if named is not None:
         path = find_recipe(named)
         return path.stem, load_recipe(path, sync, overrides, tell), None
-    run = run_of(weights)
-    folder = run.folder
+    folder, _ = split_checkpoint(weights)
+    run = RunDir(folder)
     if not folder.exists():
         raise UserError(f"there is no run or file {folder}; correct the path")
     if not run.job.is_file():

@@ -39,9 +39,8 @@ def jobset_text(
     once, since it would only end the same way again. The options are those of `launch k8s`.
 
     Raises:
-        UserError: If Kubernetes would reject a name, or the run directory would be lost with the pod.
+        UserError: If the run directory would be lost with the pod.
     """
-    _check_names(label, image, {"--data-claim": data_claim, "--run-claim": run_claim})
     folder = PurePosixPath(f"{_RUNS}/{label}" if out is None else out)
     if PurePosixPath(_RUNS) not in folder.parents or ".." in folder.parts:
         raise UserError(f"--out {folder} is not on --run-claim, which pods see at {_RUNS}; choose a directory below it")
@@ -112,16 +111,6 @@ def jobset_text(
 def _on_exit_code(code: int, action: str) -> dict[str, Any]:
     """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
     return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
-
-
-def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label):
-        raise UserError(f"--name {label!r} is no name of a job; use at most 40 small letters, digits and -")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", image):
-        raise UserError(f"--image {image!r} is no image; write for example registry.example/imagenet-fast:1")
-    for option, name in others.items():
-        if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
-            raise UserError(f"{option} {name!r} is no name of Kubernetes'; use small letters, digits, - and .")
 
 
 def _escape_dollars(word: str) -> str:
