@@ -11,10 +11,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from pathlib import PurePosixPath
 from typing import Any
 
-from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
 from imagenet_fast.metrics.run_result import STOPPED
 
@@ -27,26 +25,19 @@ _SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its targe
 
 
 def jobset_text(
-    job: ClusterJob, label: str, image: str, run_claim: str, *, data_claim: str | None, out: str | None,
-    gpus: bool, port: int, time_limit_s: int | None,
-) -> str:  # fmt: skip
+    job: ClusterJob, label: str, image: str, run_claim: str, data_claim: str | None, *, gpus: bool, port: int
+) -> str:
     """Return a manifest for ``kubectl apply``, with a ConfigMap of the recipe if the image lacks it.
 
     It is JSON, in which all readers take a text for a text: ``00215e6`` in YAML is a number for some.
 
-    Stopped pods are created again, and resume from the run directory. Their number is not limited if they were evicted,
-    or stopped by a signal and saved. Failures are limited in number. A run that ended short of its target fails at
-    once, since it would only end the same way again. The options are those of `launch k8s`.
-
-    Raises:
-        UserError: If the run directory would be lost with the pod.
+    Stopped pods are created again, and resume from the run directory, which is named after the job. Their number is not
+    limited if they were evicted, or stopped by a signal and saved. Failures are limited in number. A run that ended
+    short of its target fails at once, since it would only end the same way again.
     """
-    folder = PurePosixPath(f"{_RUNS}/{label}" if out is None else out)
-    if PurePosixPath(_RUNS) not in folder.parents or ".." in folder.parts:
-        raise UserError(f"--out {folder} is not on --run-claim, which pods see at {_RUNS}; choose a directory below it")
     file = re.sub(r"[^-._a-zA-Z0-9]", "-", job.path.name)  # what a ConfigMap's keys allow; it also names the run
     recipe = job.path.stem if job.shipped else f"{_RECIPES}/{file}"
-    words = job.train(recipe, data_claim and _DATA, str(folder), "--join-timeout", str(_JOIN_TIMEOUT_S))
+    words = job.train(recipe, data_claim and _DATA, f"{_RUNS}/{label}", "--join-timeout", str(_JOIN_TIMEOUT_S))
     first = f"{label}-{_JOB}-0-0.{label}:{port}"
     meeting = ["--nodes", str(job.nodes), "--rdzv-endpoint", first] if job.nodes > 1 else []
     volumes: dict[str, tuple[str, dict[str, Any]]] = {
@@ -60,7 +51,7 @@ def jobset_text(
     container = {
         "name": _CONTAINER,
         "image": image,
-        "command": ["imagenet-fast", *map(_escape_dollars, words), *meeting],
+        "command": ["imagenet-fast", *words, *meeting],
         "ports": [{"containerPort": port}],
         **({"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if gpus else {}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
@@ -84,7 +75,6 @@ def jobset_text(
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimit": _RESTARTS * job.nodes,
-        **({} if time_limit_s is None else {"activeDeadlineSeconds": time_limit_s}),
         "podFailurePolicy": {"rules": rules},
         # A sidecar would outlive the training.
         "template": {"metadata": {"annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod},
@@ -111,8 +101,3 @@ def jobset_text(
 def _on_exit_code(code: int, action: str) -> dict[str, Any]:
     """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
     return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
-
-
-def _escape_dollars(word: str) -> str:
-    """Escape dollars, since Kubernetes expands ``$(NAME)`` and reads two dollars as one."""
-    return word.replace("$", "$$")
