@@ -92,14 +92,12 @@ def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
     assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
 
 
-GIB, CPU_V1 = 2**30, "cpu/j/cpu.cfs_{}_us"
+GIB = 2**30
 DENIED: list[tuple[Callable[[Path], Any], str, dict[str, str], Any]] = [
     (usable_cores, "0::/", {"cpu.max": "max 100000\n"}, 64),
     (usable_cores, "0::/", {"cpu.max": "350000 100000\n"}, 4),
     (usable_cores, "0::/job/step", {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
     (usable_cores, "0::/host/path/of/container", {"cpu.max": "50000 100000\n"}, 1),
-    (usable_cores, "4:cpu,cpuacct:/j", {CPU_V1.format("quota"): "600000\n", CPU_V1.format("period"): "100000\n"}, 6),
-    (usable_cores, "4:cpu,cpuacct:/j", {CPU_V1.format("quota"): "-1\n", CPU_V1.format("period"): "100000\n"}, 64),
     (usable_cores, "3:memory:/", {"cpu.max": "100000 100000"}, 64),
     (usable_cores, "0::/", {"cpu.max": "broken"}, 64),
     # As in a container with `docker run -m`, a pod with a limit, or a job with `--mem`.
@@ -108,9 +106,6 @@ DENIED: list[tuple[Callable[[Path], Any], str, dict[str, str], Any]] = [
                                 "memory.stat": "anon 5\ninactive_file 500"}, GIB - 100),
     (usable_memory, "0::/docker/abc", {"memory.max": f"{GIB}", "memory.current": f"{2 * GIB}", "memory.stat": "anon 0"},
      0),
-    (usable_memory, "9:memory:/j", {"memory/j/memory.limit_in_bytes": f"{GIB}", "memory/j/memory.usage_in_bytes": "7",
-                                    "memory/j/memory.stat": "total_inactive_file 3"}, GIB - 4),
-    (usable_memory, "4:cpu:/", {"memory.max": "1"}, 64 * GIB),
 ]  # fmt: skip
 """What is asked, of which cgroup a process is and what that says; and what is left on a machine with 64 of each."""
 
