@@ -156,8 +156,8 @@ def prepare_device(local_rank: int) -> tuple[torch.device, str]:
     if not torch.cuda.is_available():
         if gpus:
             raise UserError(
-                f"this node has {gpus} GPUs that torch cannot use ({_why_no_cuda()}); `imagenet-fast doctor` says what "
-                "to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+                f"this node has {gpus} GPUs that torch cannot use; `imagenet-fast doctor` says why, and "
+                "CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
             )
         _keep_freed_memory()
         return torch.device("cpu"), "gloo"
@@ -207,11 +207,3 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(option, 2**31 - 1)
-
-
-def _why_no_cuda() -> str:
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0].partition(". ")[0]
-    return "it does not say why"
