@@ -117,8 +117,6 @@ class Flat(nn.Module):
                 raise RuntimeError("no luck\ntoday")
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.flaw == "untraceable" and images.sum().item() > 0:
-            images = images * 2
         logits: Tensor = self.head(images.flatten(1))
         match self.flaw:
             case "squeezed":

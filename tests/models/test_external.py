@@ -19,7 +19,6 @@ from imagenet_fast.distributed.reductions import RunningMeans
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
-from imagenet_fast.models.export import export_program
 from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
@@ -234,13 +233,6 @@ def test_a_broken_module_is_told_with_its_line(code: str, said: str, tmp_path: P
     with pytest.raises(UserError, match=said) as refused:
         build_model(PythonModel(kind="python", name="broken:build"), 10)
     assert "\n" not in str(refused.value)
-
-
-def test_a_network_that_torch_cannot_trace_is_not_exported(tmp_path: Path):
-    network = build_model(flawed("untraceable"), 10)
-    with pytest.raises(UserError, match=r"torch.export cannot trace the network .*--format safetensors"):
-        export_program(network, 32, tmp_path / "network.pt2", {})
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("by", ["module", "_orig_mod"])
