@@ -101,7 +101,6 @@ def k8s(
     keys: KeysArgument = NO_KEYS,
     overrides: SetOption = NO_KEYS,
     scale_batch: _ScaleBatch = False,
-    port: _Port = 29400,
     no_gpus: _NoGpus = False,
 ) -> None:
     """Print a JobSet for kubectl apply.
@@ -114,7 +113,7 @@ def k8s(
     job = plan_cluster_job(recipe, sync, [*overrides, *keys], nodes, nproc, scale_batch)
     check_data(job.recipe, data_claim, "--data-claim")
     label = job_label(job.path.stem) if name is None else name
-    print(jobset_text(job, label, image, run_claim, data_claim, gpus=not no_gpus, port=port), end="")
+    print(jobset_text(job, label, image, run_claim, data_claim, gpus=not no_gpus), end="")
 
 
 @launch_app.command()

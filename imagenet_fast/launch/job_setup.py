@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,17 +44,8 @@ def plan_job(
     start = init_from.absolute() if init_from is not None else None
     note = _note(written, recipe, batching, root, start, fresh_head)
     command, elastic = tuple(sys.argv), nodes is not None
-    keys = _overridden(place, overrides, resume)
+    keys = tuple(dict.fromkeys(override.partition("=")[0].strip() for override in overrides))
     return Job(name, recipe, batching, root, place, note, trace, start, fresh_head, resume, command, elastic, keys)
-
-
-def _overridden(folder: Path, overrides: Sequence[str], resume: bool) -> tuple[str, ...]:
-    """Return the keys of ``overrides``, after those with which the run in ``folder`` began if it is to resume."""
-    before: tuple[str, ...] = ()
-    if resume:
-        with suppress(UserError):  # none, or damaged
-            before = RunDir(folder).read_job().overrides
-    return tuple(dict.fromkeys([*before, *(override.partition("=")[0].strip() for override in overrides)]))
 
 
 def on_ranks(job: Job, ranks: int) -> Job:

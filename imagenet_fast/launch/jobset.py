@@ -21,12 +21,11 @@ _RESTARTS = 10  # per node; Kubernetes counts those of all nodes together
 _GRACE_S = 60  # between SIGTERM and SIGKILL; ranks save within checkpoint.grace_s, by default 50
 _JOIN_TIMEOUT_S = 900  # for launchers to wait for each other: Kubernetes delays restarts by up to 6 minutes
 _JOB, _CONTAINER = "workers", "trainer"
+_PORT = 29_400  # where launchers meet; each pod has an address of its own
 _SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its target
 
 
-def jobset_text(
-    job: ClusterJob, label: str, image: str, run_claim: str, data_claim: str | None, *, gpus: bool, port: int
-) -> str:
+def jobset_text(job: ClusterJob, label: str, image: str, run_claim: str, data_claim: str | None, *, gpus: bool) -> str:
     """Return a manifest for ``kubectl apply``, with a ConfigMap of the recipe if the image lacks it.
 
     It is JSON, in which all readers take a text for a text: ``00215e6`` in YAML is a number for some.
@@ -38,7 +37,7 @@ def jobset_text(
     file = re.sub(r"[^-._a-zA-Z0-9]", "-", job.path.name)  # what a ConfigMap's keys allow; it also names the run
     recipe = job.path.stem if job.shipped else f"{_RECIPES}/{file}"
     words = job.train(recipe, data_claim and _DATA, f"{_RUNS}/{label}", "--join-timeout", str(_JOIN_TIMEOUT_S))
-    first = f"{label}-{_JOB}-0-0.{label}:{port}"
+    first = f"{label}-{_JOB}-0-0.{label}:{_PORT}"
     meeting = ["--nodes", str(job.nodes), "--rdzv-endpoint", first] if job.nodes > 1 else []
     volumes: dict[str, tuple[str, dict[str, Any]]] = {
         "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),
@@ -52,7 +51,7 @@ def jobset_text(
         "name": _CONTAINER,
         "image": image,
         "command": ["imagenet-fast", *words, *meeting],
-        "ports": [{"containerPort": port}],
+        "ports": [{"containerPort": _PORT}],
         **({"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if gpus else {}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }

@@ -174,7 +174,7 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
 
 AT_64 = (
     *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet",
-    "--port", "1234", "--set", "checkpoint.grace_s=299.5",
+    "--set", "checkpoint.grace_s=299.5",
 )  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     assert job["backoffLimit"] == 640
     assert pod["terminationGracePeriodSeconds"] == 310
     (container,) = pod["containers"]
-    assert (container["image"], container["ports"]) == (IMAGE, [{"containerPort": 1234}])
+    assert (container["image"], container["ports"]) == (IMAGE, [{"containerPort": 29400}])
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"shm": "/dev/shm", "runs": "/runs", "data": "/data"}
@@ -201,7 +201,7 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     asked = {key: str(value) for key, value in parsed(pod_words(pod)[1:]).items()}
     assert asked.items() >= {
         "recipe": "resnet50-512gpu", "data": "/data", "out": "/runs/resnet50-512gpu", "nodes": "64", "nproc": "8",
-        "rdzv_endpoint": "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234",
+        "rdzv_endpoint": "resnet50-512gpu-workers-0-0.resnet50-512gpu:29400",
     }.items()  # fmt: skip
 
 
