@@ -22,10 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.bench.rounds import measurement_bar
-from imagenet_fast.bench.rows import NetworkRow, column
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.errors import UserError, listed, names
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.netlab.ranks import TIMEOUT, Lab, on_gpus
@@ -41,6 +40,25 @@ Backend = Literal["gloo", "nccl", "mpi"]
 """The library that sends the bytes."""
 
 _COPIES = 4  # copies of a message in a rank's memory at once, with parts received from others
+
+
+@dataclass(frozen=True)
+class NetworkRow(Row):
+    """A row that was measured between ranks, with the place first."""
+
+    hosts: int
+    """Number of nodes."""
+    ranks_per_host: int
+    """Ranks on each node."""
+    rate: str | None
+    """Rate of each node's link, as given; None: the loopback interface."""
+
+    @property
+    def network(self) -> str:
+        """The place in words, such as ``4 nodes of 2 ranks, 250mbit``."""
+        hosts = f"{self.hosts} node{'s' if self.hosts > 1 else ''}"
+        ranks = f" of {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        return f"{hosts}{ranks}, {self.rate or 'loopback'}"
 
 
 @dataclass(frozen=True)
@@ -125,11 +143,7 @@ def bench_collectives(
             _COPIES * max(sizes), f"--sizes up to {size_text(max(sizes))} between {lab.ranks} ranks",
             "ask for smaller messages, or fewer ranks",
         )  # fmt: skip
-    counted = lab.rate is not None
-    with measurement_bar() as show:
-        by_rank: list[Blocks] = lab.run(
-            measure, sizes, collectives, wire, rounds, block_s, gpus, counted, gpus=gpus, show=show
-        )
+    by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, gpus=gpus)
     return rows_of(lab, by_rank, "nccl" if gpus else "gloo", wire)
 
 
@@ -210,7 +224,6 @@ def measure(
     rounds: int,
     block_s: float,
     gpus: bool,
-    counted: bool = False,
 ) -> Blocks:
     """Time all collectives on this rank as ``time_in_turns`` does.
 
@@ -221,7 +234,6 @@ def measure(
         rounds: Number of rounds.
         block_s: Seconds for which each all-reduce is repeated in a round, approximately.
         gpus: Whether messages are on this rank's GPU.
-        counted: Whether to count bytes on the node's link; needs a shaped network.
 
     Returns:
         This rank's blocks by collective and size in bytes, after rounding.
@@ -237,7 +249,7 @@ def measure(
         if checked:
             check(once, part, sums=name == "native")
         part.zero_()  # repeated sums of zeros stay finite
-        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None, counted)
+        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None)
 
     def slowest(seconds: float) -> float:
         every = torch.tensor(seconds, device=device)

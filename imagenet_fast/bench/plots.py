@@ -1,95 +1,26 @@
-"""Plots of past runs and of the rows of benchmarks, and what every plot begins with."""
+"""Plots of the rows of benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import PastRun, distinct_names
-from imagenet_fast.metrics.run_result import target_metric
+from imagenet_fast.bench.engines import EngineTime
+from imagenet_fast.bench.published import BatchRow, Rung
+from imagenet_fast.metrics.figures import finish
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime
     from imagenet_fast.bench.dataloaders import LoadingRate
-    from imagenet_fast.bench.engines import EngineTime
     from imagenet_fast.bench.pipeline import PipelineTime
-    from imagenet_fast.bench.published import BatchRow, Rung
 
 _COMPUTE_COLOUR, _EXPOSED_COLOUR = "#4c72b0", "#dd8452"
 
 
-def new_figure(png: Path, width: float, height: float) -> Any:
-    """Create an empty matplotlib figure of ``width`` x ``height`` inches, to be saved as ``png``.
-
-    Raises:
-        UserError: The name does not end in .png.
-    """
-    if png.suffix != ".png":
-        raise UserError(f"--png {png} does not end in .png; give a name that does")
-    from matplotlib.figure import Figure  # half a second, for those who draw
-
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def plot_label(text: str) -> str:
-    """Return ``text`` for a title or a legend: no ``$`` begins a formula, no underscore keeps it out of the legend."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
-def draw_curves(runs: list[PastRun], png: Path) -> None:
-    """Draw validation accuracy and training loss over run time, one line per run.
-
-    If a run's target is for an accuracy by mean logits, a dashed line shows that, too.
-    """
-    figure = new_figure(png, 10, 4)
-    accuracy, loss = figure.subplots(1, 2)
-    for name, run in zip(distinct_names(runs), runs, strict=True):
-        label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")
-        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
-        color = line.get_color()
-        if run.last("target_mirrored", "run"):
-            metric = target_metric({"top1_shift": run.last("top1_shift", "eval")}, mirrored=True)
-            accuracy.plot(*run.curve("eval", metric), "o--", markersize=4, color=color, label=f"{label}, mean")
-        loss.plot(*run.curve("train", "loss"), color=color, linewidth=1)
-    for target in {run.last("target_top1", "run") for run in runs} - {None}:
-        accuracy.axhline(target, color="black", linestyle=":", linewidth=1)
-        accuracy.annotate(f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8)
-    accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")
-    loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
-    for axes in (accuracy, loss):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(left=0)
-    accuracy.legend(loc="lower right", frameon=False, fontsize=8)
-    figure.savefig(png)
-
-
-def draw_sync(times: Sequence[EngineTime], figure: Any) -> None:
-    """Draw one bar per engine."""
-    _draw_steps([(f"{t.engine}, {t.wire}", f"{t.step_s:.2f} s", t) for t in times], times[0].title, figure)
-
-
-def draw_ladder(rungs: Sequence[Rung], figure: Any) -> None:
-    """Draw one bar per step, with the gain of the step."""
-    gains = ["" if rung.gain is None else f", {rung.gain:.2f} times" for rung in rungs]
-    bars = [(rung.step, f"{rung.time.step_s:.2f} s{gain}", rung.time) for rung, gain in zip(rungs, gains, strict=True)]
-    _draw_steps(bars, rungs[0].title, figure)
-
-
-def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
-    """Draw bars for DDP and hybrid at each batch size, with the gain."""
-    bars = []
-    for row in rows:
-        bars.append((f"batch {row.batch}, ddp", f"{row.ddp.step_s:.2f} s", row.ddp))
-        bars.append((f"batch {row.batch}, hybrid", f"{row.hybrid.step_s:.2f} s, {-row.gain:+.0%}", row.hybrid))
-    _draw_steps(bars, rows[0].title, figure)
-
-
-def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure: Any) -> None:
-    """Draw a bar per name and note: compute, exposed communication, a mark at the limit, and the note at its end."""
+def draw_steps(rows: Sequence[EngineTime | Rung | BatchRow], figure: Any) -> None:
+    """Draw a bar for each step: compute, exposed communication, a mark at the limit, and times and gains at its end."""
+    bars = [bar for row in rows for bar in _bars(row)]
     axes = figure.subplots()
     names, notes, times = zip(*bars, strict=True)
     compute = [t.compute_s for t in times]
@@ -103,8 +34,20 @@ def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure:
     axes.invert_yaxis()
     axes.margins(x=0.08 + 0.007 * max(map(len, notes)))
     axes.set(xlabel="seconds a step")
-    axes.set_title(title, fontsize=9)
-    _finish(figure)
+    axes.set_title(rows[0].title, fontsize=9)
+    finish(figure)
+
+
+def _bars(row: EngineTime | Rung | BatchRow) -> Iterator[tuple[str, str, EngineTime]]:
+    """Yield the name of each bar, the note at its end, and the step."""
+    match row:
+        case EngineTime():
+            yield f"{row.engine}, {row.wire}", f"{row.step_s:.2f} s", row
+        case Rung(gain=gain, time=step):
+            yield row.step, f"{step.step_s:.2f} s{'' if gain is None else f', {gain:.2f} times'}", step
+        case BatchRow(ddp=ddp, hybrid=hybrid):
+            yield f"batch {row.batch}, ddp", f"{ddp.step_s:.2f} s", ddp
+            yield f"batch {row.batch}, hybrid", f"{hybrid.step_s:.2f} s, {-row.gain:+.0%}", hybrid
 
 
 def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
@@ -134,7 +77,7 @@ def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
     use.set(ylabel="% of the link's rate" if shared else "bus bandwidth, MB/s")
     use.set_ylim(0, max(100.0, use.get_ylim()[1]) if shared else None)
     figure.suptitle(rows[0].title, fontsize=9)
-    _finish(figure, columns=4)
+    finish(figure, columns=4)
 
 
 def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
@@ -150,7 +93,7 @@ def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
         _draw_timeline(min(own, key=lambda row: abs(row.micro_batches - 2 * row.stages)), axes)
     panels[-1].set(xlabel="seconds")
     figure.suptitle(rows[0].title, fontsize=9)
-    _finish(figure)
+    finish(figure)
 
 
 def _draw_timeline(row: PipelineTime, axes: Any) -> None:
@@ -183,13 +126,4 @@ def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
     bars = axes.barh([rate.loader for rate in there], typical, xerr=(below, above), color=colours, ecolor="black")
     axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
     axes.set(xlabel="images a second", title=rates[0].title)
-    _finish(figure, columns=0)
-
-
-def _finish(figure: Any, columns: int = 3) -> None:
-    """Hide the top and right spines, and put the first axes' legend below, in ``columns``; 0: no legend."""
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    if columns:
-        shown = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*shown, loc="outside lower center", ncols=columns, frameon=False)
+    finish(figure, columns=0)

@@ -176,7 +176,7 @@ def _show_plan(
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
     _print_plan(situation, predicted, points is None, json_file)
     if png is not None and points is not None:
-        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.figures import draw_plan
 
         figure = new_figure(png, 9, 5)
@@ -248,7 +248,7 @@ def _show_fastest(
         write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     if png is not None:
-        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.figures import draw_fastest
 
         figure = new_figure(png, 9, 5)
