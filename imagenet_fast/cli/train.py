@@ -116,7 +116,7 @@ def train(
     overrides = [*overrides, *keys, *written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
-    srun_to_torchrun_env(os.environ)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     doubts: list[str] = []
     name, written, begun = recipe_of(run or Path(), recipe, overrides, sync, doubts.append)
@@ -173,7 +173,7 @@ def evaluate(
 
     overrides = [*overrides, *keys, *written_out({"data.on_bad_image": on_bad_image})]
     plan = partial(plan_evaluation, weights, recipe, overrides, data=data, report=json_file)
-    srun_to_torchrun_env(os.environ)
+    srun_to_torchrun_env(os.environ, chosen=nproc is not None or nodes is not None)
     place = rank_info_from_env()
     if place is not None:  # started by the user's torchrun or srun: this process is a rank
         _warn_idle(place, {"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})

@@ -91,7 +91,7 @@ def current_world() -> DistContext:
     rank, size = (dist.get_rank(), dist.get_world_size()) if there else (0, 1)
     tasks = (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS"))
     if not there or tasks == (str(rank), str(size)):  # else a task has started ranks of its own
-        srun_to_torchrun_env(os.environ, one_a_node=True)
+        srun_to_torchrun_env(os.environ, chosen=True, one_a_node=True)
     if (place := rank_info_from_env()) is None:
         if not there:
             refuse_mpirun()

@@ -110,17 +110,27 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join("-".join(map(str, run)) for run in shown) + (f" and {more} more" if more else "")
 
 
-def srun_to_torchrun_env(environment: MutableMapping[str, str], one_a_node: bool = False) -> None:
+def srun_to_torchrun_env(environment: MutableMapping[str, str], chosen: bool = False, one_a_node: bool = False) -> None:
     """Set torchrun's variables, unless set, if srun has started several tasks on a node: each task is a rank.
 
     Args:
         environment: The variables of this process.
+        chosen: Whether the user says how many ranks to start here. Then the shell of ``srun --pty`` is no task.
         one_a_node: Whether a task is a rank even where each node has one, which otherwise starts its node's ranks.
 
     Raises:
-        UserError: srun's variables do not agree.
+        UserError: This is the shell of ``srun --pty``, without which the other tasks have ended; or srun's variables
+            do not agree.
     """
     if any(key in environment for key in TORCHRUN) or not _is_step(environment):
+        return
+    if _is_shell(environment):
+        if not chosen:
+            raise UserError(
+                f"srun --pty has started {environment['SLURM_STEP_NUM_TASKS']} tasks, of which only this one has a "
+                "shell; give --nproc and --nodes 1 to start ranks here, or use srun without --pty: its tasks are ranks"
+            )
+        del environment["SLURM_STEP_NUM_TASKS"]
         return
     tasks = _tasks_by_node(environment)
     if max(tasks) == 1 and not one_a_node:
@@ -133,6 +143,22 @@ def srun_to_torchrun_env(environment: MutableMapping[str, str], one_a_node: bool
     environment.setdefault("MASTER_PORT", str(_port(environment)))
     cores = int(environment.get("SLURM_CPUS_PER_TASK") or cores_per_rank(here))
     environment.setdefault("OMP_NUM_THREADS", str(cores))
+
+
+def _is_shell(environment: Mapping[str, str]) -> bool:
+    """Return whether this process runs in the shell of ``srun --pty``, whose variables its own steps have, too.
+
+    Tasks of those steps have no terminal.
+    """
+    return "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0" and _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR))
+    except OSError:
+        return False
+    return True
 
 
 def step_nodes(environment: Mapping[str, str] = os.environ) -> tuple[int, str] | None:

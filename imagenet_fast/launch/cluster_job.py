@@ -17,6 +17,8 @@ from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import lint
 
+_UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
+
 
 @dataclass(frozen=True)
 class ClusterJob:
@@ -112,8 +114,38 @@ def check_data(recipe: Recipe, given: object | None, option: str) -> None:
         raise UserError(f"the nodes do not know where {recipe.data.dataset} lies; say it with {option}")
 
 
+def parse_time_limit(text: str) -> int:
+    """Parse Slurm's ``MINUTES``, ``MIN:SEC``, ``H:MIN:SEC`` or ``DAYS-H[:MIN[:SEC]]`` to seconds. Raises UserError."""
+    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
+    days, *parts = found.groups() if found else (None,)
+    given = [int(part) for part in parts if part is not None]
+    if days is not None:
+        given = [int(days), *given, *[0] * (3 - len(given))]
+    elif len(given) == 1:  # minutes only
+        given += [0]
+    seconds = sum(part * unit for part, unit in zip(reversed(given), _UNITS_S, strict=False))
+    if not seconds:
+        raise UserError(f"--time {text} is no time limit; write for example 90 (minutes), 24:00:00 or 2-12:00:00")
+    return seconds
+
+
 def job_label(name: str) -> str:
     """Return a job name of at most 40 small letters, digits and single dashes, which begins with a letter."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     named = plain if plain[:1].isalpha() else f"imagenet-fast-{plain}"
     return named[:40].strip("-")
+
+
+def emit(text: str, file: Path | None) -> None:
+    """Print the text of a job, or write it to ``file``. Raises UserError, and prints nothing, if that fails."""
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
+    if file is None:
+        print(text, end="")
+        return
+    try:
+        file.write_bytes(encoded)
+    except OSError as error:
+        raise UserError(f"--file {file} cannot be written ({error.strerror}); choose another") from None

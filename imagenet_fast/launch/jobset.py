@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from pathlib import PurePosixPath
 from typing import Any
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
 from imagenet_fast.metrics.run_result import STOPPED
 
@@ -21,23 +23,32 @@ _RESTARTS = 10  # per node; Kubernetes counts those of all nodes together
 _GRACE_S = 60  # between SIGTERM and SIGKILL; ranks save within checkpoint.grace_s, by default 50
 _JOIN_TIMEOUT_S = 900  # for launchers to wait for each other: Kubernetes delays restarts by up to 6 minutes
 _JOB, _CONTAINER = "workers", "trainer"
-_PORT = 29_400  # where launchers meet; each pod has an address of its own
 _SHORT_OF_TARGET = 3  # exit code of a run that ended without reaching its target
 
 
-def jobset_text(job: ClusterJob, label: str, image: str, run_claim: str, data_claim: str | None, *, gpus: bool) -> str:
+def jobset_text(
+    job: ClusterJob, label: str, image: str, run_claim: str, *, data_claim: str | None, out: str | None,
+    namespace: str | None, gpus: bool, port: int, time_limit_s: int | None,
+) -> str:  # fmt: skip
     """Return a manifest for ``kubectl apply``, with a ConfigMap of the recipe if the image lacks it.
 
     It is JSON, in which all readers take a text for a text: ``00215e6`` in YAML is a number for some.
 
-    Stopped pods are created again, and resume from the run directory, which is named after the job. Their number is not
-    limited if they were evicted, or stopped by a signal and saved. Failures are limited in number. A run that ended
-    short of its target fails at once, since it would only end the same way again.
+    Stopped pods are created again, and resume from the run directory. Their number is not limited if they were evicted,
+    or stopped by a signal and saved. Failures are limited in number. A run that ended short of its target fails at
+    once, since it would only end the same way again. The options are those of `launch k8s`.
+
+    Raises:
+        UserError: If Kubernetes would reject a name, or the run directory would be lost with the pod.
     """
+    _check_names(label, image, {"--data-claim": data_claim, "--run-claim": run_claim, "--namespace": namespace})
+    folder = PurePosixPath(f"{_RUNS}/{label}" if out is None else out)
+    if PurePosixPath(_RUNS) not in folder.parents or ".." in folder.parts:
+        raise UserError(f"--out {folder} is not on --run-claim, which pods see at {_RUNS}; choose a directory below it")
     file = re.sub(r"[^-._a-zA-Z0-9]", "-", job.path.name)  # what a ConfigMap's keys allow; it also names the run
     recipe = job.path.stem if job.shipped else f"{_RECIPES}/{file}"
-    words = job.train(recipe, data_claim and _DATA, f"{_RUNS}/{label}", "--join-timeout", str(_JOIN_TIMEOUT_S))
-    first = f"{label}-{_JOB}-0-0.{label}:{_PORT}"
+    words = job.train(recipe, data_claim and _DATA, str(folder), "--join-timeout", str(_JOIN_TIMEOUT_S))
+    first = f"{label}-{_JOB}-0-0.{label}:{port}"
     meeting = ["--nodes", str(job.nodes), "--rdzv-endpoint", first] if job.nodes > 1 else []
     volumes: dict[str, tuple[str, dict[str, Any]]] = {
         "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory"}}),
@@ -50,8 +61,8 @@ def jobset_text(job: ClusterJob, label: str, image: str, run_claim: str, data_cl
     container = {
         "name": _CONTAINER,
         "image": image,
-        "command": ["imagenet-fast", *words, *meeting],
-        "ports": [{"containerPort": _PORT}],
+        "command": ["imagenet-fast", *map(_escape_dollars, words), *meeting],
+        "ports": [{"containerPort": port}],
         **({"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if gpus else {}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
     }
@@ -74,20 +85,22 @@ def jobset_text(job: ClusterJob, label: str, image: str, run_claim: str, data_cl
         "completions": job.nodes,
         "parallelism": job.nodes,
         "backoffLimit": _RESTARTS * job.nodes,
+        **({} if time_limit_s is None else {"activeDeadlineSeconds": time_limit_s}),
         "podFailurePolicy": {"rules": rules},
         # A sidecar would outlive the training.
         "template": {"metadata": {"annotations": {"sidecar.istio.io/inject": "false"}}, "spec": pod},
     }
+    at = {} if namespace is None else {"namespace": namespace}
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": {"name": f"{label}-recipe"},
+        "metadata": {"name": f"{label}-recipe", **at},
         "data": {file: job.path.read_text(encoding="utf-8")},
     }
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": {"name": label, "annotations": {"imagenet-fast/batch": job.note}},
+        "metadata": {"name": label, **at, "annotations": {"imagenet-fast/batch": job.note}},
         "spec": {
             "network": {"enableDNSHostnames": True},
             "replicatedJobs": [{"name": _JOB, "replicas": 1, "template": {"spec": spec}}],
@@ -100,3 +113,18 @@ def jobset_text(job: ClusterJob, label: str, image: str, run_claim: str, data_cl
 def _on_exit_code(code: int, action: str) -> dict[str, Any]:
     """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
     return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
+
+
+def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label):
+        raise UserError(f"--name {label!r} is no name of a job; use at most 40 small letters, digits and -")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", image):
+        raise UserError(f"--image {image!r} is no image; write for example registry.example/imagenet-fast:1")
+    for option, name in others.items():
+        if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
+            raise UserError(f"{option} {name!r} is no name of Kubernetes'; use small letters, digits, - and .")
+
+
+def _escape_dollars(word: str) -> str:
+    """Escape dollars, since Kubernetes expands ``$(NAME)`` and reads two dollars as one."""
+    return word.replace("$", "$$")

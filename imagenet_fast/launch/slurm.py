@@ -7,11 +7,13 @@ Slurm's `--signal=B:` signals only the batch shell; srun forwards the signals it
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from imagenet_fast.launch.cluster_job import ClusterJob, job_label
+from imagenet_fast.errors import UserError
+from imagenet_fast.launch.cluster_job import ClusterJob, job_label, parse_time_limit
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
@@ -49,14 +51,24 @@ exit "$code"
 """
 
 
-def sbatch_text(job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: bool, cores: int | None) -> str:
+def sbatch_text(
+    job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: bool, cores: int | None, time_limit: str | None,
+    partition: str | None, account: str | None,
+) -> str:  # fmt: skip
     """Return a script for sbatch that runs ``command`` once per node.
 
     Tasks are not bound to cores, since each starts ranks and loaders. A task that ends does not end the others: all
     ranks save together, but end at slightly different times. Only USR1 is trapped. A cancelled job is ended by SIGTERM,
     together with its shell, which must not queue it again. The options are those of `launch slurm`.
+
+    Raises:
+        UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
     warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
+    if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
+        minutes = math.ceil(2 * warning_s / 60)
+        grace = f" (checkpoint.grace_s is {job.recipe.checkpoint.grace_s:g})" if warning_s > _WARNING_S else ""
+        raise UserError(f"--time {time_limit} leaves no time to train{grace}; give more than {minutes} minutes")
     asked = {
         "job-name": job_label(job.path.stem),
         "nodes": str(job.nodes),
@@ -65,6 +77,9 @@ def sbatch_text(job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: 
         "cpus-per-task": str(cores) if cores else None,
         "exclusive": None if cores else "",
         "mem": None if cores else "0",  # all of the node's memory
+        "time": time_limit,
+        "partition": _check_slurm_name("--partition", partition),
+        "account": _check_slurm_name("--account", account),
         "open-mode": "append",
         "requeue": "",
         "signal": f"B:USR1@{warning_s}",
@@ -82,3 +97,10 @@ def sbatch_text(job: ClusterJob, command: Sequence[str], folder: Path, *, gpus: 
         stopped=STOPPED,
         warning=warning_s,
     )
+
+
+def _check_slurm_name(option: str, value: str | None) -> str | None:
+    """Return ``value`` if a directive can hold it unquoted."""
+    if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
+        raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
+    return value

@@ -35,12 +35,14 @@ exit "$code"
 """
 
 
-def parse_hosts(text: str) -> list[str]:
-    """Return the hosts of a list like ``a,user@b,fd00::1``. Raises UserError."""
-    names = listed("--hosts", text, _name)
+def parse_hosts(text: str, nodes: int | None) -> list[str]:
+    """Return the first ``nodes`` hosts of a list like ``a,user@b,fd00::1``; None for all. Raises UserError."""
+    names = listed("--hosts", text, _name)[:nodes]
+    if nodes is not None and len(names) < nodes:
+        raise UserError(f"--hosts names {len(names)} of {nodes} nodes; name them all, or correct --nodes")
     if len(names) > 1 and (names[0] == "localhost" or names[0].startswith("127.") or names[0] == "::1"):
         raise UserError(f"--hosts {text!r}: to the others {names[0]} is themselves; give the name that they know it by")
-    return [host.strip() for host in text.split(",")]
+    return [host.strip() for host in text.split(",")][:nodes]
 
 
 def _name(host: str) -> str:

@@ -6,17 +6,24 @@ import copy
 import importlib
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from imagenet_fast.errors import UserError, did_you_mean, first_line
 from imagenet_fast.recipe.network import ExternalModel, PythonModel, TimmModel, TorchvisionModel
 
 _CORRECT = "correct model.name"
+_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
+"""Options of torchvision's models that otherwise give several outputs in training."""
 
 
 def build_external(model: ExternalModel, classes: int) -> nn.Module:
@@ -53,12 +60,10 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
 
 
 def check_network(
-    network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int, images: int = 2,
-    channels_last: bool = False,
+    network: nn.Module, model: ExternalModel, classes: int, sizes: Iterable[int], eval_size: int, *,
+    all_used: bool = False, images: int = 2, channels_last: bool = False,
 ) -> None:  # fmt: skip
-    """Run a copy of ``network`` on few images as in training and as in evaluation.
-
-    What cannot be trained is refused by the engine, or by torch.
+    """Look at the parameters of ``network``, and run a copy of it on few images as in training and as in evaluation.
 
     Args:
         network: The network; it and torch's generators are left as they are.
@@ -66,34 +71,68 @@ def check_network(
         classes: Number of classes.
         sizes: Sides of training images in pixels.
         eval_size: Side of validation images in pixels.
+        all_used: Whether every parameter must have a gradient, as torch's DDP wants it.
         images: Images of a training batch. In an evaluation one image may be left for the last batch.
         channels_last: Whether weights and images are in channels_last memory.
 
     Raises:
-        UserError: It cannot be copied, cannot take such images, or does not give one logit a class.
+        UserError: It cannot be trained, cannot take such images, or does not give one logit a class.
     """
-    device, about = next(network.parameters()).device, f"model.name '{model.name}'"
     runs = [*((True, images, size) for size in sizes), (False, 2, eval_size), (False, 1, eval_size)]
+    if reason := _untrainable(network) or _failing(network, classes, runs, all_used, channels_last):
+        raise UserError(f"model.name '{model.name}' {reason}")
+
+
+def _failing(
+    network: nn.Module, classes: int, runs: Iterable[tuple[bool, int, int]], all_used: bool, channels_last: bool
+) -> str:
+    """Return the end of an error message if a copy fails at one of ``runs``, else an empty string.
+
+    A run is whether it is one of training, and the number and side of its images.
+    """
+    try:
+        trial = copy.deepcopy(network)
+    except Exception as error:  # of code that is not ours
+        return (
+            f"cannot be copied ({first_line(error)}); let it keep no computed tensors, as torch.nn.utils.weight_norm "
+            "does (torch.nn.utils.parametrizations has one that does not)"
+        )
+    if channels_last:
+        to_channels_last(trial)
+    device = next(network.parameters()).device
+    buffers = dict(network.named_buffers()).keys()
     for training, count, size in runs:
+        trial.train(training)
         batch = torch.zeros(count, 3, size, size, device=device)
-        what = f"{count} image{'s' * (count > 1)} of {size} pixels"
         try:
-            trial = copy.deepcopy(network)
-            trial.train(training)
-            if channels_last:
-                to_channels_last(trial)
-                batch = batch.contiguous(memory_format=torch.channels_last)
             with torch.set_grad_enabled(training), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                logits = trial(batch)
+                logits = trial(batch.contiguous(memory_format=torch.channels_last) if channels_last else batch)
         except Exception as error:  # of code that is not ours
-            raise UserError(f"{about} cannot take {what} ({first_line(error)}); {_way_out(error, count)}") from None
-        found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
-        if found != f"shape {[count, classes]}":
-            raise UserError(
-                f"{about} gives an output of {found} for {what}, and the data has {classes} classes; it must give a "
-                "tensor with one logit a class, so choose model.options for that, or wrap it in a function of your own "
-                "(model.kind 'python')"
+            what = "images" if count > 1 else "a single image"
+            return f"cannot take {what} of {size} pixels ({first_line(error)}); {_way_out(error, training, count)}"
+        if new := dict(trial.named_buffers()).keys() - buffers:
+            return (
+                f"makes the buffer {min(new)} when it is called, and a resumed run needs it before; register it when "
+                "the network is built"
             )
+        if not isinstance(logits, Tensor):
+            return (
+                f"returns a {type(logits).__name__} for images; it must return a tensor of logits, so choose options "
+                "for that, or wrap it in a function of your own (model.kind 'python')"
+            )
+        if logits.shape != (count, classes):
+            return (
+                f"gives an output of shape {list(logits.shape)} for {count} image{'s' * (count > 1)}, and the data has "
+                f"{classes} classes; it must give one logit a class"
+            )
+        if training and not logits.requires_grad:
+            return "gives logits without a gradient; take no detach or torch.no_grad in forward"
+        if training and all_used and (unused := _unused(trial, logits)):
+            return (
+                f"does not use {unused}, and torch's DDP waits for the gradients of all parameters; take another "
+                "engine than sync.kind 'ddp', or a network without it"
+            )
+    return ""
 
 
 def to_channels_last(network: nn.Module) -> None:
@@ -103,13 +142,53 @@ def to_channels_last(network: nn.Module) -> None:
             tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
 
 
-def _way_out(error: Exception, count: int) -> str:
-    """Return what to do where a network cannot take a batch of ``count`` images."""
+def _way_out(error: Exception, training: bool, count: int) -> str:
+    """Return what to do where a network cannot take a batch of images."""
     if "view size is not compatible" in str(error):
         return "write reshape or flatten instead of view in the network, or set channels_last to false"
     if count == 1:
-        return "choose a larger micro_batch, or see to the network: an evaluation's last batch may have one image"
+        return (
+            "choose a larger micro_batch" if training else "an evaluation's last batch may have one; see to the network"
+        )
     return "choose others by data.image_size, data.sizes and data.eval_size, or see to model.options or to the network"
+
+
+def _unused(network: nn.Module, logits: Tensor) -> str:
+    """Return the name of a parameter that gets no gradient from ``logits``; empty if there is none, or no backward."""
+    network.zero_grad()
+    with suppress(Exception):  # of code that is not ours; training meets it, too
+        logits.sum().backward()
+        return next((n for n, p in network.named_parameters() if p.requires_grad and p.grad is None), "")
+    return ""
+
+
+def _untrainable(network: nn.Module) -> str:
+    """Return the end of an error message if the parameters cannot be trained, else an empty string."""
+    if isinstance(network, torch.jit.ScriptModule):
+        return "is a script of torch.jit, which takes no hooks; let it return the torch.nn.Module itself"
+    if isinstance(network, nn.DataParallel | DistributedDataParallel):
+        return f"is wrapped in {type(network).__name__}; let it return the network itself, which every rank trains"
+    for name, tensor in chain(network.named_parameters(), network.named_buffers()):
+        if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+            return f"has no shape for {name}; call it on an image before it is returned, or use no lazy layer"
+    trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
+    if not trained:
+        return "has no parameter that is trained; let at least one require gradients"
+    (usual, _), *_ = Counter(parameter.dtype for parameter in trained.values()).most_common()
+    for name, parameter in trained.items():
+        if not parameter.is_floating_point():
+            return f"has {name} of {parameter.dtype}; let its parameters be real, such as by torch.view_as_real"
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            return f"has {name} as a part of a larger tensor, or with gaps; make it an nn.Parameter of a clone"
+        if parameter.dtype != usual:
+            return f"has {name} of {parameter.dtype} beside others of {usual}; convert it, as by .to({usual})"
+    for name, value in network.state_dict().items():
+        if not isinstance(value, Tensor):
+            return f"keeps {name} as a {type(value).__name__}, and only tensors are saved; make it a buffer"
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            return f"has sparse gradients in {name}, and only dense ones are sent; make it with sparse=False"
+    return ""
 
 
 def _where(error: BaseException) -> str:
@@ -128,7 +207,8 @@ def _torchvision(name: str) -> Callable[..., Any]:
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"torchvision has no classifier '{name}'; {did_you_mean(name, known, _CORRECT)}")
-    return lambda classes, **options: models.get_model(name, weights=None, num_classes=classes, **options)
+    usual = _OPTIONS.get(name, {})
+    return lambda classes, **options: models.get_model(name, weights=None, num_classes=classes, **usual | options)
 
 
 def _timm(name: str) -> Callable[..., Any]:

@@ -36,6 +36,8 @@ _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 A moving average is first: it is what they report.
 """
+_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+"""Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
 _CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _LISTED = 3  # number of misfitting weights that a message lists
 
@@ -141,10 +143,14 @@ def with_classes(weights: Weights, model: schema.Model, class_names: Sequence[st
 
 
 def _is_read(name: str, tensor: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Return whether a network is to get the tensor of a file: batch counts, which conversions spoil, need not fit."""
+    """Return whether a network needs the tensor of a file.
+
+    It needs no batch counts, which conversions of a whole file spoil, and in an evaluation no auxiliary classifiers,
+    which published weights of GoogLeNet and Inception v3 have.
+    """
     if name.endswith(".num_batches_tracked") and name in expected:
         return tensor.dtype == expected[name].dtype and tensor.shape == expected[name].shape
-    return True
+    return name in expected or not name.startswith(_AUXILIARY) or any(own.startswith(_AUXILIARY) for own in expected)
 
 
 def fill(network: nn.Module, fitting: Weights) -> None:

@@ -55,7 +55,7 @@ def build_initial_model(
         one = recipe.micro_batch == 1 or recipe.global_batch == world.size
         check_network(
             model, recipe.model, classes, sorted(recipe.data.training_sizes), recipe.data.evaluated_size,
-            1 if one else 2, recipe.channels_last,
+            all_used=not recipe.sync.ours, images=1 if one else 2, channels_last=recipe.channels_last,
         )  # fmt: skip
     if recipe.channels_last:
         to_channels_last(model)

@@ -149,7 +149,7 @@ REFUSED = {
     "export": [
         ("--weights nowhere.pth --out w.safetensors", "there is no file nowhere.pth; give a file of"),
         ("--weights / --out w.safetensors", "/ is a directory without a run; give a file"),
-        ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, by which"),
+        ("--weights x --out w.pth", "--out w.pth does not end in .safetensors, which"),
         ("--weights x --out /no/w.safetensors", "--out /no/w.safetensors: there is no directory /no"),
     ],
     "compare --recipe smoke": [

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torchvision.models import alexnet, resnet18
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
@@ -24,6 +25,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.job_setup import plan_evaluation
 from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint
 from imagenet_fast.models import build_model
+from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
@@ -318,12 +320,31 @@ def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
 
 
 @ci
-def test_what_cannot_be_written_or_is_no_state_dict_is_said_so(
-    smoke_run: Path, tmp_path: Path, refusal: Callable[..., str]
-):
-    said = refusal("export", "--weights", str(smoke_run), "--out", "/proc/w.safetensors")
-    assert "/proc/w.safetensors cannot be written (" in said
-    torch.export.save(torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),)), tmp_path / "a.pt2")
-    back = refusal("export", "--weights", str(tmp_path / "a.pt2"), "--out", str(tmp_path / "w.safetensors"))
-    assert "a.pt2 is an archive without a state dict, as a .pt2 is, of which nothing is read; give" in back
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt2"]
+def test_an_exported_program_gives_the_networks_results(smoke_run: Path, tmp_path: Path, refusal: Callable[..., str]):
+    best, out = f"{smoke_run}@best", tmp_path / "smoke.pt2"
+    in_process("export", "--weights", best, "--format", "pt2", "--out", str(out))
+    check_program(out, resnet18(num_classes=10), given_weights(Path(best)).tensors, 32, "smoke")
+    for kind in ("safetensors", "pt2"):
+        options = ("--weights", str(smoke_run), "--format", kind, "--out", f"/proc/w.{kind}")
+        assert f"/proc/w.{kind} cannot be written (" in refusal("export", *options)
+    back = refusal("export", "--weights", str(out), "--out", str(tmp_path / "w.safetensors"))
+    assert "smoke.pt2 is an archive without a state dict, as a .pt2 is, of which nothing is read; give" in back
+    assert [path.name for path in tmp_path.iterdir()] == ["smoke.pt2"]
+
+
+@pytest.mark.weekly
+def test_an_exported_alexnet_from_somebody_elses_file_gives_its_results(tmp_path: Path):
+    theirs, file, out = alexnet(num_classes=5), tmp_path / "w.pth", tmp_path / "a.pt2"
+    torch.save(theirs.state_dict(), file)
+    in_process("export", "--weights", str(file), "--recipe", "alexnet-1gpu", "--format", "pt2", "--out", str(out))
+    check_program(out, theirs, theirs.state_dict(), 224, "alexnet-1gpu")
+
+
+def check_program(file: Path, network: nn.Module, state: dict[str, Tensor], size: int, recipe: str) -> None:
+    network.load_state_dict(state)
+    extra: dict[str, Any] = {ABOUT: ""}
+    program = torch.export.load(file, extra_files=extra).module()
+    assert json.loads(extra[ABOUT])["recipe"] == recipe
+    for images in (torch.randn(n, 3, size, size) for n in (1, 2, 5)):
+        with torch.inference_mode():
+            torch.testing.assert_close(program(images), network.eval()(images), rtol=1e-4, atol=1e-4)

@@ -21,7 +21,7 @@ from typer.main import get_command
 
 from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.cluster_job import job_label
+from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
 from imagenet_fast.recipe.load import find_recipe
 from tests.e2e.command import environment, wait_for
 
@@ -99,10 +99,14 @@ def jobset(text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return manifest, spec, spec["template"]["spec"]
 
 
-def pod_words(pod: dict[str, Any]) -> list[str]:
+def pod_words(pod: dict[str, Any], **variables: str) -> list[str]:
+    """The words of a pod, as the kubelet hands them on: ``$$`` is a dollar, ``$(NAME)`` a variable it knows."""
     (container,) = pod["containers"]
-    words: list[str] = container["command"]
-    return words
+    known = re.compile(r"\$\$|\$\(([^)]*)\)")
+    return [
+        known.sub(lambda found: "$" if found[0] == "$$" else variables.get(found[1], found[0]), word)
+        for word in container["command"]
+    ]
 
 
 def hostile_job(folder: Path, number: int, *options: str) -> str:
@@ -110,7 +114,7 @@ def hostile_job(folder: Path, number: int, *options: str) -> str:
     recipe = folder / NAMES[number] / f"{NAMES[number]}.toml"
     recipe.parent.mkdir()
     recipe.write_text(find_recipe("demo").read_text())
-    return launch(*options, "--recipe", str(recipe), "--set", f"seed={number}")
+    return launch(*options, "--recipe", str(recipe), "--set", f"seed={number}", "--out", f"/runs/{NAMES[number]}")
 
 
 @pytest.mark.ci
@@ -123,16 +127,7 @@ def test_scripts_hand_on_every_name_as_it_is_and_are_sound_shell(kind: str, tmp_
         program.parent.mkdir(parents=True)
         program.symlink_to(tmp_path / "bin" / "trainer")
         where = ("--nodes", "2") if kind == "slurm" else ("--hosts", "a,me@b")
-        options = (
-            "--data",
-            f"/data/{name}",
-            "--sync",
-            "ring",
-            "--program",
-            f"{shlex.quote(str(program))} -v",
-            "--out",
-            f"/runs/{name}",
-        )
+        options = ("--data", f"/data/{name}", "--sync", "ring", "--program", f"{shlex.quote(str(program))} -v")
         scripts.append(tmp_path / f"{number}.sh")
         scripts[-1].write_text(hostile_job(tmp_path, number, kind, *where, *options), newline="")
         subprocess.run(["bash", scripts[-1]], check=True, env=cluster, cwd=tmp_path)
@@ -158,7 +153,7 @@ def test_scripts_hand_on_every_name_as_it_is_and_are_sound_shell(kind: str, tmp_
 
 
 def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
-    for number in range(len(NAMES)):
+    for number, name in enumerate(NAMES):
         text = hostile_job(tmp_path, number, *K8S, "--name", "my-job")
         program, *words = pod_words(jobset(text)[-1])
         asked = parsed(words)
@@ -167,14 +162,14 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
             "imagenet-fast", f"/recipes/{file}", find_recipe("demo").read_text()
         )  # fmt: skip
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
-        assert (str(asked["out"]), asked["overrides"]) == ("/runs/my-job", [f"seed={number}"])
+        assert (str(asked["out"]), asked["overrides"]) == (f"/runs/{name}", [f"seed={number}"])
         assert (asked["nproc"], asked["nodes"]) == (1, "2")
         assert asked["rdzv_endpoint"] == "my-job-workers-0-0.my-job:29400"
 
 
 AT_64 = (
-    *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet",
-    "--set", "checkpoint.grace_s=299.5",
+    *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
+    "--port", "1234", "--time", "2-12", "--set", "checkpoint.grace_s=299.5",
 )  # fmt: skip
 
 
@@ -184,13 +179,13 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     note = "recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step"
     assert manifest["metadata"].pop("annotations") == {"imagenet-fast/batch": note}
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert manifest["metadata"] == {"name": "resnet50-512gpu"}
+    assert manifest["metadata"] == {"name": "resnet50-512gpu", "namespace": "vision"}
     assert manifest["spec"]["network"] == {"enableDNSHostnames": True}
     assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 64, 64)
-    assert job["backoffLimit"] == 640
+    assert (job["backoffLimit"], job["activeDeadlineSeconds"]) == (640, 216_000)
     assert pod["terminationGracePeriodSeconds"] == 310
     (container,) = pod["containers"]
-    assert (container["image"], container["ports"]) == (IMAGE, [{"containerPort": 29400}])
+    assert (container["image"], container["ports"]) == (IMAGE, [{"containerPort": 1234}])
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"shm": "/dev/shm", "runs": "/runs", "data": "/data"}
@@ -201,7 +196,7 @@ def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command(
     asked = {key: str(value) for key, value in parsed(pod_words(pod)[1:]).items()}
     assert asked.items() >= {
         "recipe": "resnet50-512gpu", "data": "/data", "out": "/runs/resnet50-512gpu", "nodes": "64", "nproc": "8",
-        "rdzv_endpoint": "resnet50-512gpu-workers-0-0.resnet50-512gpu:29400",
+        "rdzv_endpoint": "resnet50-512gpu-workers-0-0.resnet50-512gpu:1234",
     }.items()  # fmt: skip
 
 
@@ -233,14 +228,14 @@ def test_one_pod_meets_nobody_and_a_pod_without_gpus_asks_for_none():
 
 def test_sbatch_requests_whole_nodes_or_cores_and_a_signal():
     text = launch(
-        *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64",
-        "--set", "checkpoint.grace_s=299.5",
+        *SLURM, "--recipe", "resnet50-512gpu", "--data", "/d", "--nodes", "64", "--time", "24:00:00", "--partition",
+        "gpu", "--account", "vision", "--set", "checkpoint.grace_s=299.5",
     )  # fmt: skip
     head = text.split("srun")[0].splitlines()
     assert head[0] == "#!/bin/bash"
     assert {line.removeprefix("#SBATCH --") for line in head if line.startswith("#SBATCH")} == {
         "job-name=resnet50-512gpu", "nodes=64", "ntasks-per-node=1", "gpus-per-node=8", "exclusive", "mem=0",
-        "open-mode=append", "requeue", "signal=B:USR1@370",
+        "time=24:00:00", "partition=gpu", "account=vision", "open-mode=append", "requeue", "signal=B:USR1@370",
     }  # fmt: skip
     text = launch(*SLURM, "--recipe", "smoke", "--cores", "8", "--no-gpus")
     assert text.count("--cpus-per-task=8") == 2
@@ -357,9 +352,10 @@ def hosts_of(text: str) -> list[str]:
     ("options", "hosts", "words"),
     [
         ("--hosts fd00::1,10.0.0.2 --port 7", ["fd00::1", "10.0.0.2"], "[fd00::1]:7"),
+        ("--hosts a,b,c --nodes 2", ["a", "b"], "--nodes 2 --rdzv-endpoint a:29400"),
         ("--hosts a", ["a"], "--nproc 2 --out /runs/a"),
     ],
-    ids=["addresses", "one meets nobody"],
+    ids=["addresses", "the first of more", "one meets nobody"],
 )
 def test_one_ssh_for_each_host(options: str, hosts: list[str], words: str):
     text = launch("ssh", *options.split(), "--recipe", "smoke", "--out", "/runs/a")
@@ -393,8 +389,19 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--recipe", "resnet50-8gpu"), "say it with --data"),
         ((*K8S, "--recipe", "resnet50-8gpu"), "say it with --data-claim"),
         ((*SLURM, "--data", "/d"), "--data /d would not be read"),
+        ((*SLURM, "--time", "soon"), "--time soon is no time limit"),
+        ((*SLURM, "--time", "4"), "leaves no time to train"),
+        ((*SLURM, "--partition", "a\n#SBATCH --nodes=9"), "--partition"),
         ((*SLURM, "--program", "it's"), "--program it's cannot be read"),
         ((*SLURM, "--program", " "), "--program is empty"),
+        ((*SLURM, "--out", "/runs/\udcff"), "not UTF-8"),
+        ((*SLURM, "--file", "/dev"), "--file /dev is a directory; name a file"),
+        ((*K8S, "--out", "/here/a"), "--out /here/a is not on --run-claim"),
+        ((*K8S, "--out", "/runs/../a"), "is not on --run-claim"),
+        ((*K8S, "--run-claim", "a: b"), "--run-claim 'a: b'"),
+        ((*K8S, "--name", "8gpu"), "--name '8gpu'"),
+        ((*K8S, "--image", "a b"), "--image 'a b'"),
+        (("ssh", "--hosts", "a,b", "--nodes", "3"), "names 2 of 3 nodes"),
         (("ssh", "--hosts", "a,me@a"), "names me@a twice (a and me@a are the same)"),
         (("ssh", "--hosts", "a,-oProxyCommand=x"), "is no host"),
         (("ssh", "--hosts", "node0:2222,b"), "'node0:2222' has a port; write it into"),
@@ -406,6 +413,21 @@ def test_what_cannot_be_is_refused_before_anything_is_printed(arguments: tuple[s
         commands().main(["launch", *arguments[:1], "--recipe", "smoke", *arguments[1:]], standalone_mode=False)
     assert reason in str(error.value)
     assert not printed.getvalue()
+
+
+def test_a_job_is_written_to_a_file_instead(tmp_path: Path):
+    file = tmp_path / "a b.sh"
+    printed = launch(*SLURM, "--recipe", "smoke")
+    assert launch(*SLURM, "--recipe", "smoke", "--file", str(file)) == ""
+    assert file.read_text() == printed
+
+
+def test_time_limits_are_slurms():
+    limits = {"90": 5400, "90:30": 5430, "24:00:00": 86_400, "2-12": 216_000, "1-0:30": 88_200, "1-2:3:4": 93_784}
+    assert {text: parse_time_limit(text) for text in limits} == limits
+    for text in ("", "0", "0:00", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "UNLIMITED"):
+        with pytest.raises(UserError, match="is no time limit"):
+            parse_time_limit(text)
 
 
 def test_a_job_is_named_after_its_recipe_as_far_as_clusters_allow():

@@ -99,3 +99,22 @@ def test_an_endpoint_of_ones_own_leaves_the_nodes_sruns(given: str | None, monke
     assert found.endpoint.host == "node0"
     assert (found.endpoint.port == 29400) == (given is not None)
     assert resolve_nodes(1, "2", "node0:29400", 5).count == 2, "what is asked for counts"
+
+
+def test_the_shell_of_srun_pty_is_no_task_of_several_and_steps_that_it_starts_have_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """They inherit its variables; only the shell is task 0 and has a terminal."""
+    monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: True)
+    environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
+    with pytest.raises(UserError, match=r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks"):
+        srun_to_torchrun_env(environment)
+    assert "RANK" not in adopted(environment, chosen=True)
+    nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
+    srun_to_torchrun_env(nodes, chosen=True)
+    assert step_nodes(nodes) is None
+    for rank, terminal in ((0, False), (3, True)):
+        monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda terminal=terminal: terminal)
+        environment = step(8, "8", "a", rank=rank, local=rank) | {"SLURM_PTY_PORT": "40000"}
+        told = adopted(environment, chosen=True, one_a_node=True)
+        assert (told["RANK"], told["WORLD_SIZE"]) == (str(rank), "8")

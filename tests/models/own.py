@@ -88,6 +88,12 @@ def wrapped(classes: int, by: str) -> nn.Module:
 
 
 MORE: dict[str, Callable[[], nn.Module | nn.Parameter | nn.Buffer]] = {
+    "lazy": lambda: nn.LazyLinear(3),
+    "complex": lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)),
+    "double": lambda: nn.Parameter(torch.ones((), dtype=torch.float64)),
+    "unused": lambda: nn.Parameter(torch.ones(2)),
+    "part": lambda: nn.Parameter(torch.zeros(4, 4)[:, :2]),
+    "sparse": lambda: nn.Embedding(4, 4, sparse=True),
     "index": lambda: nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False),
     "small integers": lambda: nn.Buffer(torch.ones(4, dtype=torch.int16)),
     "five dimensions": lambda: nn.Parameter(torch.ones(2, 2, 3, 3, 3)),
@@ -106,6 +112,8 @@ class Flat(nn.Module):
         if flaw in MORE:
             self.more = MORE[flaw]()
         match flaw:
+            case "frozen":
+                self.requires_grad_(False)
             case "drawn":
                 with torch.no_grad():
                     self.head.bias.fill_(random.random() + float(np.random.random()))
@@ -116,20 +124,31 @@ class Flat(nn.Module):
             case "raises":
                 raise RuntimeError("no luck\ntoday")
 
+    def get_extra_state(self) -> object:
+        return {"calls": 1} if self.flaw == "extra" else torch.zeros(1)
+
+    def set_extra_state(self, state: object) -> None: ...
+
     def forward(self, images: Tensor) -> Tensor:
+        if self.flaw == "untraceable" and images.sum().item() > 0:
+            images = images * 2
+        if self.flaw == "late":
+            self.register_buffer("grid", torch.zeros(4))
         logits: Tensor = self.head(images.flatten(1))
         match self.flaw:
             case "squeezed":
                 return logits.squeeze()
             case "norm of one":
                 return self.norm(logits)
+            case "detached":
+                return logits.detach()
             case "pair":
                 return logits, logits
         return logits
 
 
 def flawed(classes: int, flaw: str) -> nn.Module:
-    return Flat(classes, flaw)
+    return nn.DataParallel(build(classes)) if flaw == "parallel" else Flat(classes, flaw)
 
 
 def from_elsewhere(classes: int) -> nn.Module:

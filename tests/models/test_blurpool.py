@@ -11,7 +11,7 @@ import torchvision.models
 from torch import Tensor, nn
 from torch.nn.functional import conv2d, max_pool2d
 
-from imagenet_fast.cli.export import export
+from imagenet_fast.cli.export import write_weights_for_others
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d, BlurMaxPool2d, add_blurpool, binomial_filter, blurred
@@ -73,5 +73,5 @@ def test_an_export_without_the_trained_blur_warns(tmp_path: Path, capsys: pytest
     trained = ResNet(kind="resnet18", blurpool="conv")
     given, out = tmp_path / "trained.safetensors", tmp_path / "exported.safetensors"
     write_weights(build_model(trained, 10).state_dict(), given, {"model": trained.model_dump()})
-    export(given, out, "cifar10-resnet18")
+    write_weights_for_others(given, "cifar10-resnet18", [], "safetensors", out)
     assert "was trained with model.blurpool 'conv', and this network has 'off'" in capsys.readouterr().err

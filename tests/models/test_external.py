@@ -19,6 +19,7 @@ from imagenet_fast.distributed.reductions import RunningMeans
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
+from imagenet_fast.models.export import export_program
 from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
@@ -114,7 +115,7 @@ REFUSED: dict[str, tuple[Model | dict[str, Any], str]] = {
     "no such option": (of_torchvision("resnet18", dropout=0.1), r"built with \{'dropout': 0.1\}: TypeError in"),
     "mistaken timm": (of_timm("vit_smal"), "timm has no model 'vit_smal'; did you mean"),
     "mistaken option": (of_timm("test_vit", dropuot=0.1), "built with .*dropuot.*; correct it, or model.options"),
-    "size": (of_timm("vit_tiny_patch16_224"), r"cannot take 2 images of 32 pixels \(.*model.options"),
+    "size": (of_timm("vit_tiny_patch16_224"), r"cannot take images of 32 pixels \(.*model.options"),
     "blurs nothing": (of_timm("test_vit").model_dump() | {"blurpool": "conv"}, "blurpool 'conv' blurs nothing"),
     "no linear layer": (
         of_torchvision("squeezenet1_1").model_dump() | {"init": ["linear_log_constant_bias"]}, "linear last layer"
@@ -126,15 +127,25 @@ REFUSED: dict[str, tuple[Model | dict[str, Any], str]] = {
     "a list": (own("no_module"), "returned a list; let it return a torch.nn.Module"),
     "its own option": (own("build", wide=5), "cannot be built with {'wide': 5}: TypeError in .*unexpected"),
     "outside options": (own("build").model_dump() | {"dropout": 0.5}, "unknown key model.dropout; .*options"),
-    "seven classes": (own("of_seven_classes"), r"shape \[2, 7\] for 2 images of 32 pixels, and .* 10 classes"),
+    "seven classes": (own("of_seven_classes"), r"shape \[2, 7\] for 2 images, and the data has 10 classes"),
     "view": (own("LeNet"), "write reshape or flatten instead of view .*, or set channels_last to false"),
 }  # fmt: skip
 FLAWS = {
-    "pair": "gives an output of type tuple for 2 images of 32 pixels, and .* it must give a tensor",
+    "pair": "returns a tuple for images; it must return a tensor",
+    "parallel": "is wrapped in DataParallel; let it return the network itself",
+    "lazy": "has no shape for more.weight; call it on an image",
+    "complex": "has more of torch.complex64; let its parameters be real",
+    "part": "has more as a part of a larger tensor.* a clone",
+    "frozen": "has no parameter that is trained",
+    "sparse": "has sparse gradients in more, .*sparse=False",
+    "extra": "keeps _extra_state as a dict, and only tensors are saved; make it a buffer",
+    "detached": "gives logits without a gradient",
+    "double": r"of torch.float64 beside others of torch.float32; convert it, as by .to\(torch.float32\)",
     "mistyped": r"cannot be built with .*: TypeError in .*own.py, line \d+ \(",
     "raises": r"RuntimeError in .*own.py, line \d+ \(no luck\); correct it",
-    "kept": "cannot take .*deepcopy",
-    "squeezed": r"shape \[10\] for 1 image of 32 pixels, and the data has 10 classes",  # as the last of an evaluation
+    "kept": "cannot be copied .*parametrizations",
+    "late": "makes the buffer grid when it is called",
+    "squeezed": r"shape \[10\] for 1 image, and the data has 10 classes",  # as an evaluation's last batch may be
 }
 REFUSED |= {flaw: (flawed(flaw), said) for flaw, said in FLAWS.items()}
 
@@ -162,8 +173,10 @@ def test_a_network_that_views_its_maps_takes_contiguous_images():
 
 
 ASKED: dict[str, tuple[Model, str, dict[str, Any]]] = {
-    "batches of one image": (flawed("norm of one"), "cannot take 1 image of 32 pixels .*; choose a larger micro",
+    "batches of one image": (flawed("norm of one"), "cannot take a single image of 32 pixels .*; choose a larger micro",
                              {"micro_batch": 1}),
+    "unused under ddp": (flawed("unused"), "does not use more, and torch's DDP waits .* another engine than sync.kind",
+                         {"sync": {"kind": "ddp"}}),
     "compiled": (of_timm("test_vit"), "compile true compiles known blocks, and model.kind 'timm' has none",
                  {"compile": True}),
     "tensor": (of_timm("test_vit"), "parallel.tensor 2 .* model.kind 'timm' has no such layers",
@@ -208,7 +221,7 @@ def test_the_seed_decides_what_networks_draw_from_python_and_numpy():
 def test_every_size_of_training_images_is_tried():
     model = "model={kind='timm', name='vit_tiny_patch16_224', options={img_size=32, depth=2}}"
     changes = ("data.image_size=32", "data.eval_size=32", "data.resize=48", model)
-    with pytest.raises(UserError, match=r"cannot take 2 images of 4\d pixels .*data.sizes"):
+    with pytest.raises(UserError, match=r"cannot take images of 4\d pixels .*data.sizes"):
         build_initial_model(load_recipe(find_recipe("cifar10-resnet18"), overrides=changes), 10, ALONE)
 
 
@@ -233,6 +246,13 @@ def test_a_broken_module_is_told_with_its_line(code: str, said: str, tmp_path: P
     with pytest.raises(UserError, match=said) as refused:
         build_model(PythonModel(kind="python", name="broken:build"), 10)
     assert "\n" not in str(refused.value)
+
+
+def test_a_network_that_torch_cannot_trace_is_not_exported(tmp_path: Path):
+    network = build_model(flawed("untraceable"), 10)
+    with pytest.raises(UserError, match=r"torch.export cannot trace the network .*--format safetensors"):
+        export_program(network, 32, tmp_path / "network.pt2", {})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("by", ["module", "_orig_mod"])
