@@ -31,7 +31,7 @@ LAYERS = (
 """From the top: a module imports from its own package and from layers below it."""
 
 WITHOUT_TORCH = (
-    "recipe.load", "distributed.cores", "compare.report", "launch.slurm", "launch.nodes",
+    "recipe.load", "distributed.cores", "compare.report", "compare.reference", "launch.slurm", "launch.nodes",
     "launch.cluster_job", "launch.job_setup", "plan.rows", "plan.fastest", "plan.report", "plan.tables", "cli.plan",
     "compare.contest", "compare.timeline", "data.verify", "data.download",
 )  # fmt: skip

@@ -22,7 +22,6 @@ from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
-from imagenet_fast.units import whole_numbers
 
 
 @dataclass(frozen=True)
@@ -68,42 +67,33 @@ class Count(Row):
         return f"{self.model}, nodes of {each}: counted, without a network"
 
 
-def bench_count(profile: Profile, engines: Sequence[Sync], ranks: str, ranks_per_node: int, link: str) -> list[Count]:
+def bench_count(
+    profile: Profile, engines: Sequence[Sync], sizes: Sequence[int], ranks_per_node: int, link: str
+) -> list[Count]:
     """Count one step of every engine on each number of ranks.
 
     Args:
         profile: The layer profile that provides shapes and times.
         engines: The engines to count.
-        ranks: Numbers of ranks, a list such as ``8,64``.
+        sizes: Numbers of ranks.
         ranks_per_node: Ranks in each node.
         link: Rate of each node's link in tc's notation, such as ``100gbit``.
 
     Raises:
-        UserError: An engine cannot be counted, or ``ranks`` or ``link`` cannot be parsed.
+        UserError: An engine cannot be counted, ``sizes`` are not of whole nodes, or ``link`` cannot be parsed.
     """
-    sizes, bits_per_s = parse_ranks(ranks, ranks_per_node), parse_rate(link)
-    counted = [_countable(settings) for settings in engines]
-    rows: list[Count] = []
-    with measurement_bar() as show:
-        for number, settings in enumerate(counted):  # each in its own process, so without the process groups of another
-            show(f"counting {settings.kind}", number, len(counted))
-            with closing(RankPool(1, nullcontext, preload=__name__)) as process:
-                (counts,) = process.run(_counts, profile, settings, sizes, ranks_per_node, bits_per_s)
-            rows += counts
-    return rows
-
-
-def parse_ranks(text: str, ranks_per_node: int) -> list[int]:
-    """Parse a list of numbers of ranks, such as ``8,64,512``.
-
-    Raises:
-        UserError: ``text`` is no such list, or a number is not a multiple of ``ranks_per_node``.
-    """
-    sizes = whole_numbers("--ranks", text, "8,64,512")
     for ranks in sizes:
         if ranks % ranks_per_node:
             raise UserError(f"--ranks {ranks} is no whole number of nodes of --nproc {ranks_per_node}; change one")
-    return sizes
+    bits_per_s, counted = parse_rate(link), [_countable(settings) for settings in engines]
+    rows: list[Count] = []
+    with measurement_bar() as show:
+        for settings in counted:  # each in its own process, so without the process groups of another
+            with closing(RankPool(1, nullcontext, preload=__name__)) as process:
+                for ranks in sizes:
+                    show(f"counting {settings.kind}", len(rows), len(counted) * len(sizes))
+                    rows += process.run(_count, profile, settings, ranks, ranks_per_node, bits_per_s)
+    return rows
 
 
 def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel:
@@ -123,12 +113,6 @@ def _countable(settings: Sync) -> EngineSettings:
     if settings.chooses:
         raise UserError(f"--sync {settings.kind} becomes one of the other engines; name those instead")
     return settings  # type: ignore[return-value]  # all others are
-
-
-def _counts(
-    profile: Profile, settings: EngineSettings, sizes: Sequence[int], ranks_per_node: int, bits_per_s: int
-) -> list[Count]:
-    return [_count(profile, settings, ranks, ranks_per_node, bits_per_s) for ranks in sizes]
 
 
 def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_node: int, bits_per_s: int) -> Count:

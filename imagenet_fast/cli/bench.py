@@ -168,9 +168,10 @@ def bench_count(
     """
     from imagenet_fast.bench.comm_volume import bench_count as count
     from imagenet_fast.recipe.load import parse_engines
+    from imagenet_fast.units import whole_numbers
 
-    engines = parse_engines(sync, wire, overrides)
-    _show(partial(count, _profile(model, compute), engines, ranks, nproc, link), json_file)
+    engines, sizes = parse_engines(sync, wire, overrides), whole_numbers("--ranks", ranks, "8,64,512")
+    _show(partial(count, _profile(model, compute), engines, sizes, nproc, link), json_file)
 
 
 @bench_app.command("collectives")

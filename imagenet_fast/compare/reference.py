@@ -1,34 +1,43 @@
 """Judge a run of ResNet-50 by MLCommons' reference convergence points: epochs to 75.9 % top-1 by batch size.
 
-MLPerf's checker accepts a submission by the same points. They are LARS runs with MLPerf's crops and schedule; all
-that is known of them is in ``reference_points.json``.
+MLPerf's checker of version 4.0 accepts a submission by the same points. They are LARS runs with MLPerf's crops and
+schedule, of which `plan --fastest` chooses, too.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from statistics import fmean
+from functools import cache
+from typing import Final
 
 import numpy as np
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.past_run import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.plan.fastest import published_trainings
 from imagenet_fast.recipe.job import Job
 
-_TABLE = json.loads(Path(__file__).with_name("reference_points.json").read_text(encoding="utf-8"))
-_TARGET: float = _TABLE["target_top1"]
-_RUNS: dict[int, list[int]] = {entry["batch"]: entry["epochs"] for entry in _TABLE["points"]}
-"""Epochs of each of the reference's runs, by batch size, smallest first."""
+_MODEL: Final = "resnet50"
+_TARGET, _PIXELS = 75.9, 224
+_IMAGES = (1_268_000, 1_281_167)  # of ImageNet; some may be left out
 
-SOURCE = f"Reference: MLCommons' convergence points for {_TARGET:g} % ({_TABLE['source']})."
+SOURCE = (
+    f"Reference: MLCommons' convergence points for {_TARGET:g} % "
+    "(mlcommons/logging, mlperf_logging/rcp_checker/training_4.0.0/rcps_resnet.json)."
+)
+
+
+@cache
+def _points() -> dict[int, tuple[float, float, float]]:
+    """Return the mean, the fewest and the most epochs of the reference's runs by batch size, smallest first."""
+    known = published_trainings(_MODEL)
+    return {one.recipe.global_batch: one.epochs for one in known if "version 4.0" in one.source}
 
 
 def reference_at(batch: int) -> tuple[float, float, float]:
     """Return the mean, the fewest and the most epochs at ``batch``, interpolated linearly between points."""
-    known = [(fmean(epochs), min(epochs), max(epochs)) for epochs in _RUNS.values()]
-    mean, fewest, most = (float(np.interp(batch, [*_RUNS], column)) for column in zip(*known, strict=True))
+    columns = zip(*_points().values(), strict=True)
+    mean, fewest, most = (float(np.interp(batch, [*_points()], column)) for column in columns)
     return mean, fewest, most
 
 
@@ -56,12 +65,12 @@ def judge_by_reference(run: PastRun) -> str:
 
 def _misfit(job: Job, images: int, batch: int) -> str | None:
     """Return why the run is none of ResNet-50 on ImageNet as MLPerf evaluates it; None if it is."""
-    recipe, pixels, (fewest, most) = job.recipe, _TABLE["image_size"], _TABLE["images"]  # some may be left out
-    model, size, first, last = recipe.model.label, recipe.data.evaluated_size, min(_RUNS), max(_RUNS)
+    (fewest, most), first, last = _IMAGES, min(_points()), max(_points())
+    model, size = job.recipe.model.label, job.recipe.data.evaluated_size
     conditions = {
-        f"its model is {model}, and the points are for {_TABLE['model']}": model == _TABLE["model"],
+        f"its model is {model}, and the points are for {_MODEL}": model == _MODEL,
         f"it was trained on {images} images, and the points are for ImageNet's {most}": fewest <= images <= most,
-        f"it was evaluated at {size} pixels, and the points are for {pixels}": size == pixels,
+        f"it was evaluated at {size} pixels, and the points are for {_PIXELS}": size == _PIXELS,
         f"it starts from the weights {job.init_from}, and the reference from fresh ones": job.init_from is None,
         f"its batch is {batch}, and there are points from {first} to {last} alone": first <= batch <= last,
     }
@@ -73,7 +82,7 @@ def _verdict(batch: int, evaluations: list[tuple[int, float]], passes: float, st
     mean, fewest, most = reference_at(batch)
     field = (
         f"the reference needs {mean:.1f} epochs at a batch of {batch} "
-        f"({fewest:.4g} to {most:.4g} in its runs{', interpolated' * (batch not in _RUNS)})"
+        f"({fewest:.4g} to {most:.4g} in its runs{', interpolated' * (batch not in _points())})"
     )
     if passes < 0.995:
         field += f"; an epoch of the run has {100 * passes:.1f} % of the images"

@@ -18,7 +18,7 @@ BYTES = 2 * SMALL.elements
 
 
 def count(settings: Sync, ranks: int, ranks_per_node: int) -> Count:
-    (row,) = bench_count(SMALL, [settings], str(ranks), ranks_per_node, "56gbit")
+    (row,) = bench_count(SMALL, [settings], [ranks], ranks_per_node, "56gbit")
     return row
 
 
