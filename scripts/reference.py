@@ -30,7 +30,7 @@ from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
-from imagenet_fast.plan.rows import Row
+from imagenet_fast.plan.rows import Compared
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -60,7 +60,7 @@ ROWS: dict[str, type] = {
     "bench data": LoadingRate,
     "plan": Planned,
     "plan --fastest": Way,
-    "plan rows": Row,
+    "plan rows": Compared,
 }
 """The rows that each benchmark and prediction writes."""
 

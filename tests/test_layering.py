@@ -32,7 +32,7 @@ LAYERS = (
 
 WITHOUT_TORCH = (
     "recipe.load", "distributed.cores", "metrics.report", "launch.slurm", "launch.nodes",
-    "launch.cluster_job", "launch.job_setup", "plan.rows", "plan.fastest", "plan.report", "plan.tables", "cli.plan",
+    "launch.cluster_job", "launch.job_setup", "plan.rows", "plan.fastest", "plan.report", "cli.plan",
     "bench.compare", "bench.plots", "data.verify", "data.download",
 )  # fmt: skip
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.bench.rounds import measurement_bar
-from imagenet_fast.bench.rows import NetworkRow, column
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.errors import UserError, listed, names
+from imagenet_fast.metrics.rows import NetworkRow, column
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.netlab.ranks import TIMEOUT, Lab, on_gpus
@@ -50,7 +50,7 @@ class AllReduceTime(NetworkRow):
     Bandwidths are in bytes per second.
     """
 
-    bytes: int = field(metadata=column("bytes", "size"))
+    bytes: int = field(metadata=column("bytes", form=size_text))
     """Message size on each rank: the requested size, rounded up so that it can be cut evenly."""
     collective: Collective | Literal["mpi"] = field(metadata=column("collective"))
     """All-reduce algorithm, or the backend that has its own."""

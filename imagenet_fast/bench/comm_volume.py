@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
 from imagenet_fast.bench.rounds import measurement_bar
-from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork

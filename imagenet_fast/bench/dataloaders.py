@@ -22,7 +22,6 @@ from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from imagenet_fast.bench.rounds import in_rounds
-from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.data import dali
 from imagenet_fast.data.build import open_loader
 from imagenet_fast.data.folders import scan_split
@@ -35,6 +34,7 @@ from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.netlab.forks import end_with_starter, start_fork_server
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData

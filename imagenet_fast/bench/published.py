@@ -19,9 +19,9 @@ import torch
 
 from imagenet_fast.bench.collectives import AllReduceTime, bench_collectives, check_lab, rows_of
 from imagenet_fast.bench.engines import EngineTime, Measured
-from imagenet_fast.bench.rows import Row, column, columns_of
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.errors import warn
+from imagenet_fast.metrics.rows import Row, column, columns_of
 from imagenet_fast.netlab.mpi import lacking, time_mpi
 from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.recipe.sync_config import DdpSync, HybridSync, LazySync, SparseSync

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.bench.plots import new_figure, plot_label
-from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.metrics.run_dir import RunDir
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too

@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.bench.checkpoint_overhead import Saving
 from imagenet_fast.bench.rounds import in_rounds, median_ratio
-from imagenet_fast.bench.rows import Row, column
 from imagenet_fast.data.build import synthetic_images
 from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
 from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.data_config import SyntheticData

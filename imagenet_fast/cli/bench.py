@@ -108,9 +108,9 @@ def bench_step(
     With --checkpoint-every it also measures what checkpoints cost; they are
     written to the directory for temporary files (TMPDIR).
     """
-    from imagenet_fast.bench.rows import show
     from imagenet_fast.bench.train_step import bench_step as measure
     from imagenet_fast.bench.train_step import no_data_parallel, own_precision, step_recipe
+    from imagenet_fast.metrics.rows import show
 
     if checkpoint_every is not None:
         refuse_beside(context, ("steps",), "has no effect beside --checkpoint-every; leave one of them out")
@@ -183,7 +183,7 @@ def bench_count(
     Nothing is sent, and nothing waits for the times of the layer profile.
     """
     from imagenet_fast.bench.comm_volume import bench_count as count
-    from imagenet_fast.bench.rows import show
+    from imagenet_fast.metrics.rows import show
     from imagenet_fast.recipe.load import parse_engines
 
     show(count(_profile(model, compute), parse_engines(sync, wire, overrides), ranks, nproc, link), json_file)
@@ -428,7 +428,7 @@ def _show(
 ) -> None:
     """Show what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
     from imagenet_fast.bench.plots import new_figure
-    from imagenet_fast.bench.rows import show
+    from imagenet_fast.metrics.rows import show
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()

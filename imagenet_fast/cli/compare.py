@@ -169,8 +169,8 @@ def timeline(
     step of median length is taken. Trace files come from `train --trace` and
     `bench sync --trace DIR`.
     """
-    from imagenet_fast.bench.rows import show as show_rows
     from imagenet_fast.bench.timeline import draw_timelines, read_timeline
+    from imagenet_fast.metrics.rows import show as show_rows
 
     steps = [read_timeline(trace) for trace in traces]
     show_rows(steps, json_file)

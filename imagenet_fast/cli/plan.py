@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside, show
+from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -202,10 +201,10 @@ def _over_gpus(values: tuple[int, ...], predict: Callable[[int], list[T]]) -> li
 
 
 def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, json_file: Path | None) -> None:
+    from imagenet_fast.metrics.rows import show
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
-    from imagenet_fast.plan.tables import plan_table
 
-    show(plan_table(predicted), [asdict(row) for row in predicted], json_file)
+    show(predicted, json_file)
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
@@ -223,9 +222,9 @@ def _show_fastest(
     model: Literal["resnet50", "alexnet"], asked: tuple[str, Cluster, int | None], cheapest: bool, points: Sweep | None,
     write: Path | None, json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
+    from imagenet_fast.metrics.rows import show
     from imagenet_fast.plan.devices import find_device
-    from imagenet_fast.plan.fastest import Search, as_recipe, first_exact, published_trainings
-    from imagenet_fast.plan.tables import fastest_table
+    from imagenet_fast.plan.fastest import SHOWN, Search, as_recipe, first_exact, published_trainings
 
     name, machine, gpus = asked
     if points is not None and (points.key == "nic" or write is not None):
@@ -241,7 +240,7 @@ def _show_fastest(
         swept = _over_gpus(points.values, lambda count: [(count, first_exact(search.ways(known, count)[0]))])
         found = [way for _, way in swept]
         remarks = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    show(fastest_table(found), [asdict(way) for way in found], json_file)
+    show(found, json_file, SHOWN)
     print()
     print(*remarks, sep="\n")
     if write is not None:
@@ -257,11 +256,11 @@ def _show_fastest(
 
 
 def _show_rows(json_file: Path | None) -> None:
+    from imagenet_fast.metrics.rows import show
     from imagenet_fast.plan.rows import all_rows, summary
-    from imagenet_fast.plan.tables import rows_table
 
     found = all_rows()
-    show(rows_table(found), [asdict(row) for row in found], json_file)
+    show(found, json_file)
     print()
     for row in found:
         if row.left:
@@ -274,10 +273,10 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     """Measure the engines between four shaped hosts, beside predictions from the nominal and the measured link."""
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.tables import compact_table
+    from imagenet_fast.metrics.rows import show
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.devices import PROFILES
-    from imagenet_fast.plan.rows import Shaped, shaped_step_s
+    from imagenet_fast.plan.rows import Shaped, Validated, shaped_step_s
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     model = load_recipe(find_recipe(recipe)).model.kind
@@ -291,14 +290,12 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     times = bench_sync(
         load_profile(name).scaled_to(1.4), engines, Lab(hosts, 1, f"{mbit}mbit"), scale, rounds=2, steps=2
     )
-    found: list[dict[str, Any]] = []
+    found: list[Validated] = []
     for settings, time in zip(engines, times, strict=False):
         nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s), settings)
-        found.append({
-            "engine": settings.kind, "wire": settings.wire, "nominal_s": nominal_s, "fitted_s": time.predicted_s,
-            "measured_s": time.step_s, "error": nominal_s / time.step_s - 1,
-        })  # fmt: skip
-    text = ("engine", "wire")
-    numbers = ("nominal_s", "fitted_s", "measured_s")
-    lines = ([*(r[key] for key in text), *(f"{r[key]:.3f}" for key in numbers), f"{r['error']:+.1%}"] for r in found)
-    show(compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines), found, json_file)
+        found.append(
+            Validated(
+                settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, nominal_s / time.step_s - 1
+            )
+        )
+    show(found, json_file)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Device
 from imagenet_fast.plan.network import straggling
@@ -33,6 +34,8 @@ FEW_IMAGES = 32
 """Batch norms of fewer images are not published to reach 75.9 %: NVIDIA's largest submissions have 32."""
 EVALUATED = 50_000
 """Images of ImageNet's validation set."""
+SHOWN = 15
+"""Rows of the table at most."""
 _EXACT = "lazy,hybrid,dear,ring,ddp,allreduce"
 """In this order: one is taken instead of those before it if it is faster by more than the model's error."""
 _INEXACT = "lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
@@ -53,33 +56,33 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Row):
     """A published training on a number of GPUs with an engine, and the prediction."""
 
-    training: str
+    training: str = field(metadata=column("training"))
     """The training: a shipped recipe, or LARS with the batch of one of MLCommons' reference convergence points."""
-    gpus: int
-    engine: str
+    gpus: int = field(metadata=column("GPUs"))
+    engine: str = field(metadata=column("engine"))
     """Engine and wire dtype."""
-    exact: bool
+    exact: bool = field(metadata=column("accuracy", form=lambda exact: "published" if exact else "not published"))
     """Whether its accuracy is the published one; with engines that are not exact it is not published."""
     global_batch: int
-    micro_batch: int
+    micro_batch: int = field(metadata=column("micro"))
     """Images that a GPU computes at once."""
-    epochs: int
+    epochs: int = field(metadata=column("epochs"))
     """Epochs up to the evaluation that shows the target."""
-    minutes: float
+    minutes: float = field(metadata=column("min", form=three_digits))
     """Minutes of steps and evaluations up to there."""
-    least: float
+    least: float = field(metadata=column("least", form=three_digits))
     """The same with the fewest epochs of the published runs, and the better end of NICs and stragglers."""
-    most: float
+    most: float = field(metadata=column("most", form=three_digits))
     """The same with the most epochs and the worse end."""
-    gpu_hours: float
-    usd: float | None
+    gpu_hours: float = field(metadata=column("GPU h", form=three_digits))
+    usd: float | None = field(metadata=column("USD", form=three_digits))
     """None: the cluster has no ``usd_per_gpu_hour``."""
-    node_images_per_s: float
+    node_images_per_s: float = field(metadata=column("images/s a node", form=",.0f"))
     """Images a second that a node's loaders must give."""
-    held_back_by: HeldBack
+    held_back_by: HeldBack = field(metadata=column("held back by"))
     """The cause that costs most time, if it is more than the model's error; else ``compute``.
 
     ``memory`` stands for gradients that are accumulated, and ``batch-norm span`` for GPUs that stay idle, since norms

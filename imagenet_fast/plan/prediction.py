@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from imagenet_fast.cost_model.messages import Slot, places_in_pool
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Device
 from imagenet_fast.plan.network import StatedNetwork, nic_share, straggling
@@ -28,6 +29,7 @@ from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import AllReduceSync, SparseSync, Sync
+from imagenet_fast.units import three_digits
 
 ENGINES = "ddp,allreduce,ring,lazy,hybrid,dear,lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
 IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
@@ -41,44 +43,49 @@ Scaling = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Row):
     """One engine's step on a number of GPUs."""
 
-    engine: str
+    note = (
+        "+: communication that nothing hides. NIC: out of a node. eff.: against as many single GPUs, with its band. "
+        "*: what auto would take."
+    )
+
+    engine: str = field(metadata=column("engine"))
     """Name of the engine; ``allreduce fused`` sends one message after backward."""
-    wire: str
+    wire: str = field(metadata=column("wire"))
     """Wire dtype."""
-    gpus: int
+    gpus: int = field(metadata=column("GPUs"))
     """Number of GPUs."""
-    nic_gbit: float | None
+    nic_gbit: float | None = field(metadata=column("Gbit/s", form="g"))
     """Rate of all NICs of a node together, in Gbit/s."""
     batch: int
     """Images a step of one GPU, accumulation included."""
-    step_s: float
+    step_s: float = field(metadata=column("", "ms/step", ".2f"))
     """Seconds of a step, with the wait for the slowest rank."""
-    compute_s: float
+    compute_s: float = field(metadata=column("compute", "ms", ".2f"))
     """Seconds of a step that one GPU computes alone."""
-    exposed_s: float
+    exposed_s: float = field(metadata=column("+", "ms", ".2f"))
     """Communication that nothing hides: ``step_s`` less the slowest rank's compute."""
-    nic_bytes: float
+    nic_bytes: float = field(metadata=column("NIC", "MB", ".1f"))
     """Bytes that the busiest node sends to others in a step."""
     bucket_bytes: float | None
     """Bucket size that the cost model chooses, in bytes on the wire; None: everything at once."""
-    images_per_s: float
+    images_per_s: float = field(metadata=column("images/s", form=",.0f"))
     """Images a second of all GPUs."""
-    efficiency: float
+    efficiency: float = field(metadata=column("eff.", form=".1%"))
     """Images a second over those of as many single GPUs."""
-    efficiency_low: float
+    efficiency_low: float = field(metadata=column("low", form=".0%"))
     """With the low efficiency of the NICs and the high sigma of the stragglers."""
-    efficiency_high: float
+    efficiency_high: float = field(metadata=column("high", form=".0%"))
     """With the high efficiency of the NICs and the low sigma of the stragglers."""
-    steps: int
+    steps: int = field(metadata=column("steps"))
     """Steps of the recipe's epochs."""
-    train_s: float
+    train_s: float = field(metadata=column("train", "min", three_digits))
     """Seconds of these steps, without evaluation and start."""
     exact: bool
     """Whether every step is synchronous SGD but for rounding to the wire dtype."""
-    chosen: bool
+    chosen: bool = field(metadata=column("auto", form=lambda chosen: "*" if chosen else ""))
     """Whether ``auto`` would take it: the fastest exact engine of ours."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
 from typing import Any
@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
+from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.plan.cluster import cluster_folder, load_cluster
 from imagenet_fast.plan.devices import DEVICES, Compute
 from imagenet_fast.plan.network import StatedNetwork
@@ -33,32 +34,47 @@ LARGE_MISS = 0.10
 
 
 @dataclass(frozen=True)
-class Row:
+class Compared(Row):
     """A published or measured step beside its prediction."""
 
-    name: str
+    name: str = field(metadata=column("row"))
     """Who, or what was measured."""
-    gpus: int
+    gpus: int = field(metadata=column("GPUs"))
     """GPUs, or ranks."""
-    batch: int | None
+    batch: int | None = field(metadata=column("batch"))
     """Images of one GPU in a step."""
-    engine: str
+    engine: str = field(metadata=column("engine"))
     """Engine and wire dtype that stand for theirs."""
-    reported: float
+    reported: float = field(metadata=column("reported", "ms", ".2f"))
     """Seconds of a step, as reported or measured."""
-    predicted: float
+    predicted: float = field(metadata=column("predicted", "ms", ".2f"))
     """Seconds of a step by the model."""
-    error: float
+    error: float = field(metadata=column("error", form="+.1%"))
     """``predicted`` over ``reported``, less 1."""
-    calibrated_on: str
+    calibrated_on: str = field(metadata=column("calibrated on"))
     """``itself`` where the compute was fitted to this row; ``circular`` where it follows from the paper's own
     speed-up, so that the row cannot test the model; ``nothing`` for a nominal link; else ``held out``."""
-    ours: str
+    ours: str = field(metadata=column("ours"))
     """The fastest exact engine of ours at their batch, and its wire dtype."""
-    ours_s: float
+    ours_s: float = field(metadata=column("ours", "ms", ".2f"))
     """Seconds of a step with it."""
     left: str
     """The part that the model leaves unexplained, where it misses by over 10 %."""
+
+
+@dataclass(frozen=True)
+class Validated(Row):
+    """An engine's step measured between shaped hosts, beside its predictions."""
+
+    engine: str = field(metadata=column("engine"))
+    wire: str = field(metadata=column("wire"))
+    nominal_s: float = field(metadata=column("nominal link", "s", ".3f"))
+    """Seconds predicted from the nominal rate of the links."""
+    fitted_s: float | None = field(metadata=column("fitted link", "s", ".3f"))
+    """Seconds predicted from the measured costs of the link."""
+    measured_s: float = field(metadata=column("measured", "s", ".3f"))
+    error: float = field(metadata=column("nominal's error", form="+.1%"))
+    """``nominal_s`` over ``measured_s``, less 1."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +139,12 @@ def shaped() -> list[Shaped]:
 
 
 @cache
-def all_rows() -> list[Row]:
+def all_rows() -> list[Compared]:
     """Return the published rows, then the measured ones."""
     return [*map(published_row, published()), *(row for steps in shaped() for row in shaped_rows(steps))]
 
 
-def published_row(row: Published) -> Row:
+def published_row(row: Published) -> Compared:
     """Predict a published row on its cluster."""
     cluster = load_cluster(row.cluster)
     layout = cluster.layout(row.gpus, on_gpu=True)
@@ -141,19 +157,19 @@ def published_row(row: Published) -> Row:
     best = min(ours, key=ours.__getitem__)
     reported = row.step_ms / 1e3
     error = predicted / reported - 1
-    return Row(
+    return Compared(
         row.name, row.gpus, row.batch, f"{label(row.engine)} {row.engine.wire}", reported, predicted, error,
         row.calibrated_on, f"{best} bf16", ours[best], row.left if abs(error) > LARGE_MISS else "",
     )  # fmt: skip
 
 
-def shaped_rows(steps: Shaped) -> list[Row]:
+def shaped_rows(steps: Shaped) -> list[Compared]:
     """Predict what was measured between shaped hosts, from their nominal link."""
     rows = []
     for engine, measured in steps.seconds:
         predicted = shaped_step_s(steps, engine)
         rows.append(
-            Row(
+            Compared(
                 f"{steps.profile}/{steps.scale}, {steps.hosts} x {steps.mbit:g} Mbit/s, {steps.compute_s:g} s",
                 steps.hosts * steps.ranks_per_host, None, f"{engine.kind} {engine.wire}", measured, predicted,
                 predicted / measured - 1, "nothing", "", predicted, "",
@@ -171,7 +187,7 @@ def shaped_step_s(steps: Shaped, engine: Sync) -> float:
     return predict_step(engine, Step(profile, 1, 1, steps.compute_s), network, 0.0).step_s
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
+def summary(rows: Sequence[Compared]) -> list[str]:
     """Return mean and worst error of the measured rows, and of MLPerf's systems by size, those held out apart."""
     measured = [row for row in rows if row.calibrated_on == "nothing"]
     held_out = [row for row in rows if row.name.startswith("MLPerf") and row.calibrated_on == "held out"]
@@ -184,6 +200,6 @@ def summary(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _errors(name: str, rows: Iterable[Row]) -> str:
+def _errors(name: str, rows: Iterable[Compared]) -> str:
     errors = [abs(row.error) for row in rows]
     return f"{name}: {len(errors)} rows, mean error {fmean(errors):.1%}, worst {max(errors):.1%}"

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from imagenet_fast.bench.pipeline import peak_activations
-from imagenet_fast.bench.rows import table
 from imagenet_fast.bench.train_step import bench_step, data_parallel, no_data_parallel, step_recipe
+from imagenet_fast.metrics.rows import table
 from imagenet_fast.recipe.schema import BFloat16
 from tests.bench.small import benched
 

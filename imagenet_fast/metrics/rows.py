@@ -1,8 +1,8 @@
-"""Rows of the benchmarks: dataclasses whose fields say how they are shown. One table, and JSON, is made of them."""
+"""Rows of results: dataclasses whose fields say how they are shown. One table, and JSON, is made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
@@ -12,14 +12,16 @@ from rich.console import Console
 from rich.table import Table
 
 from imagenet_fast.metrics.tables import NOTHING, compact_table, write_json
-from imagenet_fast.units import size_text
 
-_FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6}
+Form = str | Callable[[Any], str]
+"""How a value is shown: a format as of ``format``, or a function that returns the text."""
+
+_FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6, "min": 1 / 60}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a benchmark.
+    """One row of a benchmark or a prediction.
 
     A field with the metadata of ``column`` or ``columns_of`` is a column of the table; JSON has all fields.
     """
@@ -59,7 +61,7 @@ class Column:
     path: str
     heading: str
     unit: str
-    form: str
+    form: Form
 
     def value(self, row: Row) -> Any:
         """Return the field's value in ``row``."""
@@ -73,19 +75,18 @@ class Column:
     def _text(self, value: Any) -> str:
         if value is None:
             return NOTHING
-        if self.unit == "size":
-            return size_text(value)
-        return format(value * _FACTORS[self.unit] if self.unit in _FACTORS else value, self.form)
+        converted = value * _FACTORS[self.unit] if self.unit in _FACTORS else value
+        return format(converted, self.form) if isinstance(self.form, str) else self.form(converted)
 
 
-def column(heading: str, unit: str = "", form: str = "") -> dict[str, Any]:
+def column(heading: str, unit: str = "", form: Form = "") -> dict[str, Any]:
     """Return the metadata of a field that is a column.
 
     Args:
         heading: What the column is called.
         unit: The unit in which it is shown, which follows the heading. Fields are in seconds and bytes; ``ms``, ``us``,
-            ``MB`` and ``MB/s`` are converted to. ``size`` chooses a unit for each cell, by powers of 1024.
-        form: Format of the cells, as of ``format``.
+            ``MB``, ``MB/s`` and ``min`` are converted to.
+        form: Format of the cells, or a function of the converted value that returns a cell's text.
     """
     return {"heading": heading, "unit": unit, "form": form}
 
@@ -96,22 +97,22 @@ def columns_of(*names: str, heading: str = "") -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Build the table of a benchmark's rows; a column that has None in every row is left out."""
+    """Build the table of rows; a column that has None in every row is left out."""
     shown = [c for c in _columns(rows[0]) if any(c.value(row) is not None for row in rows)]
     text = [c for c in shown if all(isinstance(c.value(row), str | None) for row in rows)]
     numbers = [c for c in shown if c not in text]
     built = compact_table(
         [c.heading for c in text],
-        [f"{c.heading} {c.unit}".strip() if c.unit != "size" else c.heading for c in numbers],
+        [f"{c.heading} {c.unit}".strip() for c in numbers],
         ([c.cell(row) for c in [*text, *numbers]] for row in rows),
     )
     built.title, built.caption = rows[0].title or None, rows[0].note or None
     return built
 
 
-def show(rows: Sequence[Row], json_file: Path | None) -> None:
-    """Print ``rows`` as a table, and write them as JSON if a file is given."""
-    Console().print(table(rows))
+def show(rows: Sequence[Row], json_file: Path | None, most: int | None = None) -> None:
+    """Print ``rows`` as a table, ``most`` of them at most, and write all as JSON if a file is given."""
+    Console().print(table(rows[:most]))
     if json_file is not None:
         write_json([asdict(row) for row in rows], json_file)
 
@@ -120,7 +121,7 @@ def _columns(row: Row, path: str = "", heading: str = "", names: Sequence[str] =
     """Yield the columns of a row, or of a row inside one, in the order of its fields; ``names``: only of these."""
     for field in fields(row):
         match dict(field.metadata):
-            case {"heading": str(own), "unit": str(unit), "form": str(form)} if not names or field.name in names:
+            case {"heading": own, "unit": unit, "form": form} if not names or field.name in names:
                 yield Column(path + field.name, f"{heading} {own}".strip(), unit, form)
             case {"names": inner, "of": of}:
                 yield from _columns(getattr(row, field.name), f"{field.name}.", of, inner)
