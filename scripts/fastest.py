@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from imagenet_fast.plan.cluster import load_cluster
-from imagenet_fast.plan.devices import find_device
-from imagenet_fast.plan.fastest import Search, Way, first_exact, published_trainings
+from imagenet_fast.plan.fastest import Way, fastest_ways, first_exact, published_trainings
 from imagenet_fast.plan.rows import Published, published
 
 ROOT = Path(__file__).parents[1]
@@ -32,9 +31,7 @@ PICTURE = ("plan", "--fastest", "--cluster", "dgx-h100", "--sweep", "gpus=8..204
 
 def ways(cluster: str, gpus: int) -> list[Way]:
     """Return the best ways to train ResNet-50."""
-    machine = load_cluster(cluster)
-    search = Search(machine, find_device(machine.device, machine.device_batch), cheapest=False)
-    return search.ways(published_trainings("resnet50"), gpus)[0]
+    return fastest_ways(load_cluster(cluster), published_trainings("resnet50"), gpus)[0]
 
 
 def way_row(way: Way) -> str:

@@ -14,8 +14,9 @@ from imagenet_fast.errors import UserError, warn
 if TYPE_CHECKING:
     from imagenet_fast.plan.cluster import Cluster
     from imagenet_fast.plan.fastest import Way
-    from imagenet_fast.plan.prediction import Planned, Situation
+    from imagenet_fast.plan.prediction import Planned
     from imagenet_fast.plan.sweep import Sweep
+    from imagenet_fast.recipe.schema import Recipe
 
 T = TypeVar("T")
 _PLAN = ("recipe", "sync", "scaling", "overrides")
@@ -143,8 +144,7 @@ def _show_plan(
     recipe: str, asked: tuple[str, Cluster, int | None], sync: str | None, points: Sweep | None,
     scaling: Literal["weak", "strong"], overrides: list[str], json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
-    from imagenet_fast.plan.devices import find_device
-    from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
+    from imagenet_fast.plan.prediction import ENGINES, planned_engines, situation_of
     from imagenet_fast.recipe.load import find_recipe, load_recipe
 
     name, machine, gpus = asked
@@ -159,21 +159,21 @@ def _show_plan(
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
     written = load_recipe(find_recipe(recipe), "lazy", [other for other in overrides if other not in own])
     try:
-        situation = Situation(written, machine, find_device(machine.device, machine.device_batch), scaling)
         engines = planned_engines(sync, "bf16", own)
         most = gpus or written.ranks
-        predicted: list[Planned] = []
-        if points is None:
-            predicted = situation.rows(engines, most)
-        elif points.key == "nic":
-            for gbit in points.values:
-                predicted += situation.rows(engines, most, float(gbit))
+
+        def rows(cluster: Cluster, count: int) -> list[Planned]:
+            return situation_of(written, cluster, count, scaling).rows(engines)
+
+        if points is not None and points.key == "gpus":
+            predicted = _over_gpus(points.values, lambda count: rows(machine, count))
         else:
-            predicted = _over_gpus(points.values, lambda count: situation.rows(engines, count))
+            machines = [machine] if points is None else [machine.with_nics(float(gbit)) for gbit in points.values]
+            predicted = [row for cluster in machines for row in rows(cluster, most)]
     except UserError as error:
         of_cluster = str(error).startswith(("nic.", "inside.", "device"))
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
-    _print_plan(situation, predicted, points is None, json_file)
+    _print_plan(written, machine, scaling, predicted, points is None, json_file)
     if png is not None and points is not None:
         from imagenet_fast.bench.plots import new_figure
         from imagenet_fast.plan.figures import draw_plan
@@ -200,8 +200,12 @@ def _over_gpus(values: tuple[int, ...], predict: Callable[[int], list[T]]) -> li
     return predicted
 
 
-def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, json_file: Path | None) -> None:
+def _print_plan(
+    written: Recipe, machine: Cluster, scaling: Literal["weak", "strong"], predicted: list[Planned], alone: bool,
+    json_file: Path | None,
+) -> None:  # fmt: skip
     from imagenet_fast.metrics.rows import show
+    from imagenet_fast.plan.prediction import situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
 
     show(predicted, json_file)
@@ -213,7 +217,8 @@ def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, jso
         print(prefix + verdict(own))
     last = next((row for row in reversed(predicted) if row.chosen), predicted[-1])
     print()
-    print(*dry_run(situation, last), *inputs(situation), sep="\n")
+    situation = situation_of(written, machine, last.gpus, scaling)
+    print(*dry_run(written, situation, last), *inputs(machine, written.model.kind), sep="\n")
     for doubt in warnings(situation, last):
         warn(doubt)
 
@@ -223,26 +228,26 @@ def _show_fastest(
     write: Path | None, json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
     from imagenet_fast.metrics.rows import show
-    from imagenet_fast.plan.devices import find_device
-    from imagenet_fast.plan.fastest import SHOWN, Search, as_recipe, first_exact, published_trainings
+    from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, first_exact, published_trainings, remarks
 
     name, machine, gpus = asked
     if points is not None and (points.key == "nic" or write is not None):
         option = "--write" if write is not None else "--sweep nic="
         raise UserError(f"{option} does not go with --fastest over several numbers of GPUs; write --gpus instead")
-    search = Search(machine, find_device(machine.device, machine.device_batch), cheapest)
     known = published_trainings(model)
     swept: list[tuple[int, Way]] = []
     if points is None:
-        found, left_out = search.ways(known, gpus or machine.nodes * machine.gpus_per_node)
-        remarks = list(search.remarks(found, left_out))
+        found, left_out = fastest_ways(machine, known, gpus or machine.nodes * machine.gpus_per_node, cheapest)
+        below = list(remarks(machine, found, left_out, cheapest))
     else:
-        swept = _over_gpus(points.values, lambda count: [(count, first_exact(search.ways(known, count)[0]))])
+        swept = _over_gpus(
+            points.values, lambda count: [(count, first_exact(fastest_ways(machine, known, count, cheapest)[0]))]
+        )
         found = [way for _, way in swept]
-        remarks = ["the best exact way on up to so many GPUs each: predicted, not run"]
+        below = ["the best exact way on up to so many GPUs each: predicted, not run"]
     show(found, json_file, SHOWN)
     print()
-    print(*remarks, sep="\n")
+    print(*below, sep="\n")
     if write is not None:
         write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -23,7 +24,7 @@ from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.devices import Device
+from imagenet_fast.plan.devices import Compute
 from imagenet_fast.plan.network import StatedNetwork, nic_share, straggling
 from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines
@@ -87,6 +88,11 @@ class Planned(Row):
     """Whether every step is synchronous SGD but for rounding to the wire dtype."""
     chosen: bool = field(metadata=column("auto", form=lambda chosen: "*" if chosen else ""))
     """Whether ``auto`` would take it: the fastest exact engine of ours."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is one of those among which ``auto`` chooses."""
+        return self.exact and self.engine not in ("ddp", "allreduce fused")
 
 
 def label(settings: Sync) -> str:
@@ -169,18 +175,17 @@ class Result(NamedTuple):
     nic_bytes: float
 
 
-def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: float, fuse: float | None = None) -> Result:
+def predict_step(settings: Sync, step: Step, network: StatedNetwork, fuse: float | None = None) -> Result:
     """Predict one engine's step.
 
     Args:
         settings: The engine.
         step: Gradients and compute.
-        network: The costs of collectives.
-        sigma: Standard deviation of a rank's compute over its mean.
+        network: The costs of collectives, and the stragglers.
         fuse: Bucket size in bytes on the wire; None: the best by the cost model.
     """
     layout = network.layout
-    timing = step.timing(straggling(sigma, layout.size))
+    timing = step.timing(straggling(network.sigma, layout.size))
     if layout.size == 1:
         return Result(timing.compute_s, math.inf, 0.0)
     wire = wire_format(settings.wire)
@@ -215,102 +220,78 @@ class Situation:
 
     recipe: Recipe
     cluster: Cluster
-    device: Device
-    scaling: Scaling
+    batching: Batching
+    """How its batch is divided over GPUs."""
 
-    def batching(self, gpus: int) -> Batching:
-        """Return how the batch is divided over ``gpus``: each GPU's share is kept (weak), or the global batch (strong).
+    @property
+    def node_images(self) -> int:
+        """Images of a step that a node's loaders must give."""
+        gpus = self.batching.ranks
+        return self.batching.global_batch // gpus * min(gpus, self.cluster.gpus_per_node)
 
-        Raises:
-            UserError: The global batch does not divide.
-        """
-        recipe = self.recipe if self.scaling == "strong" else scale_recipe(self.recipe, gpus)
-        return split_batch(recipe, gpus)
+    @property
+    def compute(self) -> Compute:
+        """What is known about the model's step on the device."""
+        return self.cluster.gpu.compute(self.recipe.model.kind)
 
-    def step(self, batching: Batching) -> Step:
-        """Return the step of one GPU; if images grow with the epochs, their mean step."""
-        compute, data, epochs = self.device.compute(self.recipe.model.kind), self.recipe.data, self.recipe.epochs
+    @cached_property
+    def step(self) -> Step:
+        """The step of one GPU; if images grow with the epochs, their mean step."""
+        data, epochs, images = self.recipe.data, self.recipe.epochs, self.batching.micro_batch
         knots = [(1.0, data.image_size), *data.sizes, (epochs + 1.0, 0)]
         reached = [(min(max(1.0, epoch), epochs + 1.0), pixels) for epoch, pixels in knots]
         lasting = [(end - begin, pixels) for (begin, pixels), (end, _) in pairwise(reached)]
-        micro_s = sum(share * compute.seconds(batching.micro_batch, pixels) for share, pixels in lasting) / epochs
-        layers = self.device.layers(self.recipe.model.kind)
-        return Step(layers, batching.micro_batch, batching.accumulation, micro_s)
+        micro_s = sum(share * self.compute.seconds(images, pixels) for share, pixels in lasting) / epochs
+        return Step(self.cluster.gpu.layers(self.recipe.model.kind), images, self.batching.accumulation, micro_s)
 
-    def rows(self, engines: Sequence[Sync], gpus: int, gbit: float | None = None) -> list[Planned]:
-        """Predict every engine on ``gpus`` GPUs.
-
-        Args:
-            engines: The engines.
-            gpus: Number of GPUs.
-            gbit: Rate of all NICs of a node together, instead of the cluster's.
+    def rows(self, engines: Sequence[Sync]) -> list[Planned]:
+        """Predict every engine.
 
         Raises:
-            UserError: The GPUs are no whole nodes, the batch does not divide or is larger than the training set, or a
-                value is unknown.
+            UserError: A value is unknown.
         """
-        if self.recipe.parallel.ranks > 1:
-            raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
-        cluster, on_gpu = self.cluster, self.device.on_gpu
-        layout = cluster.layout(gpus, on_gpu)
-        batching = self.batching(gpus)
-        step = self.step(batching)
-        images, batch = training_images(self.recipe), batching.global_batch
-        if images < batch:
-            strong = ", or --scaling strong" if self.scaling == "weak" else ""
-            raise UserError(
-                f"{gpus} GPUs have a global batch of {batch}, more than the {images} training images; take fewer GPUs "
-                f"or a smaller --set global_batch{strong}"
-            )
-        steps = self.recipe.epochs * (images // batch)
-        low, used, high = cluster.stragglers.sigma
-        total = gbit if gbit is not None else cluster.nic.gbit and cluster.nic.gbit * cluster.nic.count
+        gpus, batch, step = self.batching.ranks, self.batching.global_batch, self.step
+        low, used, high = (self.cluster.network(gpus, case) for case in range(3))
+        slowest_s = step.compute_s * straggling(used.sigma, gpus)
+        steps = self.recipe.epochs * (training_images(self.recipe) // batch)
         rows = []
         for settings in engines:
-            found = predict_step(settings, step, cluster.network(layout, 1, gbit), used)
-            worst = predict_step(settings, step, cluster.network(layout, 0, gbit), high, found.fuse).step_s
-            best = predict_step(settings, step, cluster.network(layout, 2, gbit), low, found.fuse).step_s
-            bucket_bytes = found.fuse if math.isfinite(found.fuse) else None
-            exposed = found.step_s - step.compute_s * straggling(used, gpus)
+            found = predict_step(settings, step, used)
+            worst, best = (predict_step(settings, step, end, found.fuse).step_s for end in (low, high))
             rows.append(
                 Planned(
-                    label(settings), settings.wire, gpus, total, batch // gpus, found.step_s, step.compute_s,
-                    max(0.0, exposed), found.nic_bytes, bucket_bytes, batch / found.step_s,
+                    label(settings), settings.wire, gpus, self.cluster.nic.node_gbit, batch // gpus, found.step_s,
+                    step.compute_s, max(0.0, found.step_s - slowest_s), found.nic_bytes,
+                    found.fuse if math.isfinite(found.fuse) else None, batch / found.step_s,
                     step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
                     steps, steps * found.step_s, settings.exact, False,
                 )
             )  # fmt: skip
-        return marked(rows)
+        fastest = min((row for row in rows if row.ours), key=lambda row: row.step_s, default=None)
+        return [replace(row, chosen=row is fastest) for row in rows]
+
+
+def situation_of(written: Recipe, cluster: Cluster, gpus: int, scaling: Scaling) -> Situation:
+    """Return a recipe on ``gpus`` GPUs; kept is each one's share of the batch (weak), or the global batch (strong).
+
+    Raises:
+        UserError: The GPUs are no whole nodes, or the batch does not divide or is larger than the training set.
+    """
+    if written.parallel.ranks > 1:
+        raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
+    cluster.layout(gpus)
+    recipe = written if scaling == "strong" else scale_recipe(written, gpus)
+    batching, images = split_batch(recipe, gpus), training_images(recipe)
+    if images < batching.global_batch:
+        strong = ", or --scaling strong" if scaling == "weak" else ""
+        raise UserError(
+            f"{gpus} GPUs have a global batch of {batching.global_batch}, more than the {images} training images; take "
+            f"fewer GPUs or a smaller --set global_batch{strong}"
+        )
+    return Situation(recipe, cluster, batching)
 
 
 def training_images(recipe: Recipe) -> int:
     """Return the number of training images of the recipe's data."""
     dataset = getattr(recipe.data, "dataset", None)
     return IMAGES[dataset] if dataset in IMAGES else int(getattr(recipe.data, "train_images", IMAGES["imagenet"]))
-
-
-def marked(rows: Sequence[Planned]) -> list[Planned]:
-    """Mark the fastest exact engine of ours: ``auto`` takes it."""
-    ours = [row for row in rows if row.exact and row.engine not in ("ddp", "allreduce fused")]
-    best = min(ours, key=lambda row: row.step_s, default=None)
-    return [replace(row, chosen=row is best) for row in rows]
-
-
-def rivals(rows: Sequence[Planned]) -> list[str]:
-    """Return the other exact engines that may be as fast as the chosen one; with any, there is no clear winner.
-
-    What is not known of a cluster is the same for all engines: its NICs and its stragglers. So engines are compared in
-    each of three cases, with low, used and high inputs for both, and not by whether their bands overlap.
-    """
-    best = next((row for row in rows if row.chosen), None)
-    if best is None:
-        return []
-    return [
-        f"{row.engine} {row.wire}" for row in rows
-        if row is not best and row.exact and row.engine not in ("ddp", "allreduce fused")
-        and any(own > (1 - MODEL_ERROR) * its for own, its in zip(_cases(row), _cases(best), strict=True))
-    ]  # fmt: skip
-
-
-def _cases(row: Planned) -> tuple[float, float, float]:
-    return row.efficiency_low, row.efficiency, row.efficiency_high

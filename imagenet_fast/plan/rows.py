@@ -147,13 +147,11 @@ def all_rows() -> list[Compared]:
 def published_row(row: Published) -> Compared:
     """Predict a published row on its cluster."""
     cluster = load_cluster(row.cluster)
-    layout = cluster.layout(row.gpus, on_gpu=True)
-    network = cluster.network(layout, 1, row.gbit)
+    network = (cluster if row.gbit is None else cluster.with_nics(row.gbit)).network(row.gpus)
     step = Step(DEVICES["v100"].layers(row.model), row.batch, 1, row.compute.seconds(row.batch))
-    sigma = cluster.stragglers.sigma[1]
-    predicted = predict_step(row.engine, step, network, sigma).step_s
+    predicted = predict_step(row.engine, step, network).step_s
     engines = planned_engines("ring,lazy,hybrid,dear", "bf16")
-    ours = {engine.kind: predict_step(engine, step, network, sigma).step_s for engine in engines}
+    ours = {engine.kind: predict_step(engine, step, network).step_s for engine in engines}
     best = min(ours, key=ours.__getitem__)
     reported = row.step_ms / 1e3
     error = predicted / reported - 1
@@ -184,7 +182,7 @@ def shaped_step_s(steps: Shaped, engine: Sync) -> float:
     layout = RankLayout((steps.ranks_per_host,) * steps.hosts, on_gpu=False)
     latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
     network = StatedNetwork(layout, TCP_PAYLOAD * steps.mbit * 1e6 / 8, between_s=latency_s)
-    return predict_step(engine, Step(profile, 1, 1, steps.compute_s), network, 0.0).step_s
+    return predict_step(engine, Step(profile, 1, 1, steps.compute_s), network).step_s
 
 
 def summary(rows: Sequence[Compared]) -> list[str]:

@@ -56,7 +56,7 @@ WRONG = [
     ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "nic.efficiency.1 is NaN: input should be"),
     ("[nic]\ngbit = 25", "nic = 25", "nic is 25: input should be an object; correct it"),
     ("[nic]", '[kinds]\nnodes = "guessed"\n[nic]', 'kinds.nodes is "guessed": input should be \'meas'),
-    ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', 'kinds has a key "nic.speed" that no cluster'),
+    ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', "\"nic.speed\": input should be 'nodes', 'nic.gbit'"),
 ]
 
 
@@ -79,9 +79,9 @@ def test_wrong_clusters_and_files_that_are_none_get_one_sentence(tmp_path: Path)
 
 def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
     cluster = load_cluster(written(tmp_path, "gbit = 25", 'gbit = "unknown"'))
-    cluster.network(cluster.layout(8, on_gpu=True))
-    assert "nic.gbit is unknown" in refusal_of(cluster.network, cluster.layout(16, on_gpu=True))
-    cluster.network(cluster.layout(16, on_gpu=True), gbit=10)
+    cluster.network(8)
+    assert "nic.gbit is unknown" in refusal_of(cluster.network, 16)
+    cluster.with_nics(10).network(16)
 
 
 def test_unknown_devices_and_models_are_refused():

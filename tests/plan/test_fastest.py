@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.plan.cluster import Cluster, load_cluster
-from imagenet_fast.plan.devices import find_device
-from imagenet_fast.plan.fastest import FEW_IMAGES, Search, Way, first_exact, published_trainings
-from imagenet_fast.plan.prediction import Situation, planned_engines
+from imagenet_fast.plan.devices import DEVICES, find_device
+from imagenet_fast.plan.fastest import FEW_IMAGES, Way, fastest_ways, first_exact, published_trainings, remarks
+from imagenet_fast.plan.prediction import planned_engines, situation_of
 from imagenet_fast.plan.rows import published
 from imagenet_fast.recipe.load import load_recipe
 from scripts.fastest import logged, way_row
@@ -31,7 +31,7 @@ def changed(name: str, **values: object) -> Cluster:
 
 def ways(cluster: str | Cluster, most: int, cheapest: bool = False) -> list[Way]:
     machine = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    return Search(machine, find_device(machine.device, None), cheapest).ways(RESNET, most)[0]
+    return fastest_ways(machine, RESNET, most, cheapest)[0]
 
 
 @pytest.mark.ci
@@ -74,13 +74,13 @@ def test_engines_that_are_not_exact_have_marked_rows_and_never_win():
 
 
 def test_what_is_not_simulated_could_not_have_won_by_more_than_the_models_error():
-    machine, device = load_cluster("cloud-25g"), find_device("v100", None)
+    machine = load_cluster("cloud-25g")
     engines = planned_engines("lazy,hybrid,dear,ring,ddp", "bf16")
     for training in (known for known in RESNET if known.name in ("resnet50-8gpu-mild", "LARS 1632")):
-        way = first_exact(Search(machine, device, False).ways([training], 16)[0])
+        way = first_exact(fastest_ways(machine, [training], 16)[0])
         for gpus in (4, 8, 16):
             written = training.recipe.model_copy(update={"ranks": gpus, "micro_batch": 0})
-            rows = Situation(written, machine, device, "strong").rows(engines, gpus)
+            rows = situation_of(written, machine, gpus, "strong").rows(engines)
             least = min(row.train_s for row in rows) * way.epochs / training.recipe.epochs / 60
             assert way.minutes < 1.03 * least, "evaluations take less than 1 %"
 
@@ -104,16 +104,19 @@ def test_what_holds_back_is_named():
     assert found[0].minutes > ways("dgx-h100", 8)[0].minutes
 
 
-def test_what_does_not_fit_is_left_out_by_its_cause():
-    cluster, device = load_cluster("dgx-h100"), find_device("h100", None)
+def test_what_does_not_fit_is_left_out_by_its_cause(monkeypatch: pytest.MonkeyPatch):
+    def holding(gb: float) -> Cluster:
+        monkeypatch.setitem(DEVICES, "small", replace(DEVICES["h100"], memory_gb=gb))
+        find_device.cache_clear()
+        return changed("dgx-h100", device="small")
+
     for gb, images in ((2.5, 11), (1, 0)):
-        told = refusal_of(Search(cluster, replace(device, memory_gb=gb), False).ways, RESNET, 8)
+        told = refusal_of(ways, holding(gb), 8)
         assert told == f"LARS 1632 is left out: {gb:g} GB of a GPU hold {images} of its images, and norms need 32"
-    small = replace(device, memory_gb=3.3)
-    found, left_out = Search(cluster, small, False).ways(RESNET, 8)
+    found, left_out = fastest_ways(holding(3.3), RESNET, 8)
     assert {way.training for way in found} == {"resnet50-8gpu-mild"}, "its images are smaller"
     assert len(left_out) == len(RESNET) - 1
-    assert left_out[0] in list(Search(cluster, small, False).remarks(found, left_out))
+    assert left_out[0] in list(remarks(holding(3.3), found, left_out, cheapest=False))
 
 
 def test_overlapping_bands_are_no_clear_winner():
