@@ -281,7 +281,7 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     from imagenet_fast.metrics.rows import show
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.devices import PROFILES
-    from imagenet_fast.plan.rows import Shaped, Validated, shaped_step_s
+    from imagenet_fast.plan.rows import Shaped, Validated
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     model = load_recipe(find_recipe(recipe)).model.kind
@@ -297,7 +297,8 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     )
     found: list[Validated] = []
     for settings, time in zip(engines, times, strict=False):
-        nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s), settings)
+        steps = Shaped(profile=name, scale=scale, hosts=hosts, mbit=mbit, compute_s=time.compute_s)
+        nominal_s = steps.predicted_s(settings)
         found.append(
             Validated(
                 settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, nominal_s / time.step_s - 1

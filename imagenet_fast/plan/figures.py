@@ -7,7 +7,7 @@ from typing import Any
 
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
-from imagenet_fast.plan.rows import published
+from imagenet_fast.plan.rows import known_results
 
 
 def draw_plan(rows: Sequence[Planned], title: str, cluster: str, model: str, over_nic: bool, figure: Any) -> None:
@@ -31,9 +31,9 @@ def draw_plan(rows: Sequence[Planned], title: str, cluster: str, model: str, ove
             ))  # fmt: skip
         axes.fill_between(at, low, high, color=style["color"], alpha=0.12, linewidth=0)
     if not over_nic:
-        for point in published():
+        for point in known_results().published:
             if point.cluster == cluster and point.model == model and point.gbit is None:
-                share = 100 * point.compute.seconds(point.batch) / (point.step_ms / 1e3)
+                share = 100 * point.compute_s() / (point.step_ms / 1e3)
                 axes.plot([point.gpus], [share], "k*", markersize=9)
                 axes.annotate(point.name, (point.gpus, share), xytext=(5, -3), textcoords="offset points", fontsize=7)
     _over(axes, sorted({(row.nic_gbit if over_nic else row.gpus) or 0 for row in rows}))

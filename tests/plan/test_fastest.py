@@ -15,7 +15,7 @@ from imagenet_fast.plan.cluster import Cluster, load_cluster
 from imagenet_fast.plan.devices import DEVICES, find_device
 from imagenet_fast.plan.fastest import FEW_IMAGES, Way, fastest_ways, first_exact, published_trainings, remarks
 from imagenet_fast.plan.prediction import planned_engines, situation_of
-from imagenet_fast.plan.rows import published
+from imagenet_fast.plan.rows import known_results
 from imagenet_fast.recipe.load import load_recipe
 from scripts.fastest import logged, way_row
 from tests.conftest import refusal_of
@@ -164,7 +164,7 @@ def test_a_sweep_has_the_best_of_each_number_and_a_picture(tmp_path: Path):
 def test_the_pages_have_the_tables():
     """Of 8, 512 and 768 GPUs; `scripts/fastest.py --check` checks all."""
     assert all(way_row(way) in PAGE for way in ways("dgx-h100", 8)[:8])
-    for row in published():
+    for row in known_results().published:
         if row.minutes is not None and row.gpus in (8, 512, 768):
             assert logged(row) in PAGE
             place = int(logged(row).split("|")[6])

@@ -21,7 +21,7 @@ from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.network import StatedNetwork, expected_max, straggling
 from imagenet_fast.plan.prediction import Planned, Scaling, Step, planned_engines, predict_step, situation_of
 from imagenet_fast.plan.report import verdict
-from imagenet_fast.plan.rows import published, published_row
+from imagenet_fast.plan.rows import known_results
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
@@ -227,6 +227,6 @@ def test_the_mean_of_the_largest_is_that_of_draws_and_of_two_ranks_by_the_formul
 
 
 def test_rows_that_calibrate_are_small_systems():
-    fitted = [published_row(row) for row in published() if row.calibrated_on == "itself"]
+    fitted = [row.compared() for row in known_results().published if row.calibrated_on == "itself"]
     assert all(row.gpus <= 64 for row in fitted)
     assert max(abs(row.error) for row in fitted) < 0.01
