@@ -159,7 +159,7 @@ def _show_plan(
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
     written = load_recipe(find_recipe(recipe), "lazy", [other for other in overrides if other not in own])
     try:
-        engines = planned_engines(sync, "bf16", own)
+        engines = planned_engines(sync, own)
         most = gpus or written.ranks
 
         def rows(cluster: Cluster, count: int) -> list[Planned]:
@@ -176,7 +176,7 @@ def _show_plan(
     _print_plan(written, machine, scaling, predicted, points is None, json_file)
     if png is not None and points is not None:
         from imagenet_fast.bench.plots import new_figure
-        from imagenet_fast.plan.figures import draw_plan
+        from imagenet_fast.plan.sweep import draw_plan
 
         figure = new_figure(png, 9, 5)
         kind = "alexnet" if written.model.kind == "alexnet_bn" else written.model.kind
@@ -253,7 +253,7 @@ def _show_fastest(
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     if png is not None:
         from imagenet_fast.bench.plots import new_figure
-        from imagenet_fast.plan.figures import draw_fastest
+        from imagenet_fast.plan.sweep import draw_fastest
 
         figure = new_figure(png, 9, 5)
         draw_fastest(swept, Path(name).stem, figure)

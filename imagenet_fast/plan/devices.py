@@ -56,8 +56,6 @@ class Device:
     def compute(self, model: str) -> Compute:
         """Return what is known about ``model``.
 
-        AlexNet's times on a device that was not timed with it are V100's, shortened as ResNet-50's are.
-
         Raises:
             UserError: The model has no layer profile, or this device was not timed with it.
         """
@@ -66,11 +64,6 @@ class Device:
             raise UserError(f"plan cannot predict {model}, only {', '.join(PROFILES)}; take a recipe of one of these")
         if layers in self.computes:
             return self.computes[layers]
-        if layers == "alexnet" and "resnet50" in self.computes:
-            other = DEVICES["v100"].computes
-            ratio = self.computes["resnet50"].c1 / other["resnet50"].c1
-            source = f"V100's ({other[layers].source}), shortened as the time of an image is in ResNet-50"
-            return Compute(other[layers].c0, ratio * other[layers].c1, "assumed", source)
         known = ", ".join(name for name, profile in PROFILES.items() if profile in self.computes)
         raise UserError(
             f"device {self.name} has no step times of {model}, only of {known}; record some there by "

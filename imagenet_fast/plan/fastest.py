@@ -96,10 +96,9 @@ def published_trainings(model: Target) -> list[Training]:
 
 
 def _training(
-    name: str, recipe: str, epochs: tuple[float, float, float], source: str, settings: dict[str, object] | None = None
+    name: str, recipe: str, epochs: tuple[float, float, float], source: str, settings: Sequence[str] = ()
 ) -> Training:
-    changed = {"ranks": 1, "parallel.tensor": 1, **(settings or {})}
-    overrides = [f"{key}={value}" for key, value in changed.items()]
+    overrides = ["ranks=1", "parallel.tensor=1", *settings]
     return Training(name, load_recipe(find_recipe(recipe), "lazy", overrides), epochs, source)
 
 
@@ -114,7 +113,7 @@ def fastest_ways(
     Raises:
         UserError: No training has a way. The message says why the first has none.
     """
-    engines = [planned_engines(names, "bf16") for names in (_EXACT, _INEXACT)]
+    engines = [planned_engines(names) for names in (_EXACT, _INEXACT)]
     best: list[Way] = []
     refused: list[str] = []
     for training in trainings:
@@ -217,7 +216,7 @@ class _Plan:
         }  # fmt: skip
         return Way(
             self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
-            recipe.global_batch, step.batch, self.shown(mean), minutes, self.minutes(best, fewest),
+            recipe.global_batch, self.at.batching.micro_batch, self.shown(mean), minutes, self.minutes(best, fewest),
             self.minutes(worst, most), hours, None if price is None else hours * price,
             self.at.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
         )  # fmt: skip

@@ -100,13 +100,13 @@ def label(settings: Sync) -> str:
     return f"{settings.kind} fused" if isinstance(settings, AllReduceSync) and settings.fused else settings.kind
 
 
-def planned_engines(text: str | None, wire: str, overrides: Sequence[str] = ()) -> list[Sync]:
-    """Parse the engines to predict; None: all of them, and one message after backward.
+def planned_engines(text: str | None, overrides: Sequence[str] = ()) -> list[Sync]:
+    """Parse the engines to predict, in bf16 unless they say otherwise; None: all, and one message after backward.
 
     Raises:
         UserError: A name or a value is wrong, or an engine chooses another.
     """
-    engines = parse_engines(ENGINES if text is None else text, wire, overrides)
+    engines = parse_engines(ENGINES if text is None else text, "bf16", overrides)
     if text is None:
         engines.insert(2, AllReduceSync(wire="bf16", fused=True))
     for engine in engines:
@@ -133,12 +133,10 @@ class Step:
 
     profile: Profile
     """Layers with their shares of the time."""
-    batch: int
-    """Images of a micro-batch."""
-    accumulation: int
-    """Micro-batches of a step."""
     micro_s: float
     """Seconds that a micro-batch computes."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
 
     @property
     def compute_s(self) -> float:
@@ -242,7 +240,7 @@ class Situation:
         reached = [(min(max(1.0, epoch), epochs + 1.0), pixels) for epoch, pixels in knots]
         lasting = [(end - begin, pixels) for (begin, pixels), (end, _) in pairwise(reached)]
         micro_s = sum(share * self.compute.seconds(images, pixels) for share, pixels in lasting) / epochs
-        return Step(self.cluster.gpu.layers(self.recipe.model.kind), images, self.batching.accumulation, micro_s)
+        return Step(self.cluster.gpu.layers(self.recipe.model.kind), micro_s, self.batching.accumulation)
 
     def rows(self, engines: Sequence[Sync]) -> list[Planned]:
         """Predict every engine.

@@ -105,8 +105,8 @@ class Published(Table):
         """Predict it on its cluster, and the fastest exact engine of ours there."""
         cluster = load_cluster(self.cluster)
         network = (cluster if self.gbit is None else cluster.with_nics(self.gbit)).network(self.gpus)
-        step = Step(cluster.gpu.layers(self.model), self.batch, 1, self.compute_s())
-        engines = [self.engine, *planned_engines("ring,lazy,hybrid,dear", "bf16")]
+        step = Step(cluster.gpu.layers(self.model), self.compute_s())
+        engines = [self.engine, *planned_engines("ring,lazy,hybrid,dear")]
         predicted, *others = (predict_step(engine, step, network).step_s for engine in engines)
         ours_s, best = min(zip(others, engines[1:], strict=True), key=itemgetter(0))
         reported = self.step_ms / 1e3
@@ -136,7 +136,7 @@ class Shaped(Table):
         layout = RankLayout((self.ranks_per_host,) * self.hosts, on_gpu=False)
         latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
         network = StatedNetwork(layout, TCP_PAYLOAD * self.mbit * 1e6 / 8, between_s=latency_s)
-        return predict_step(engine, Step(profile, 1, 1, self.compute_s), network).step_s
+        return predict_step(engine, Step(profile, self.compute_s), network).step_s
 
     def compared(self) -> Iterator[Compared]:
         """Predict every step that was measured."""

@@ -96,6 +96,9 @@ def test_unknown_devices_and_models_are_refused():
 def test_a_recorded_profile_is_a_device_of_its_own_model_and_image_size(tmp_path: Path):
     file = tmp_path / "mine.json"
     profile = replace(load_profile("resnet50"), model="resnet18", pixels=160).scaled_to(0.2)
+    save_profile(load_profile("resnet50"), tmp_path / "other.json")
+    other = find_device(str(tmp_path / "other.json"), 128)
+    assert "has no step times of alexnet, only of resnet50" in refusal_of(other.compute, "alexnet")
     save_profile(profile, file)
     assert "write the images of its step as device_batch" in refusal_of(find_device, str(file), None)
     device = find_device(str(file), 100)

@@ -75,7 +75,7 @@ def test_engines_that_are_not_exact_have_marked_rows_and_never_win():
 
 def test_what_is_not_simulated_could_not_have_won_by_more_than_the_models_error():
     machine = load_cluster("cloud-25g")
-    engines = planned_engines("lazy,hybrid,dear,ring,ddp", "bf16")
+    engines = planned_engines("lazy,hybrid,dear,ring,ddp")
     for training in (known for known in RESNET if known.name in ("resnet50-8gpu-mild", "LARS 1632")):
         way = first_exact(fastest_ways(machine, [training], 16)[0])
         for gpus in (4, 8, 16):

@@ -33,7 +33,7 @@ from tests.bench.small import SMALL
 from tests.conftest import refusal_of, tiers
 from tests.sync.test_step_prediction import Hosts
 
-ENGINES = planned_engines(None, "bf16")
+ENGINES = planned_engines(None)
 
 
 def written(recipe: str = "alexnet-512gpu") -> Recipe:
@@ -46,7 +46,7 @@ def by_engine(
 ) -> dict[str, Planned]:  # fmt: skip
     machine = load_cluster(cluster)
     machine = machine if gbit is None else machine.with_nics(gbit)
-    rows = situation_of(recipe or written(), machine, gpus, scaling).rows(planned_engines(engines, "bf16"))
+    rows = situation_of(recipe or written(), machine, gpus, scaling).rows(planned_engines(engines))
     return {f"{row.engine} {row.wire}": row for row in rows}
 
 
@@ -63,7 +63,7 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
     for fuse in (2.0**20, math.inf):
         theirs = step_model(engine, pool, engine.wire, network).messages(fuse)
-        slots = Step(profile, 1, 1, 1.0).slots(pool.alignment)
+        slots = Step(profile, 1.0).slots(pool.alignment)
         ours = divide(declaration_of(settings), slots, pool.alignment, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
         assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [
             (m.part, m.collective, m.half, m.task.event) for m in theirs
@@ -86,7 +86,7 @@ def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: i
     """Of three nodes or five, one is a torus's busiest."""
     settings, layout = LazySync(wire=wire, threshold_mb=math.inf, collective=collective), RankLayout((each,) * nodes)
     (counted,) = bench_count(SMALL, [settings], str(layout.size), each, "56gbit")
-    planned = predict_step(settings, Step(SMALL, 1, 1, 0.1), StatedNetwork(layout, 7e9))
+    planned = predict_step(settings, Step(SMALL, 0.1), StatedNetwork(layout, 7e9))
     assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.04)
 
 
@@ -99,10 +99,10 @@ def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: i
     ids=["small", "alexnet"],
 )
 def test_engines_bytes_are_those_that_bench_sync_counts(profile: Profile, names: str, ranks: int, error: float):
-    engines = planned_engines(names, "bf16")
+    engines = planned_engines(names)
     network = StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
     for row, settings in zip(bench_count(profile, engines, str(ranks), 8, "56gbit"), engines, strict=True):
-        planned = predict_step(settings, Step(profile, 1, 1, 0.1), network)
+        planned = predict_step(settings, Step(profile, 0.1), network)
         assert planned.nic_bytes == pytest.approx(row.nic_bytes, rel=error), (row.engine, row.wire)
 
 
@@ -110,14 +110,14 @@ def test_engines_bytes_are_those_that_bench_sync_counts(profile: Profile, names:
 def test_padding_of_codes_is_not_sent(ranks: int):
     """The line of 120 ranks is 15 360 values, and ResNet-50 has many gradients of 64."""
     profile, network = load_profile("resnet50"), StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
-    plain, coded = (predict_step(LazySync(wire=w), Step(profile, 1, 1, 0.1), network) for w in ("bf16", "int8"))
+    plain, coded = (predict_step(LazySync(wire=w), Step(profile, 0.1), network) for w in ("bf16", "int8"))
     assert coded.nic_bytes == pytest.approx(plain.nic_bytes / 2, rel=0.02)
 
 
 def test_codes_go_as_16_bits_inside_a_node():
     """So 8-bit wires gain nothing where the node's own links are the slower ones."""
     network = StatedNetwork(RankLayout((8, 8)), 1e12, inside_bytes_per_s=1e9)
-    step = Step(load_profile("resnet50"), 1, 1, 0.001)
+    step = Step(load_profile("resnet50"), 0.001)
     plain, coded = (predict_step(LazySync(wire=w), step, network).step_s for w in ("bf16", "int8"))
     assert coded >= 0.95 * plain
 
