@@ -112,37 +112,29 @@ class Cluster(Table):
         """Return the cluster with another rate of all NICs of a node together."""
         return self.model_copy(update={"nic": self.nic.model_copy(update={"gbit": gbit, "count": 1})})
 
-    def layout(self, gpus: int) -> RankLayout:
-        """Return ``gpus`` ranks on whole nodes, or on a part of one node.
-
-        Raises:
-            UserError: They are no whole number of nodes.
-        """
-        each = min(gpus, self.gpus_per_node)
-        if gpus % each:
-            below = gpus - gpus % each
-            raise UserError(f"{gpus} GPUs are no whole number of nodes of {each}; take {below} or {below + each}")
-        return RankLayout((each,) * (gpus // each), self.gpu.on_gpu)
-
     def network(self, gpus: int, case: int = 1) -> StatedNetwork:
-        """Return the network between ``gpus`` ranks.
+        """Return the network between ``gpus`` ranks, on whole nodes or on a part of one.
 
         Args:
-            gpus: Number of ranks, on whole nodes or on a part of one.
+            gpus: Number of ranks.
             case: 0, 1 or 2: the low, used or high efficiency of the NICs, with the high, used or low sigma.
 
         Raises:
             UserError: They are no whole number of nodes, or a value that is needed is unknown.
         """
-        layout, gbit, inside = self.layout(gpus), self.nic.node_gbit, self.inside.gb_per_s
-        nodes, each = len(layout.nodes), layout.nodes[0]
+        each, gbit, inside = min(gpus, self.gpus_per_node), self.nic.node_gbit, self.inside.gb_per_s
+        nodes, rest = divmod(gpus, each)
+        if rest:
+            raise UserError(
+                f"{gpus} GPUs are no whole number of nodes of {each}; take {gpus - rest} or {gpus - rest + each}"
+            )
         if nodes > 1 and gbit is None:
             raise UserError("nic.gbit is unknown, and several nodes exchange gradients; write the rate, or sweep nic=")
         if each > 1 and inside is None:
             raise UserError(f"inside.gb_per_s is unknown, and {each} GPUs of a node exchange gradients; write it")
-        payload = [share * (gbit or 1.0) * 1e9 / 8 for share in self.nic.efficiency]
+        payload = [share * (gbit or math.inf) * 1e9 / 8 for share in self.nic.efficiency]
         return StatedNetwork(
-            layout, payload[case], inside * 1e9 if inside is not None and each > 1 else math.inf,
+            RankLayout((each,) * nodes, self.gpu.on_gpu), payload[case], (inside or math.inf) * 1e9,
             self.inside.latency_us * 1e-6, self.nic.latency_us * 1e-6, self.inside.in_switches,
             typical_bytes_per_s=payload[1], sigma=self.stragglers.sigma[2 - case],
         )  # fmt: skip

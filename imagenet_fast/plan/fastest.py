@@ -39,7 +39,6 @@ _EXACT = "lazy,hybrid,dear,ring,ddp,allreduce"
 """In this order: one is taken instead of those before it if it is faster by more than the model's error."""
 _INEXACT = "lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
 
-Target = Literal["resnet50", "alexnet"]
 HeldBack = Literal["compute", "network", "stragglers", "input", "memory", "batch-norm span"]
 
 
@@ -89,7 +88,7 @@ class Way(Row):
     """
 
 
-def published_trainings(model: Target) -> list[Training]:
+def published_trainings(model: str) -> list[Training]:
     """Return every published training of ``model``."""
     tables = tomllib.loads(Path(__file__).with_name("points.toml").read_text(encoding="utf-8"))
     return [_training(name, **table) for name, table in tables.items() if table.pop("model") == model]

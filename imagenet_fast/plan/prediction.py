@@ -246,7 +246,7 @@ class Situation:
         """Predict every engine.
 
         Raises:
-            UserError: A value is unknown.
+            UserError: The GPUs are no whole number of nodes, or a value of the cluster is unknown.
         """
         gpus, batch, step = self.batching.ranks, self.batching.global_batch, self.step
         low, used, high = (self.cluster.network(gpus, case) for case in range(3))
@@ -273,11 +273,10 @@ def situation_of(written: Recipe, cluster: Cluster, gpus: int, scaling: Scaling)
     """Return a recipe on ``gpus`` GPUs; kept is each one's share of the batch (weak), or the global batch (strong).
 
     Raises:
-        UserError: The GPUs are no whole nodes, or the batch does not divide or is larger than the training set.
+        UserError: The batch does not divide, or it is larger than the training set.
     """
     if written.parallel.ranks > 1:
         raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
-    cluster.layout(gpus)
     recipe = written if scaling == "strong" else scale_recipe(written, gpus)
     batching, images = split_batch(recipe, gpus), training_images(recipe)
     if images < batching.global_batch:
