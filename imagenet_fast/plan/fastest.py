@@ -6,20 +6,17 @@ import math
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.rows import Row, column
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.network import straggling
 from imagenet_fast.plan.prediction import (
     MODEL_ERROR,
     Result,
     Situation,
     planned_engines,
-    predict_step,
     training_images,
 )
 from imagenet_fast.plan.report import needed_gb
@@ -150,74 +147,67 @@ def remarks(cluster: Cluster, best: Sequence[Way], refused: Sequence[str], cheap
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _Plan(Situation):
     """A training on a number of GPUs."""
 
     training: Training
-    at: Situation
     idle: float
     """Share of the GPUs that norms of too few images leave idle."""
     cheapest: bool
 
-    @cached_property
-    def slowest_s(self) -> float:
-        """Seconds that a step computes on the slowest rank: no engine is faster."""
-        return self.at.step.compute_s * straggling(self.at.cluster.stragglers.sigma[1], self.at.batching.ranks)
-
     @property
     def loading_s(self) -> float:
         """Seconds in which a node's loaders give the images of a step; 0 if their rate is not known."""
-        return self.at.node_images / (self.at.cluster.input.images_per_s or math.inf)
+        return self.node_images / (self.cluster.input.images_per_s or math.inf)
 
     def cost(self, step_s: float) -> float:
         """Return what is best if it is least, the GPU hours or the minutes with steps of ``step_s``."""
         minutes = self.minutes(step_s, self.training.epochs[0])
-        return self.at.batching.ranks * minutes / 60 if self.cheapest else minutes
+        return self.batching.ranks * minutes / 60 if self.cheapest else minutes
 
     def minutes(self, step_s: float, epochs: float) -> float:
         """Return the minutes up to the evaluation that shows what ``epochs`` have reached."""
-        recipe, last = self.training.recipe, self.shown(epochs)
+        recipe, last = self.recipe, self.shown(epochs)
         evaluations = sum(map(recipe.evaluates_after, range(1, last + 1)))
-        images = math.ceil(EVALUATED / self.at.batching.ranks)
-        forward_s = self.at.compute.seconds(images, recipe.data.evaluated_size) / 3
+        images = math.ceil(EVALUATED / self.batching.ranks)
+        forward_s = self.compute.seconds(images, recipe.data.evaluated_size) / 3
         steps = last * (training_images(recipe) // recipe.global_batch)
         return (steps * max(step_s, self.loading_s) + evaluations * forward_s) / 60
 
     def shown(self, epochs: float) -> int:
         """Return the first epoch after ``epochs`` that an evaluation follows."""
-        recipe = self.training.recipe
+        recipe = self.recipe
         return next(n for n in range(math.ceil(epochs), recipe.epochs + 1) if recipe.evaluates_after(n))
 
     def fastest(self, engines: Sequence[Sync]) -> tuple[Sync, Result]:
         """Return the first of ``engines`` than which no other is faster by more than the model's error."""
-        network = self.at.cluster.network(self.at.batching.ranks)
         first, *others = engines
-        found = first, predict_step(first, self.at.step, network)
+        found = first, self.predict(first)
         for engine in others:
             if (1 - MODEL_ERROR) * found[1].step_s <= self.slowest_s:
                 break
-            result = predict_step(engine, self.at.step, network)
+            result = self.predict(engine)
             if result.step_s < (1 - MODEL_ERROR) * found[1].step_s:
                 found = engine, result
         return found
 
     def way(self, engine: Sync, result: Result) -> Way:
         """Return the way with an engine whose step is predicted as ``result``."""
-        recipe, step, cluster, gpus = self.training.recipe, self.at.step, self.at.cluster, self.at.batching.ranks
+        recipe, step, gpus = self.recipe, self.step, self.batching.ranks
         mean, fewest, most = self.training.epochs
-        worst, best = (predict_step(engine, step, cluster.network(gpus, case), result.fuse).step_s for case in (0, 2))
+        worst, best = (self.predict(engine, case, result.fuse).step_s for case in (0, 2))
         minutes = self.minutes(result.step_s, mean)
-        hours, price = gpus * minutes / 60, cluster.usd_per_gpu_hour
+        hours, price = gpus * minutes / 60, self.cluster.usd_per_gpu_hour
         costs: dict[HeldBack, float] = {
             "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - step.compute_s,
-            "input": self.loading_s - result.step_s, "memory": self.at.compute.c0 / 1e3 * (step.accumulation - 1),
+            "input": self.loading_s - result.step_s, "memory": self.compute.c0 / 1e3 * (step.accumulation - 1),
             "batch-norm span": self.idle * step.compute_s, "compute": MODEL_ERROR * step.compute_s,
         }  # fmt: skip
         return Way(
             self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
-            recipe.global_batch, self.at.batching.micro_batch, self.shown(mean), minutes, self.minutes(best, fewest),
+            recipe.global_batch, self.batching.micro_batch, self.shown(mean), minutes, self.minutes(best, fewest),
             self.minutes(worst, most), hours, None if price is None else hours * price,
-            self.at.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
+            self.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
         )  # fmt: skip
 
 
@@ -240,8 +230,7 @@ def _plans(training: Training, cluster: Cluster, most: int, cheapest: bool) -> l
         micro = max((n for n in range(FEW_IMAGES, share + 1) if share % n == 0 and n <= fit), default=None)
         if micro is not None:
             idle = 1 - gpus / most if gpus == counts[-1] and share < 2 * FEW_IMAGES else 0.0
-            situation = Situation(recipe, cluster, Batching(gpus, micro, share // micro))
-            plans.append(_Plan(training, situation, idle, cheapest))
+            plans.append(_Plan(recipe, cluster, Batching(gpus, micro, share // micro), training, idle, cheapest))
     if not plans:
         raise UserError(f"{memory_gb:g} GB of a GPU hold {fit:.0f} of its images, and norms need {FEW_IMAGES}")
     return sorted(plans, key=lambda plan: plan.cost(plan.slowest_s))

@@ -242,6 +242,15 @@ class Situation:
         micro_s = sum(share * self.compute.seconds(images, pixels) for share, pixels in lasting) / epochs
         return Step(self.cluster.gpu.layers(self.recipe.model.kind), micro_s, self.batching.accumulation)
 
+    @cached_property
+    def slowest_s(self) -> float:
+        """Seconds that a step computes on the slowest rank: no engine is faster."""
+        return self.step.compute_s * straggling(self.cluster.stragglers.sigma[1], self.batching.ranks)
+
+    def predict(self, engine: Sync, case: int = 1, fuse: float | None = None) -> Result:
+        """Predict one engine's step; ``case`` is that of ``Cluster.network``, ``fuse`` that of ``predict_step``."""
+        return predict_step(engine, self.step, self.cluster.network(self.batching.ranks, case), fuse)
+
     def rows(self, engines: Sequence[Sync]) -> list[Planned]:
         """Predict every engine.
 
@@ -249,17 +258,15 @@ class Situation:
             UserError: The GPUs are no whole number of nodes, or a value of the cluster is unknown.
         """
         gpus, batch, step = self.batching.ranks, self.batching.global_batch, self.step
-        low, used, high = (self.cluster.network(gpus, case) for case in range(3))
-        slowest_s = step.compute_s * straggling(used.sigma, gpus)
         steps = self.recipe.epochs * (training_images(self.recipe) // batch)
         rows = []
         for settings in engines:
-            found = predict_step(settings, step, used)
-            worst, best = (predict_step(settings, step, end, found.fuse).step_s for end in (low, high))
+            found = self.predict(settings)
+            worst, best = (self.predict(settings, case, found.fuse).step_s for case in (0, 2))
             rows.append(
                 Planned(
                     label(settings), settings.wire, gpus, self.cluster.nic.node_gbit, batch // gpus, found.step_s,
-                    step.compute_s, max(0.0, found.step_s - slowest_s), found.nic_bytes,
+                    step.compute_s, max(0.0, found.step_s - self.slowest_s), found.nic_bytes,
                     found.fuse if math.isfinite(found.fuse) else None, batch / found.step_s,
                     step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
                     steps, steps * found.step_s, settings.exact, False,
