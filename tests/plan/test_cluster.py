@@ -42,20 +42,14 @@ def test_shipped_clusters_and_ones_own_name_a_device_and_the_kind_of_each_value(
 WRONG = [
     ("gbit = 25", "gbit = -25", "nic.gbit is -25: input should be greater than or equal to 0.000001; correct it"),
     ("gbit = 25", "", "nic.gbit is missing; add it"),
-    ("nodes = 4", "nodes = 0", "nodes is 0: input should be greater than or equal to 1; correct it"),
     ("nodes = 4", "nodes = 4\nracks = 2", "unknown key racks; the keys here are source, nodes"),
     ("gbit = 25", "gbit = 25\nspeed = 2", "unknown key nic.speed; the keys here are gbit, count"),
     ("gbit = 25", "gbit = 25\nefficiency = [0.9, 0.8, 1]", "nic.efficiency: its numbers are low, used, high"),
     ("nodes = 4", "nodes = ", "cannot be read as TOML"),
-    ("nodes = 4", f"nodes = {10**20}", "nodes is 100000000000000000000: input should be less than or"),
-    ("nodes = 4", 'nodes = "unknown"', 'nodes is "unknown": input should be a valid integer'),
     ("nodes = 4", 'nodes = 4\n"a\\nb" = 1', "unknown key 'a\\nb'; the keys here are source"),
     ("gbit = 25", "gbit = nan", "nic.gbit is NaN: input should be a finite number; correct it"),
     ("[inside]", "[stragglers]\nsigma = [0, 0, 1e308]\n[inside]", "stragglers.sigma.2 is 1e+308: input"),
-    ("gbit = 25", "gbit = 1e300", "nic.gbit is 1e+300: input should be less than or equal to 1000000"),
-    ("gbit = 25", "gbit = 25\nefficiency = [0.8, nan, 0.9]", "nic.efficiency.1 is NaN: input should be"),
     ("[nic]\ngbit = 25", "nic = 25", "nic is 25: input should be an object; correct it"),
-    ("[nic]", '[kinds]\nnodes = "guessed"\n[nic]', 'kinds.nodes is "guessed": input should be \'meas'),
     ("[nic]", '[kinds]\n"nic.speed" = "assumed"\n[nic]', "\"nic.speed\": input should be 'nodes', 'nic.gbit'"),
 ]
 
