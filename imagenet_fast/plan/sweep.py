@@ -21,7 +21,7 @@ class Sweep(NamedTuple):
 
 
 def parse_sweep(text: str) -> Sweep:
-    """Parse ``gpus=LIST`` or ``nic=LIST``: numbers and ranges; 8..64 doubles from 8 to 64, 8..64:4 multiplies by 4.
+    """Parse ``gpus=LIST`` or ``nic=LIST``: numbers, and ranges such as 8..64, which doubles from 8 to 64.
 
     Raises:
         UserError: It is no such sweep.
@@ -29,15 +29,13 @@ def parse_sweep(text: str) -> Sweep:
     key, _, numbers = text.partition("=")
     values: set[int] = set()
     for part in numbers.split(","):
-        match = re.fullmatch(r" *(\d{1,6})(?:\.\.(\d{1,6})(?::(\d{1,3}))?)? *", part, re.ASCII)
+        match = re.fullmatch(r" *(\d{1,6})(?:\.\.(\d{1,6}))? *", part, re.ASCII)
         if key not in ("gpus", "nic") or match is None:
             raise UserError(f"--sweep {text} is no sweep; write gpus=8..4096, gpus=8,64,512 or nic=10..400 (Gbit/s)")
-        first, last, by = int(match[1]), int(match[2] or match[1]), int(match[3] or 2)
-        if not 0 < first <= last or by < 2:
-            raise UserError(
-                f"--sweep {text}: ranges go up from 1 or more, by a factor of 2 or more; correct {part.strip()}"
-            )
-        values |= set(geometric_range(first, last, by))
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not 0 < first <= last:
+            raise UserError(f"--sweep {text}: ranges go up from 1 or more; correct {part.strip()}")
+        values |= set(geometric_range(first, last, 2))
     return Sweep(key, tuple(sorted(values)))
 
 
