@@ -130,6 +130,10 @@ class Shaped(Table):
     """Measured seconds of a step by engine, as in `--sync`."""
     ranks_per_host: int = 1
 
+    def engines(self) -> list[Sync]:
+        """Return the engines that were measured."""
+        return parse_engines(",".join(self.seconds), "bf16")
+
     def predicted_s(self, engine: Sync) -> float:
         """Return the predicted seconds of a step, by the nominal rate of the hosts' links."""
         profile = load_profile(self.profile).downscaled(self.scale)
@@ -141,8 +145,8 @@ class Shaped(Table):
     def compared(self) -> Iterator[Compared]:
         """Predict every step that was measured."""
         name = f"{self.profile}/{self.scale}, {self.hosts} x {self.mbit:g} Mbit/s, {self.compute_s:g} s"
-        ranks, engines = self.hosts * self.ranks_per_host, parse_engines(",".join(self.seconds), "bf16")
-        for engine, measured in zip(engines, self.seconds.values(), strict=True):
+        ranks = self.hosts * self.ranks_per_host
+        for engine, measured in zip(self.engines(), self.seconds.values(), strict=True):
             predicted = self.predicted_s(engine)
             yield Compared(
                 name, ranks, None, f"{engine.kind} {engine.wire}", measured, predicted, predicted / measured - 1,
