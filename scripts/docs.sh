@@ -4,7 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/environment.sh
 make_environment docs
-.venv/bin/python scripts/reference.py --check
-.venv/bin/python scripts/benchmarks.py --check
 export NO_MKDOCS_2_WARNING=1 # an advertisement of mkdocs-material's
 exec .venv/bin/mkdocs "${1:-build}" --strict "${@:2}"

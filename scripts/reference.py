@@ -28,6 +28,7 @@ from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
+from imagenet_fast.compare.report import RunSummary
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
 from imagenet_fast.plan.rows import Compared
@@ -58,11 +59,12 @@ ROWS: dict[str, type] = {
     "bench published batches": BatchRow,
     "bench pipeline": PipelineTime,
     "bench data": LoadingRate,
+    "report": RunSummary,
     "plan": Planned,
     "plan --fastest": Way,
     "plan rows": Compared,
 }
-"""The rows that each benchmark and prediction writes."""
+"""The rows that benchmarks, reports and predictions write."""
 
 
 def recipe_page() -> str:
@@ -110,7 +112,7 @@ def rows_page() -> str:
         meanings = _attribute_docstrings(row)
         cells = ((f"`{f.name}`", str(f.type), _prose(meanings.get(f.name, ""))) for f in dataclasses.fields(row))
         lines += _table("field | type | meaning", cells)
-    return _page("Rows of bench and plan", lines)
+    return _page("Rows of bench, report and plan", lines)
 
 
 def _page(title: str, lines: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.errors import UserError, listed, names
-from imagenet_fast.metrics.rows import NetworkRow, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.netlab.ranks import TIMEOUT, Lab, on_gpus
@@ -41,6 +41,25 @@ Backend = Literal["gloo", "nccl", "mpi"]
 """The library that sends the bytes."""
 
 _COPIES = 4  # copies of a message in a rank's memory at once, with parts received from others
+
+
+@dataclass(frozen=True)
+class NetworkRow(Row):
+    """A row that was measured between ranks, with the place first."""
+
+    hosts: int
+    """Number of nodes."""
+    ranks_per_host: int
+    """Ranks on each node."""
+    rate: str | None
+    """Rate of each node's link, as given; None: the loopback interface."""
+
+    @property
+    def network(self) -> str:
+        """The place in words, such as ``4 nodes of 2 ranks, 250mbit``."""
+        hosts = f"{self.hosts} node{'s' if self.hosts > 1 else ''}"
+        ranks = f" of {self.ranks_per_host} ranks" if self.ranks_per_host > 1 else ""
+        return f"{hosts}{ranks}, {self.rate or 'loopback'}"
 
 
 @dataclass(frozen=True)

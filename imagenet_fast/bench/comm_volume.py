@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
-from imagenet_fast.bench.fake_step import Call, CountedStep, fake_ranks
+from imagenet_fast.bench.fake_step import Call, count_step, fake_ranks
 from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.plan.network import StatedNetwork
@@ -54,18 +54,8 @@ class Count(Row):
     """Size of the smallest message in bytes; None if there are no messages."""
     kernels: int = field(metadata=column("kernels"))
     """Number of operations that compute or copy; views, allocations and the backend's are not counted."""
-    host_ms: float = field(metadata=column("host ms", form=".2f"))
-    """CPU time of a step in milliseconds: hooks, launches and waits.
-
-    Autograd, the optimizer and the backend's calls themselves are not included. It is the minimum of 20 measurements,
-    because other load on the node only adds time.
-    """
-    meta_ms: float
-    """Part of ``host_ms`` spent in kernels on the meta device, which stand in for GPU launches."""
-    updates: int
+    updates: int = field(metadata=column("updates"))
     """Number of the optimizer's updates in a step; a deferring engine updates what came with one message together."""
-    update_ms: float = field(metadata=column("update ms", form=".1f"))
-    """CPU time of these updates in milliseconds, by LARS with one scalar for each parameter: the cost of launching."""
     nic_bytes: int = field(metadata=column("NIC", "MB", ".1f"))
     """Bytes sent by the busier of the first two nodes to other nodes."""
     least_nic_bytes: float = field(metadata=column("least", "MB", ".1f"))
@@ -149,23 +139,18 @@ def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_nod
     link = stated_link(nodes, ranks_per_node, bits_per_s)
     # The first two nodes include the busiest: a parameter server is on the first. If the number of nodes is not a power
     # of two, the second has the extra work of a butterfly.
-    by_rank: list[list[Call]] = []
+    steps = []
     for rank in range(min(nodes, 2) * ranks_per_node):
         with fake_ranks(rank, ranks):
-            by_rank.append(CountedStep(profile, settings, ranks_per_node, link).calls())
-    busiest = max(range(len(by_rank)), key=lambda rank: (len(by_rank[rank]), _messages(by_rank[rank])))
-    calls = by_rank[busiest]
-    with fake_ranks(busiest, ranks):
-        step = CountedStep(profile, settings, ranks_per_node, link)
-        kernels = step.kernels()
-        host_s, meta_s, update_s = step.host_s(kernels)
-        return Count(
-            settings.kind, settings.wire, step.collective, profile.model, ranks, ranks_per_node,
-            len(calls), _messages(calls), min((size for call in calls for _, _, size in call), default=None),
-            len(kernels), 1e3 * host_s, 1e3 * meta_s, step.updates, 1e3 * update_s,
-            max(_nic_bytes(by_rank, ranks_per_node)),
-            2 * (nodes - 1) / nodes * step.averaged_bytes if nodes > 1 else 0.0,
-        )  # fmt: skip
+            steps.append(count_step(profile, settings, ranks_per_node, link))
+    busiest = max(steps, key=lambda step: (len(step.calls), _messages(step.calls)))
+    return Count(
+        settings.kind, settings.wire, busiest.collective, profile.model, ranks, ranks_per_node,
+        len(busiest.calls), _messages(busiest.calls),
+        min((size for call in busiest.calls for _, _, size in call), default=None), busiest.kernels, busiest.updates,
+        max(_nic_bytes([step.calls for step in steps], ranks_per_node)),
+        2 * (nodes - 1) / nodes * busiest.averaged_bytes if nodes > 1 else 0.0,
+    )  # fmt: skip
 
 
 def _messages(calls: Sequence[Call]) -> int:

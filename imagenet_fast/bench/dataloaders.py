@@ -21,7 +21,7 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from imagenet_fast.bench.rounds import in_rounds
+from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.data import dali
 from imagenet_fast.data.build import open_loader
 from imagenet_fast.data.folders import scan_split
@@ -34,8 +34,9 @@ from imagenet_fast.data.source import find_split, open_training
 from imagenet_fast.data.throughput import made_photos, measure, training_batches
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import end_with_starter, start_fork_server
+from imagenet_fast.netlab.timing import in_turns
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 
@@ -129,7 +130,8 @@ def bench_loading(
             source = stored if loader == "pixels" else folder
             return measure(_open(loader, source, image_size, batch, workers, device), batch, seconds, device)
 
-        measured = in_rounds(chosen, rounds, timed)
+        with measurement_bar() as show:
+            measured = in_turns(chosen, rounds, timed, show)
 
     def row(loader: Loader) -> LoadingRate:
         rates, by_core = zip(*measured[loader], strict=True)

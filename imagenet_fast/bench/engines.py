@@ -19,13 +19,13 @@ from typing import ClassVar, get_args
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.bench.collectives import averaging
+from imagenet_fast.bench.collectives import NetworkRow, averaging
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
 from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
 from imagenet_fast.distributed.cores import freeze_gc
-from imagenet_fast.metrics.rows import NetworkRow, column
+from imagenet_fast.metrics.tables import column
 from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.ranks import Lab

@@ -7,12 +7,10 @@ pieces as on a GPU.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -36,18 +34,13 @@ from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
 from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
-from imagenet_fast.sync.pending import Update, settle_all
-from imagenet_fast.sync.per_param_step import snapshot_step
+from imagenet_fast.sync.pending import settle_all
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
-from imagenet_fast.training.optimizers import LARS
-
-Kernel = Callable[[], object]
-"""A tensor operation with its arguments bound."""
 
 Result = TypeVar("Result")
 _META = torch.device("meta")
-_WARM_STEPS, _STEPS = 4, 20  # after _WARM_STEPS, layers' readers are known and `sparse` is past its ramp
+_WARM_STEPS = 4  # after these, layers' readers are known and `sparse` is past its ramp
 
 
 @contextmanager
@@ -67,134 +60,84 @@ Call = tuple[tuple[int, int, int], ...]
 """The messages that one backend call sends from this rank: (destination rank, number of messages, bytes of each)."""
 
 
-@dataclass
-class _Calls:
-    """The backend calls of a step, and the CPU seconds that they took."""
+@dataclass(frozen=True)
+class StepCount:
+    """A step of one rank, counted."""
 
-    made: list[Call] = field(default_factory=list)
-    seconds: float = 0.0
+    calls: Sequence[Call]
+    """Its backend calls."""
+    kernels: int
+    """Number of operations that compute or copy."""
+    updates: int
+    """Number of the optimizer's updates; a deferring engine updates what came together at once."""
+    collective: Collective
+    """The collective that carries most of the values."""
+    averaged_bytes: int
+    """Wire bytes that it averages: elements of parameters, without padding, and norms."""
 
 
-class CountedStep:
-    """A step of one engine over layers with a profile's shapes.
+def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, link: LinkModel) -> StepCount:
+    """Count a step of one engine over layers with a profile's shapes, after warm-up steps, inside ``fake_ranks``.
 
     Gradients are passed to the hooks without autograd, in the pool's order.
+
+    Args:
+        profile: The layer profile that provides shapes, and the times that the engine plans with.
+        settings: The engine.
+        ranks_per_node: Ranks in each node.
+        link: Assumed cost of a message.
     """
+    model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
+    gradients = {param: torch.empty_like(param) for param in model.parameters()}
+    calls: list[Call] = []
+    topology = _CountedTopology(ranks_per_node, calls)
+    wire = wire_for(torch.float32, wire_dtype(settings.wire), topology)
+    declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
+    network = NetworkProbe(topology, wire, link)
 
-    def __init__(self, profile: Profile, settings: EngineSettings, ranks_per_node: int, link: LinkModel) -> None:
-        """Attach the engine and run its warm-up steps, inside ``fake_ranks``.
+    def engine(buffer: GradientBuffer) -> SyncEngine:
+        if isinstance(settings, SparseSync):
+            return _Spread(settings, buffer, wire_dtype(settings.wire))
+        return Scheduler(declaration, buffer, network, timing_of(profile, model, buffer.slots))
 
-        Args:
-            profile: The layer profile that provides shapes, and the times that the engine plans with.
-            settings: The engine.
-            ranks_per_node: Ranks in each node.
-            link: Assumed cost of a message.
-        """
-        self._model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
-        self._alone = nn.Sequential(*(_Layer(layer) for layer in profile.layers))  # without a pool
-        self._gradients = {p: torch.empty_like(p) for p in [*self._model.parameters(), *self._alone.parameters()]}
-        self._x = torch.zeros(1)
-        self._calls = _Calls()
-        self.updates = 0
-        """Number of the optimizer's updates in the last step; a deferring engine updates what came together at once."""
-        self._update_s = 0.0  # their CPU time in the last step
-        self._scalar = {param: nn.Parameter(torch.ones(())) for param in self._model.parameters()}
-        for scalar in self._scalar.values():
-            scalar.grad = torch.ones(())
-        matrices = [scalar for param, scalar in self._scalar.items() if param.dim() > 1]
-        vectors = [scalar for param, scalar in self._scalar.items() if param.dim() <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "trust_coefficient": 0.0}]
-        self._lars = LARS(groups, lr=0.1)
-        counted = _CountedTopology(ranks_per_node, self._calls)
-        self._travelling = settings.values_sent
-        wire = wire_dtype(settings.wire)
-        self._wire = wire_for(torch.float32, wire, counted)
-        declaration = declare(settings)  # type: ignore[arg-type]  # none that chooses
-        network = NetworkProbe(counted, self._wire, link)
+    pool = GradientPool(model, engine, topology=topology)
+    pool.order.fix()  # ranks without values can't agree on another one
+    plan = step_model(declaration, pool.gradients, wire, network)
+    size: Counter[Collective] = Counter()
+    for message in plan.messages(plan.best(timing_of(profile, model, pool.slots))[0]):
+        size[message.collective] += message.part.stop - message.part.start
+    updates = 0
 
-        def engine(gradients: GradientBuffer) -> SyncEngine:
-            if isinstance(settings, SparseSync):
-                return _Spread(settings, gradients, wire)
-            return Scheduler(declaration, gradients, network, timing_of(profile, self._model, gradients.slots))
+    def update(params: list[nn.Parameter], elements: object = None) -> None:
+        nonlocal updates
+        updates += 1
 
-        self._pool = GradientPool(self._model, engine, topology=counted)
-        self._pool.order.fix()  # ranks without values can't agree on another one
-        model = step_model(declaration, self._pool.gradients, self._wire, network)
-        timing = timing_of(profile, self._model, self._pool.slots)
-        size: Counter[Collective] = Counter()
-        for message in model.messages(model.best(timing)[0]):
-            size[message.collective] += message.part.stop - message.part.start
-        self.collective = max(size, key=size.__getitem__)
-        """The collective that carries most of the values."""
-        for _ in range(_WARM_STEPS):
-            self._run()
+    def step() -> None:
+        """Run one step, from the update of the step before, if it was deferred."""
+        nonlocal updates
+        updates = 0
+        calls.clear()
+        pool.zero_grad()
+        model(torch.zeros(1))
+        for slot in pool.slots:
+            slot.param.grad = gradients[slot.param]
+            pool.current.on_gradient(slot.param)
+        pool.end_backward()
+        pool.update(update)
 
-    def calls(self) -> list[Call]:
-        """Run one step and return its backend calls."""
-        self._run()
-        return self._calls.made
-
-    def kernels(self) -> list[Kernel]:
-        """Run one step and return its tensor operations, which can be called again."""
-        kernels = _Kernels()
-        with kernels:
-            self._run()
-        return kernels.seen
-
-    def host_s(self, kernels: Sequence[Kernel]) -> tuple[float, float, float]:
-        """Measure the CPU time of a step, without its backend calls and the optimizer's updates.
-
-        Args:
-            kernels: The step's tensor operations.
-
-        Returns:
-            CPU seconds of a step, the part of them that the kernels take by themselves, and those of the updates.
-        """
-        rows = []
-        for _ in range(_STEPS):
-            standing_in = _seconds(lambda: [kernel() for kernel in kernels])
-            running = _seconds(self._run) - self._update_s - self._calls.seconds
-            rows.append((running, _seconds(self._run_alone), standing_in, self._update_s))
-        running_s, alone_s, meta_s, update_s = (min(column) for column in zip(*rows, strict=True))
-        return running_s - alone_s, meta_s, update_s
-
-    @property
-    def averaged_bytes(self) -> int:
-        """Wire bytes that the last step averaged: elements of parameters, without padding, and norms."""
-        elements, wire = self._pool.engine.sent_slices(), self._wire.itemsize
-        if elements is None:
-            sent = round(sum(self._travelling(p.shape) for p in self._model.parameters()))
-        else:
-            sent = sum(part.stop - part.start for parts in elements.values() for part in parts)
-        return wire * sent + (self._pool.engine.norms_bytes if isinstance(self._pool.engine, _Spread) else 0)
-
-    def _run(self) -> None:
-        """Run one step without autograd, from the update of the step before, if it was deferred."""
-        self.updates, self._update_s = 0, 0.0
-        self._calls.made, self._calls.seconds = [], 0.0
-        self._pool.zero_grad()
-        self._model(self._x)
-        for slot in self._pool.slots:
-            slot.param.grad = self._gradients[slot.param]
-            self._pool.current.on_gradient(slot.param)
-        self._pool.end_backward()
-        begun = time.thread_time()
-        apply = snapshot_step(self._lars)
-        self._update_s += time.thread_time() - begun
-        self._pool.update(partial(self._update, apply))
-
-    def _update(self, apply: Update, params: list[nn.Parameter], elements: object = None) -> None:
-        """Update one scalar on the CPU for each of ``params``, by LARS: what is left is the cost of launching."""
-        begun = time.thread_time()
-        apply([self._scalar[param] for param in params])
-        self.updates += 1
-        self._update_s += time.thread_time() - begun
-
-    def _run_alone(self) -> None:
-        """Run the part of a step that is not synchronisation."""
-        self._alone(self._x)
-        for param in self._alone.parameters():
-            param.grad = self._gradients[param]
+    for _ in range(_WARM_STEPS):
+        step()
+    with _Kernels() as kernels:
+        step()
+    elements = pool.engine.sent_slices()
+    if elements is None:
+        averaged = round(sum(settings.values_sent(param.shape) for param in model.parameters()))
+    else:
+        averaged = sum(part.stop - part.start for parts in elements.values() for part in parts)
+    norms_bytes = pool.engine.norms_bytes if isinstance(pool.engine, _Spread) else 0
+    return StepCount(
+        calls, kernels.seen, updates, max(size, key=size.__getitem__), wire.itemsize * averaged + norms_bytes
+    )
 
 
 class _Layer(nn.Module):
@@ -238,7 +181,7 @@ class _Spread(Sparse):
 class _CountedTopology(Topology):
     """A topology of all ranks whose streams record their calls."""
 
-    def __init__(self, ranks_per_node: int, calls: _Calls) -> None:
+    def __init__(self, ranks_per_node: int, calls: list[Call]) -> None:
         super().__init__(_META, ranks_per_node=ranks_per_node)
         self._calls = calls
 
@@ -249,7 +192,7 @@ class _CountedTopology(Topology):
 class _CountedStream(CommStream):
     """A stream of the meta device, on which operations are done at once."""
 
-    def __init__(self, ranks: tuple[int, ...], calls: _Calls) -> None:
+    def __init__(self, ranks: tuple[int, ...], calls: list[Call]) -> None:
         super().__init__(_META, ranks)
         self._calls = calls
 
@@ -285,12 +228,9 @@ class _CountedStream(CommStream):
         return ((self.ranks[(self.place + 1) % self.size], hops, values.nbytes // self.size),)
 
     def _call(self, messages: Iterable[tuple[int, int, int]], call: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a backend call, and record its messages and its time; the time of recording counts as the call's."""
-        begun = time.thread_time()
-        self._calls.made.append(tuple(messages))
-        result = call(*arguments)
-        self._calls.seconds += time.thread_time() - begun
-        return result
+        """Make a backend call, and record its messages."""
+        self._calls.append(tuple(messages))
+        return call(*arguments)
 
 
 def _return_at_once() -> None:
@@ -298,26 +238,18 @@ def _return_at_once() -> None:
 
 
 class _Kernels(TorchDispatchMode):
-    """A dispatch mode that records the operations on the meta device that would be kernels on a GPU."""
+    """A dispatch mode that counts the operations on the meta device that would be kernels on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has not typed it
-        self.seen: list[Kernel] = []
+        self.seen = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        again = partial(func, *args, **(kwargs or {}))
-        result = again()
+        result = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and not func.is_view and "empty" not in func.__name__:
             leaves = tree_leaves((args, kwargs, result))
             if any(isinstance(leaf, Tensor) and leaf.device == _META for leaf in leaves):
-                self.seen.append(again)
+                self.seen += 1
         return result
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    """Return the CPU seconds of this thread in ``act``; other load on the node does not count."""
-    begun = time.thread_time()
-    act()
-    return time.thread_time() - begun

@@ -28,7 +28,7 @@ from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import build_model
 from imagenet_fast.models.split_points import linear_partition, segments_of
 from imagenet_fast.models.stages import recorded_times, split_model

@@ -1,14 +1,11 @@
-"""Plots of past runs and of the rows of benchmarks, and what every plot begins with."""
+"""Plots of the rows of benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import PastRun, distinct_names
-from imagenet_fast.metrics.run_result import target_metric
+from imagenet_fast.metrics.figures import finish
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
@@ -19,52 +16,6 @@ if TYPE_CHECKING:
     from imagenet_fast.bench.published import BatchRow, Rung
 
 _COMPUTE_COLOUR, _EXPOSED_COLOUR = "#4c72b0", "#dd8452"
-
-
-def new_figure(png: Path, width: float, height: float) -> Any:
-    """Create an empty matplotlib figure of ``width`` x ``height`` inches, to be saved as ``png``.
-
-    Raises:
-        UserError: The name does not end in .png.
-    """
-    if png.suffix != ".png":
-        raise UserError(f"--png {png} does not end in .png; give a name that does")
-    from matplotlib.figure import Figure  # half a second, for those who draw
-
-    return Figure(figsize=(width, height), dpi=120, layout="constrained")
-
-
-def plot_label(text: str) -> str:
-    """Return ``text`` for a title or a legend: no ``$`` begins a formula, no underscore keeps it out of the legend."""
-    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
-
-
-def draw_curves(runs: list[PastRun], png: Path) -> None:
-    """Draw validation accuracy and training loss over run time, one line per run.
-
-    If a run's target is for an accuracy by mean logits, a dashed line shows that, too.
-    """
-    figure = new_figure(png, 10, 4)
-    accuracy, loss = figure.subplots(1, 2)
-    for name, run in zip(distinct_names(runs), runs, strict=True):
-        label = plot_label(name if run.status in ("reached", "finished") else f"{name} ({run.status})")
-        (line,) = accuracy.plot(*run.curve("eval", "top1"), marker="o", markersize=4, label=label)
-        color = line.get_color()
-        if run.last("target_mirrored", "run"):
-            metric = target_metric({"top1_shift": run.last("top1_shift", "eval")}, mirrored=True)
-            accuracy.plot(*run.curve("eval", metric), "o--", markersize=4, color=color, label=f"{label}, mean")
-        loss.plot(*run.curve("train", "loss"), color=color, linewidth=1)
-    for target in {run.last("target_top1", "run") for run in runs} - {None}:
-        accuracy.axhline(target, color="black", linestyle=":", linewidth=1)
-        accuracy.annotate(f"target {target:g} %", (0, target), xytext=(2, 3), textcoords="offset points", fontsize=8)
-    accuracy.set(title="Validation", xlabel="run time (minutes)", ylabel="top-1 (%)")
-    loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
-    for axes in (accuracy, loss):
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlim(left=0)
-    accuracy.legend(loc="lower right", frameon=False, fontsize=8)
-    figure.savefig(png)
 
 
 def draw_sync(times: Sequence[EngineTime], figure: Any) -> None:
@@ -104,7 +55,7 @@ def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure:
     axes.margins(x=0.08 + 0.007 * max(map(len, notes)))
     axes.set(xlabel="seconds a step")
     axes.set_title(title, fontsize=9)
-    _finish(figure)
+    finish(figure)
 
 
 def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
@@ -134,7 +85,7 @@ def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
     use.set(ylabel="% of the link's rate" if shared else "bus bandwidth, MB/s")
     use.set_ylim(0, max(100.0, use.get_ylim()[1]) if shared else None)
     figure.suptitle(rows[0].title, fontsize=9)
-    _finish(figure, columns=4)
+    finish(figure, columns=4)
 
 
 def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
@@ -150,7 +101,7 @@ def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
         _draw_timeline(min(own, key=lambda row: abs(row.micro_batches - 2 * row.stages)), axes)
     panels[-1].set(xlabel="seconds")
     figure.suptitle(rows[0].title, fontsize=9)
-    _finish(figure)
+    finish(figure)
 
 
 def _draw_timeline(row: PipelineTime, axes: Any) -> None:
@@ -183,13 +134,4 @@ def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
     bars = axes.barh([rate.loader for rate in there], typical, xerr=(below, above), color=colours, ecolor="black")
     axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
     axes.set(xlabel="images a second", title=rates[0].title)
-    _finish(figure, columns=0)
-
-
-def _finish(figure: Any, columns: int = 3) -> None:
-    """Hide the top and right spines, and put the first axes' legend below, in ``columns``; 0: no legend."""
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    if columns:
-        shown = figure.axes[0].get_legend_handles_labels()
-        figure.legend(*shown, loc="outside lower center", ncols=columns, frameon=False)
+    finish(figure, columns=0)

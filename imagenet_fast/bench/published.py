@@ -21,7 +21,7 @@ from imagenet_fast.bench.collectives import AllReduceTime, bench_collectives, ch
 from imagenet_fast.bench.engines import EngineTime, Measured
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.errors import warn
-from imagenet_fast.metrics.rows import Row, column, columns_of
+from imagenet_fast.metrics.tables import Row, column, columns_of
 from imagenet_fast.netlab.mpi import lacking, time_mpi
 from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.recipe.sync_config import DdpSync, HybridSync, LazySync, SparseSync

@@ -1,21 +1,15 @@
-"""Measure several things in interleaved rounds, and show on a terminal how far that is, without disturbing it."""
+"""Show on a terminal how far a measurement is, without disturbing it."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
-from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from imagenet_fast.netlab.timing import in_turns
-
-Name = TypeVar("Name", bound=str)
-Measurement = TypeVar("Measurement")
 Show = Callable[[str, int, int], None]
 """Shows what is being done, how many parts are done, and how many there are."""
 
@@ -45,16 +39,3 @@ def measurement_bar() -> Iterator[Show]:
 
     with bar:
         yield show
-
-
-def in_rounds(
-    names: Sequence[Name], rounds: int, measure: Callable[[Name], Measurement]
-) -> dict[Name, list[Measurement]]:
-    """Measure everything as ``in_turns`` does, and show how far that is."""
-    with measurement_bar() as show:
-        return in_turns(names, rounds, measure, show)
-
-
-def median_ratio(times: Sequence[float], to: Sequence[float]) -> float:
-    """Return the median over rounds of the ratio of ``times`` to ``to``: a slow phase of the node slows both."""
-    return median(ours / theirs for ours, theirs in zip(times, to, strict=True))

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
-from imagenet_fast.errors import warn
+from imagenet_fast.errors import UserError, warn
 
 _LAB = {"--hosts": "--nodes", "--ranks-per-host": "--nproc"}
 RENAMED: dict[str, dict[str, str]] = {
@@ -22,6 +22,13 @@ MODES: dict[str, dict[str, str]] = {
     "sync": {"--count": "count", "--ladder": "published ladder", "--batches": "published batches --batches"}
 }
 """Options that have become commands, by command: option and new command. They work likewise."""
+DROPPED: dict[str, dict[str, str]] = {
+    "step": {
+        "--checkpoint-every": "bench step times no checkpoints any more; train with and without "
+        "checkpoint.every_steps, and `imagenet-fast report` shows s/step of both"
+    }
+}
+"""Options that are gone, by command, and what is said to them."""
 
 
 class Command(TyperCommand):
@@ -36,6 +43,8 @@ class Command(TyperCommand):
         renamed = RENAMED.get(self.name or "", {})
         for place, word in enumerate(args):
             option, equals, value = word.partition("=")
+            if (told := DROPPED.get(self.name or "", {}).get(option)) is not None:
+                raise UserError(told)
             if (new := renamed.get(option)) is not None:
                 warn(f"{option} is now {new}; the old name is read until the next version")
                 args = [*args[:place], new + equals + value, *args[place + 1 :]]

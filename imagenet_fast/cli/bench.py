@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 from imagenet_fast.cli.app import App
-from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, refuse_beside
+from imagenet_fast.cli.options import JsonOption, PngOption, in_a_directory, show
 from imagenet_fast.errors import UserError, listed, names
 
 if TYPE_CHECKING:
@@ -80,7 +81,6 @@ RoundsOption = Annotated[int, typer.Option(min=1, help="Number of rounds; each m
 
 @bench_app.command("step")
 def bench_step(
-    context: typer.Context,
     model: ModelOption = "resnet18",
     image_size: ImageSizeOption = 64,
     batch: BatchOption = 128,
@@ -91,36 +91,20 @@ def bench_step(
     ] = False,
     rounds: RoundsOption = 60,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each loop in a round.")] = 2,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="STEPS",
-            help="Also time each engine with a checkpoint every so many steps. A round has as many steps.",
-        ),
-    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time our training step beside a plain PyTorch loop, in alternating rounds.
 
-    It uses one rank and synthetic data. With two GPUs or more it also times the
-    plain loop in nn.DataParallel over all of them, with --batch images on each.
-    With --checkpoint-every it also measures what checkpoints cost; they are
-    written to the directory for temporary files (TMPDIR).
+    It uses one rank and synthetic data.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
-    from imagenet_fast.bench.train_step import no_data_parallel, own_precision, step_recipe
-    from imagenet_fast.metrics.rows import show
+    from imagenet_fast.bench.train_step import own_precision, step_recipe
 
-    if checkpoint_every is not None:
-        refuse_beside(context, ("steps",), "has no effect beside --checkpoint-every; leave one of them out")
     dtype = precision or own_precision()
     variants = [
         step_recipe(model, image_size, batch, dtype, compiled, engine) for engine in listed("--sync", sync, str)
     ]
-    show(measure(variants[0], variants, rounds, steps, checkpoint_every), json_file)
-    if (reason := no_data_parallel(variants[0])) is not None:
-        print(reason)
+    _show(partial(measure, variants[0], variants, rounds, steps), json_file)
 
 
 @bench_app.command("sync")
@@ -159,7 +143,7 @@ def bench_sync(
     engines = parse_engines(sync, wire, overrides)
     lab = Lab(nodes, nproc, rate)
     times = partial(measure, _profile(model, compute), engines, lab, scale, rounds, steps, trace)
-    _show(times, draw_sync, (9, 0.4 * len(engines) + 2), json_file, png)
+    _show(times, json_file, draw_sync, (9, 0.4 * len(engines) + 2), png)
 
 
 @bench_app.command("count")
@@ -183,10 +167,10 @@ def bench_count(
     Nothing is sent, and nothing waits for the times of the layer profile.
     """
     from imagenet_fast.bench.comm_volume import bench_count as count
-    from imagenet_fast.metrics.rows import show
     from imagenet_fast.recipe.load import parse_engines
 
-    show(count(_profile(model, compute), parse_engines(sync, wire, overrides), ranks, nproc, link), json_file)
+    engines = parse_engines(sync, wire, overrides)
+    _show(partial(count, _profile(model, compute), engines, ranks, nproc, link), json_file)
 
 
 @bench_app.command("collectives")
@@ -217,7 +201,7 @@ def bench_collectives(
 
     chosen = parse_sizes(sizes), parse_collectives(collectives)
     times = partial(measure, Lab(nodes, nproc, rate), *chosen, wire, device, rounds, seconds)
-    _show(times, draw_bandwidth, (11, 5), json_file, png)
+    _show(times, json_file, draw_bandwidth, (11, 5), png)
 
 
 @published_app.command("ladder")
@@ -240,7 +224,7 @@ def bench_ladder(
     from imagenet_fast.netlab.ranks import Lab
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    _show(partial(bench_ladder, _profile(model, compute), on), draw_ladder, (9, 4), json_file, png)
+    _show(partial(bench_ladder, _profile(model, compute), on), json_file, draw_ladder, (9, 4), png)
 
 
 @published_app.command("batches")
@@ -270,7 +254,7 @@ def bench_batches(
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     counts = whole_numbers("--batches", batches, "16,32,64,128")
     rows = partial(bench_batches, _profile(model, compute), counts, on)
-    _show(rows, draw_batches, (9, 0.8 * len(counts) + 2), json_file, png)
+    _show(rows, json_file, draw_batches, (9, 0.8 * len(counts) + 2), png)
 
 
 @published_app.command("backends")
@@ -291,7 +275,7 @@ def bench_backends(
     from imagenet_fast.netlab.ranks import Lab
 
     times = partial(measure, Lab(nodes, nproc, rate), parse_sizes(sizes), rounds, seconds)
-    _show(times, draw_bandwidth, (11, 5), json_file, png)
+    _show(times, json_file, draw_bandwidth, (11, 5), png)
 
 
 @bench_app.command("pipeline")
@@ -336,7 +320,7 @@ def bench_pipeline(
     chosen = listed("--schedules", schedules, str)
     times = partial(measure, recipe, stages, counts, chosen, sleep, device, rounds)
     inches = (9, 1 + len(chosen) * (0.6 + 0.3 * stages))
-    _show(times, draw_pipeline, inches, json_file, png)
+    _show(times, json_file, draw_pipeline, inches, png)
 
 
 @bench_app.command("profile")
@@ -402,7 +386,7 @@ def bench_data(
     chosen: list[Loader] = names("--loaders", loaders, get_args(Loader))
     threads = workers or usable_cores()
     measure = partial(bench_loading, chosen, data, image_size, batch, threads, seconds, rounds, resize)
-    _show(measure, draw_loading, (8, 1 + 0.5 * len(chosen)), json_file, png)
+    _show(measure, json_file, draw_loading, (8, 1 + 0.5 * len(chosen)), png)
 
 
 @bench_app.command("kernels", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -421,18 +405,18 @@ def _profile(model: str, compute_s: float | None) -> Profile:
 
 def _show(
     measure: Callable[[], Sequence[Any]],
-    draw: Callable[[Any, Any], None],
-    inches: tuple[float, float],
     json_file: Path | None,
-    png: Path | None,
+    draw: Callable[[Any, Any], None] | None = None,
+    inches: tuple[float, float] = (0, 0),
+    png: Path | None = None,
 ) -> None:
-    """Show what ``measure`` returns, and draw it to ``png`` if given; refuse an impossible plot before measuring."""
-    from imagenet_fast.bench.plots import new_figure
-    from imagenet_fast.metrics.rows import show
+    """Show the rows that ``measure`` returns, and draw them to ``png``; refuse an impossible plot before measuring."""
+    from imagenet_fast.metrics.figures import new_figure
+    from imagenet_fast.metrics.tables import table
 
     figure = new_figure(png, *inches) if png is not None else None
     rows = measure()
-    show(rows, json_file)
-    if figure is not None:
+    show(table(rows), [asdict(row) for row in rows], json_file)
+    if draw is not None and figure is not None:
         draw(rows, figure)
         figure.savefig(png)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -79,14 +80,14 @@ def compare(
     """
     import torch
 
-    from imagenet_fast.bench.compare import compare as train_all
-    from imagenet_fast.bench.compare import contestants
-    from imagenet_fast.bench.parallel_layouts import parse_layouts
-    from imagenet_fast.bench.plots import draw_curves
+    from imagenet_fast.compare.contest import compare as train_all
+    from imagenet_fast.compare.contest import contestants
+    from imagenet_fast.compare.layouts import parse_layouts
+    from imagenet_fast.compare.report import draw_curves, summaries
     from imagenet_fast.launch.nodes import local_ranks
-    from imagenet_fast.metrics.report import report_rows, report_table
     from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.units import whole_numbers
 
     folder = out or new_folder(Path(recipe).stem, "compare")
@@ -103,9 +104,10 @@ def compare(
     runs = contestants(recipe, ranks, engines, seeded, [*overrides, *keys], layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
+    rows = summaries(past)
     failed = [run for run in ended if run.failed]
     print()
-    show(report_table(past), report_rows(past), json_file)
+    show(table(rows), [asdict(row) for row in rows], json_file)
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
@@ -131,22 +133,23 @@ def report(
     ] = False,
 ) -> None:
     """Compare past runs: print a table with time to accuracy, and draw their curves with --png."""
-    from imagenet_fast.metrics.report import distinct_names, read_run, report_rows, report_table
+    from imagenet_fast.compare.report import draw_curves, summaries
+    from imagenet_fast.metrics.past_run import read_run
+    from imagenet_fast.metrics.tables import table
 
     once: dict[Path, Path] = {}
     for folder in runs:
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
-    show(report_table(past), report_rows(past), json_file)
+    rows = summaries(past)
+    show(table(rows), [asdict(row) for row in rows], json_file)
     if reference:
-        from imagenet_fast.metrics.reference import SOURCE, judge_by_reference
+        from imagenet_fast.compare.reference import SOURCE, judge_by_reference
 
-        for name, run in zip(distinct_names(past), past, strict=True):
-            print(f"{name}: {judge_by_reference(run)}")
+        for row, run in zip(rows, past, strict=True):
+            print(f"{row.run}: {judge_by_reference(run)}")
         print(SOURCE)
     if png is not None:
-        from imagenet_fast.bench.plots import draw_curves
-
         draw_curves(past, png)
         print(f"drawn to {png}")
 
@@ -169,11 +172,11 @@ def timeline(
     step of median length is taken. Trace files come from `train --trace` and
     `bench sync --trace DIR`.
     """
-    from imagenet_fast.bench.timeline import draw_timelines, read_timeline
-    from imagenet_fast.metrics.rows import show as show_rows
+    from imagenet_fast.compare.timeline import draw_timelines, read_timeline
+    from imagenet_fast.metrics.tables import table
 
     steps = [read_timeline(trace) for trace in traces]
-    show_rows(steps, json_file)
+    show(table(steps), [asdict(step) for step in steps], json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")

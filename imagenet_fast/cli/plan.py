@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside
+from imagenet_fast.cli.options import NO_KEYS, JsonOption, PngOption, SetOption, in_a_directory, refuse_beside, show
 from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
@@ -175,7 +176,7 @@ def _show_plan(
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
     _print_plan(written, machine, scaling, predicted, points is None, json_file)
     if png is not None and points is not None:
-        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.sweep import draw_plan
 
         figure = new_figure(png, 9, 5)
@@ -204,11 +205,11 @@ def _print_plan(
     written: Recipe, machine: Cluster, scaling: Literal["weak", "strong"], predicted: list[Planned], alone: bool,
     json_file: Path | None,
 ) -> None:  # fmt: skip
-    from imagenet_fast.metrics.rows import show
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.prediction import situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
 
-    show(predicted, json_file)
+    show(table(predicted), [asdict(row) for row in predicted], json_file)
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
@@ -227,7 +228,7 @@ def _show_fastest(
     model: Literal["resnet50", "alexnet"], asked: tuple[str, Cluster, int | None], cheapest: bool, points: Sweep | None,
     write: Path | None, json_file: Path | None, png: Path | None,
 ) -> None:  # fmt: skip
-    from imagenet_fast.metrics.rows import show
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, first_exact, published_trainings, remarks
 
     name, machine, gpus = asked
@@ -245,14 +246,14 @@ def _show_fastest(
         )
         found = [way for _, way in swept]
         below = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    show(found, json_file, SHOWN)
+    show(table(found[:SHOWN]), [asdict(way) for way in found], json_file)
     print()
     print(*below, sep="\n")
     if write is not None:
         write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     if png is not None:
-        from imagenet_fast.bench.plots import new_figure
+        from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.sweep import draw_fastest
 
         figure = new_figure(png, 9, 5)
@@ -261,11 +262,11 @@ def _show_fastest(
 
 
 def _show_rows(json_file: Path | None) -> None:
-    from imagenet_fast.metrics.rows import show
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.rows import all_rows, summary
 
     found = all_rows()
-    show(found, json_file)
+    show(table(found), [asdict(row) for row in found], json_file)
     print()
     for row in found:
         if row.left:
@@ -278,7 +279,7 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     """Measure the engines between four shaped hosts, beside predictions from the nominal and the measured link."""
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.rows import show
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.rows import Shaped, Validated
@@ -304,4 +305,4 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
                 settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, nominal_s / time.step_s - 1
             )
         )
-    show(found, json_file)
+    show(table(found), [asdict(row) for row in found], json_file)

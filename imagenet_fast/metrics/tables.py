@@ -1,23 +1,27 @@
-"""Format results: tables that fit any terminal, numbers as text, and JSON files."""
+"""Show results: rows whose fields say how they are shown, tables that fit any terminal, and JSON files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.units import size_text
 
 NOTHING = "–"
 """The cell for a missing value."""
 
 _GAP = 2  # characters between columns
+_FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6}
 _NAME = 10  # least characters for the first column before other columns are moved below
 
 
@@ -86,3 +90,86 @@ class _PiecedTable(Table):
             pieces[-1].append(column)
             left -= needed
         return pieces
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a result.
+
+    A field with the metadata of ``column`` or ``columns_of`` is a column of the table; JSON has all fields.
+    """
+
+    note: ClassVar[str] = ""
+    """Text below the table, for its reader."""
+
+    @property
+    def title(self) -> str:
+        """Text above the table: what its rows have in common."""
+        return ""
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column: the path of the field, the heading, the unit in which it is shown, and the format."""
+
+    path: str
+    heading: str
+    unit: str
+    form: str
+
+    def value(self, row: Row) -> Any:
+        """Return the field's value in ``row``."""
+        return attrgetter(self.path)(row)
+
+    def cell(self, row: Row) -> str:
+        """Return the text of the field in ``row``; a dash for None, and of a tuple the items with spaces between."""
+        value = self.value(row)
+        return " ".join(map(self._text, value)) if isinstance(value, tuple) else self._text(value)
+
+    def _text(self, value: Any) -> str:
+        if value is None:
+            return NOTHING
+        if self.unit == "size":
+            return size_text(value)
+        return format(value * _FACTORS[self.unit] if self.unit in _FACTORS else value, self.form)
+
+
+def column(heading: str, unit: str = "", form: str = "") -> dict[str, Any]:
+    """Return the metadata of a field that is a column.
+
+    Args:
+        heading: What the column is called.
+        unit: The unit in which it is shown, which follows the heading. Fields are in seconds and bytes; ``ms``, ``us``,
+            ``MB`` and ``MB/s`` are converted to. ``size`` chooses a unit for each cell, by powers of 1024.
+        form: Format of the cells, as of ``format``.
+    """
+    return {"heading": heading, "unit": unit, "form": form}
+
+
+def columns_of(*names: str, heading: str = "") -> dict[str, Any]:
+    """Return the metadata of a field that holds a row, of which these fields are columns, with ``heading`` before."""
+    return {"names": names, "of": heading}
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table of ``rows``; a column that has None in every row is left out."""
+    shown = [c for c in _columns(rows[0]) if any(c.value(row) is not None for row in rows)]
+    text = [c for c in shown if all(isinstance(c.value(row), str | None) for row in rows)]
+    numbers = [c for c in shown if c not in text]
+    built = compact_table(
+        [c.heading for c in text],
+        [f"{c.heading} {c.unit}".strip() if c.unit != "size" else c.heading for c in numbers],
+        ([c.cell(row) for c in [*text, *numbers]] for row in rows),
+    )
+    built.title, built.caption = rows[0].title or None, rows[0].note or None
+    return built
+
+
+def _columns(row: Row, path: str = "", heading: str = "", names: Sequence[str] = ()) -> Iterator[_Column]:
+    """Yield the columns of a row, or of a row inside one, in the order of its fields; ``names``: only of these."""
+    for field in fields(row):
+        match dict(field.metadata):
+            case {"heading": str(own), "unit": str(unit), "form": str(form)} if not names or field.name in names:
+                yield _Column(path + field.name, f"{heading} {own}".strip(), unit, form)
+            case {"names": inner, "of": of}:
+                yield from _columns(getattr(row, field.name), f"{field.name}.", of, inner)

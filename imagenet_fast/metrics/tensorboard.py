@@ -20,7 +20,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import custom_scalars, hparams
 
 from imagenet_fast.metrics.events import Event
-from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.metrics.past_run import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
 

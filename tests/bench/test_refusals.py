@@ -49,7 +49,7 @@ pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet comes in 8 pieces, too few for 9 stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 stages
 data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among synthetic, folder, pixels
-step --checkpoint-every 2 --steps 3 -> --steps has no effect beside --checkpoint-every
+step --checkpoint-every=2 -> train with and without checkpoint.every_steps, and `imagenet-fast report`
 profile here.txt -> here.txt does not end in .json
 kernels --model resnet50 -> bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels`
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from imagenet_fast.bench.pipeline import peak_activations
-from imagenet_fast.bench.train_step import bench_step, data_parallel, no_data_parallel, step_recipe
-from imagenet_fast.metrics.rows import table
-from imagenet_fast.recipe.schema import BFloat16
+from imagenet_fast.bench.train_step import bench_step, step_recipe
+from imagenet_fast.metrics.tables import table
 from tests.bench.small import benched
 
 
@@ -28,32 +27,6 @@ def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     assert [str(column.header) for column in table(rows).columns] == [
         "loop", "ms/step", "fastest ms", "slowest ms", "img/s", "vs plain", "warm-up s",
     ]  # fmt: skip
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("every", [1, 2])
-def test_what_checkpoints_cost_is_timed_beside_the_same_loop_without(every: int):
-    recipe = step_recipe("resnet18", 32, 2, "fp32", False)
-    rows = bench_step(recipe, [recipe], rounds=1, steps=9, checkpoint_every=every)
-    assert [row.loop for row in rows] == ["plain PyTorch", "ours, lazy", "ours, lazy, saved"]
-    assert all(row.ratio_to_unsaved is row.stall_s is None for row in rows[:2])
-    assert rows[2].ratio_to_unsaved == rows[2].step_s / rows[1].step_s
-    assert rows[2].step_s * every > rows[2].stall_s > rows[2].copied_s > 0
-
-
-def test_data_parallel_is_skipped_with_a_reason_and_casts_in_the_forward_itself(monkeypatch: pytest.MonkeyPatch):
-    """Here without a GPU; `tests/gpu` looks at its threads."""
-    for gpus, compiled, reason in (
-        (0, False, "it spreads a batch over GPUs, and of them there are none"),
-        (1, True, "it spreads a batch over GPUs, and of them there is one"),
-        (2, True, "it copies the model in every step, and blocks are compiled for one"),
-        (2, False, None),
-    ):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        told = no_data_parallel(step_recipe("resnet18", 32, 2, "bf16", compiled))
-        assert told is None if reason is None else told.startswith(f"nn.DataParallel was skipped: {reason}")
-    spread = data_parallel(torch.nn.Linear(3, 2), BFloat16(kind="bf16"), 2)
-    assert spread(torch.ones(4, 3)).dtype == torch.bfloat16
 
 
 @pytest.mark.ci

@@ -32,7 +32,6 @@ def test_512_ranks_of_alexnet_need_few_calls_and_bytes(tmp_path: Path):
     for row in rows:
         assert row["messages"] >= row["calls"] > 0
         assert row["kernels"] > 16  # a gradient each comes into the pool
-        assert row["host_ms"] > 0
     for fewer, row in zip(rows[::2], rows[1::2], strict=True):
         assert row["calls"] <= (150 if row["engine"] in ("hybrid", "sparse") else 60)
         assert row["calls"] <= 2 * fewer["calls"]

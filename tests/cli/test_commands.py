@@ -14,8 +14,9 @@ import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from imagenet_fast.bench import compare, published
+from imagenet_fast.bench import published
 from imagenet_fast.cli.main import app
+from imagenet_fast.compare import contest
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.ranks import rank_info_from_env
 from imagenet_fast.recipe.job import DoctorJob
@@ -166,7 +167,7 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
         return 0
 
     few_digits(monkeypatch)
-    monkeypatch.setattr(compare, "_on_this_node", train)
+    monkeypatch.setattr(contest, "_on_this_node", train)
     monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -27,7 +27,7 @@ from tests.e2e.command import in_process
 def test_an_error_of_a_path_is_a_sentence(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     for number in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.ENAMETOOLONG, errno.EROFS):
         error = OSError(number, os.strerror(number), "my/run")
-        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        monkeypatch.setattr("imagenet_fast.metrics.past_run.read_run", Mock(side_effect=error))
         assert refusal("report", "my/run") == f"error: my/run: {error.strerror}; check the path\n"
 
 
@@ -35,7 +35,7 @@ def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", "report", "my/run"])
     for number in (errno.EMFILE, errno.ENOSPC, errno.EIO):
         error: OSError = OSError(number, os.strerror(number), "my/run")
-        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        monkeypatch.setattr("imagenet_fast.metrics.past_run.read_run", Mock(side_effect=error))
         with pytest.raises(SystemExit) as end:
             main()
         assert (end.value.code, capsys.readouterr().err) == (1, f"error: my/run: {error.strerror}\n")
@@ -43,7 +43,7 @@ def test_no_other_error_blames_a_path(monkeypatch: pytest.MonkeyPatch, capsys: p
         ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
         PermissionError(errno.EPERM, "Operation not permitted"),  # of a process or a socket
     ):
-        monkeypatch.setattr("imagenet_fast.metrics.report.read_run", Mock(side_effect=error))
+        monkeypatch.setattr("imagenet_fast.metrics.past_run.read_run", Mock(side_effect=error))
         with pytest.raises(type(error), match=str(error.strerror)):
             main()
 
@@ -107,7 +107,7 @@ def test_an_option_of_before_is_read_with_a_warning(line: str, monkeypatch, caps
 def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_path: Path, monkeypatch, capsys):
     coded = tmp_path / "coded.toml"
     coded.write_text(find_recipe("smoke").read_text().replace("[sync]", '[sync]\nwire = "int8"'))
-    monkeypatch.setattr("imagenet_fast.bench.compare._on_this_node", lambda *_: 2)
+    monkeypatch.setattr("imagenet_fast.compare.contest._on_this_node", lambda *_: 2)
     words += f" --recipe {coded} --sync ddp"
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", *words.format(tmp_path).split()])
     with pytest.raises(SystemExit):

@@ -15,12 +15,13 @@ import psutil
 import pytest
 from rich.console import Console
 
-from imagenet_fast.bench import compare
-from imagenet_fast.bench.compare import Ended
-from imagenet_fast.bench.parallel_layouts import parse_layouts
+from imagenet_fast.compare import contest
+from imagenet_fast.compare.contest import Ended
+from imagenet_fast.compare.layouts import parse_layouts
+from imagenet_fast.compare.report import summaries
 from imagenet_fast.metrics import MetricLogger
-from imagenet_fast.metrics.report import report_table
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.tables import table
 from tests.e2e.command import COMMAND, environment, events_of, in_process, outcome_of, setting, wait_for
 
 
@@ -115,9 +116,9 @@ def test_compare_shows_finished_runs_after_a_failure(tmp_path: Path):
 
 def compared(monkeypatch: pytest.MonkeyPatch, folder: Path, codes: dict[str, int]) -> list[Ended]:
     """Runs that end with these exit codes and record nothing."""
-    monkeypatch.setattr(compare, "_on_this_node", lambda arguments, ranks, saving_s: codes[Path(arguments[-1]).name])
-    runs = compare.contestants("smoke", 2, list(codes), [], [])
-    return compare.compare("smoke", runs, data=None, ranks=2, rate=None, folder=folder)
+    monkeypatch.setattr(contest, "_on_this_node", lambda arguments, ranks, saving_s: codes[Path(arguments[-1]).name])
+    runs = contest.contestants("smoke", 2, list(codes), [], [])
+    return contest.compare("smoke", runs, data=None, ranks=2, rate=None, folder=folder)
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -141,7 +142,7 @@ def test_a_run_that_lost_its_rank_0_is_shown_with_what_it_recorded(monkeypatch: 
     monkeypatch.setattr(RunDir, "check_writable", lambda *_, **__: None)  # the run is there already
     (run,) = compared(monkeypatch, tmp_path, {"lazy": 1})
     text = io.StringIO()
-    Console(file=text, width=120).print(report_table([run.past]))
+    Console(file=text, width=120).print(table(summaries([run.past])))
     assert re.search(r"lazy +failed +12\.50 +1\.0000 +2$", text.getvalue().rstrip()), text.getvalue()
 
 
@@ -155,7 +156,7 @@ def test_names_tell_what_differs():
         ("smoke", ["hybrid"], [7], "dp4", ["dp4-seed7"]),
     ):
         settings = ["hybrid.wire=fp32", "epochs=30"]
-        *others, last = compare.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
+        *others, last = contest.contestants(recipe, 4, engines, seeds, settings, parse_layouts(layouts, 4))
         assert [run.label for run in (*others, last)] == labels
         assert last.overrides[:2] == ("sync.wire=fp32", "epochs=30")
         arguments = last.arguments(recipe, None, Path("runs"))
@@ -186,11 +187,11 @@ def test_an_interrupted_run_may_save_and_the_others_of_a_failed_one_need_not(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "GRACE_S", 0.1)
+    monkeypatch.setattr(contest, "GRACE_S", 0.1)
     if interrupted:
-        monkeypatch.setattr(compare, "time", SimpleNamespace(sleep=interrupt))
+        monkeypatch.setattr(contest, "time", SimpleNamespace(sleep=interrupt))
         with pytest.raises(KeyboardInterrupt):
-            compare._wait([saving], saving_s=20.0)
+            contest._wait([saving], saving_s=20.0)
     else:
-        assert compare._wait([saving, lambda: subprocess.Popen([sys.executable, "-c", "exit(1)"])], saving_s=20.0) == 1
+        assert contest._wait([saving, lambda: subprocess.Popen([sys.executable, "-c", "exit(1)"])], saving_s=20.0) == 1
     assert started[0].poll() == (0 if interrupted else -signal.SIGKILL)

@@ -15,10 +15,12 @@ from torchvision.models import resnet18
 
 import tests
 from imagenet_fast.cli.export import write_weights_for_others
+from imagenet_fast.compare.report import summaries
 from imagenet_fast.metrics import Accuracy
-from imagenet_fast.metrics.report import read_run, report_table
+from imagenet_fast.metrics.past_run import read_run
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.metrics.tables import table
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation
 from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
@@ -80,7 +82,7 @@ def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str
         assert getattr(verdict, value) == past.last(value, "eval")
     assert verdict.model == changes["model"].get("name", "resnet18")
     if changes is MILD:
-        assert {"top-1 %", "mirror %", "shift %"} <= {str(column.header) for column in report_table([past]).columns}
+        assert {"top-1 %", "mirror %", "shift %"} <= {str(column.header) for column in table(summaries([past])).columns}
         assert load_file(exported).keys() == resnet18(num_classes=3).state_dict().keys(), "under torchvision's names"
 
 

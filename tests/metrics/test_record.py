@@ -12,21 +12,19 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
-from rich.table import Table
 
-from imagenet_fast.bench.plots import draw_curves, new_figure, plot_label
 from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult
 from imagenet_fast.metrics.console import ConsoleSink
 from imagenet_fast.metrics.events import read_events, take_back
+from imagenet_fast.metrics.past_run import read_run
 from imagenet_fast.metrics.record import open_record
-from imagenet_fast.metrics.report import PastRun, distinct_names, read_run, report_table
 from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.metrics.tables import to_json
 from imagenet_fast.recipe.batching import split_batch
@@ -37,41 +35,10 @@ from scripts.mllog import mllog_lines
 from tests import world
 from tests.conftest import Terminal, refusal_of, tables
 from tests.corruption import corrupted, with_another_value
-from tests.e2e.command import in_process
+from tests.metrics.past import leave_run, outcome, pretend_run, shown, strict
 from tests.training.jobs import job_of
 
 RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
-
-
-def outcome() -> RunResult:
-    return RunResult("failed", "resnet50-8gpu", "lazy", 8, 3200, target_top1=75.9)
-
-
-def pretend_run(
-    record: MetricLogger, result: RunResult, losses: tuple[float, float] = (3.0, 1.5), last_top1: float = 76.0,
-    scale: float | None = None, wait_s: float = 0.9,
-) -> None:  # fmt: skip
-    """The events of a two-epoch run, as train.py sends them; where there is a loss ``scale``, three steps an epoch are
-    skipped."""
-    record(
-        "run", 0, recipe="resnet50-8gpu", sync="lazy", world_size=8, layout="dp8", global_batch=3200, epochs=37,
-        steps_per_epoch=400, steps=14800, target_top1=75.9, train_images=1281167, val_images=50000,
-        note="recipe written for 8 ranks",
-    )  # fmt: skip
-    for epoch, loss, top1 in zip((1, 2), losses, (50.0, last_top1), strict=True):
-        step = 400 * epoch
-        record("epoch", step - 400, epoch=epoch)
-        record("data", step, wait_pct=1.5)
-        result.add_wait(wait_s, of_s=60.0)
-        record("speed", step, images_per_s=20000.0)
-        record("sync", step, exposed_ms=2.5, sent_MB=89.5, launches=4.0)
-        if scale is not None:
-            record("precision", step, loss_scale=scale, skipped_steps=3 * epoch)
-        record("train", step, epoch=epoch, loss=loss, lr=1.0)
-        result.advance(epoch, step, train_s=60.0 * epoch, sent_bytes=step * 89_500_000)
-        result.record_eval(Accuracy(top1=top1, top5=90.0), run_s=70.0 * epoch)
-        record("eval", step, epoch=epoch, top1=top1, top5=90.0, images=50000, eval_s=9.0, train_s=60.0 * epoch)
-    record("end", result.steps, **vars(result))
 
 
 def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path):
@@ -129,22 +96,6 @@ def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path, capsys:
     assert capsys.readouterr().err == f"warning: {path} is damaged: line 3 and 10 more holds no event and is left out\n"
 
 
-def leave_run(folder: Path, resumed: int | None = None, **pretended: Any) -> RunResult:
-    """The record of a run, and its outcome."""
-    folder.mkdir(exist_ok=True, parents=True)
-    result = outcome()
-    if resumed is not None:
-        take_back(folder, resumed)
-    pretend_run(MetricLogger(Clock().run_s, folder=folder), result, **pretended)
-    result.write(folder)
-    return result
-
-
-def strict(text: str) -> Any:
-    """As a reader has it that holds to RFC 8259: NaN and infinities are no JSON, and a KeyError."""
-    return json.loads(text, parse_constant={}.__getitem__)
-
-
 @pytest.mark.parametrize("seeds", [30, pytest.param(200, marks=pytest.mark.ci)])
 def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path):
     leave_run(tmp_path / "sound")
@@ -157,7 +108,7 @@ def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path)
         victim.write_bytes(chance.choice([corrupted, corrupted, with_another_value])(victim.read_bytes(), chance))
         past = read_run(run)
         refused += past.status == "outcome damaged"
-        shown(report_table([past]))
+        shown([past])
         leave_run(run, resumed=400)
         assert len(read_events(run)) > 10, seed
         shutil.rmtree(run)
@@ -182,19 +133,6 @@ def test_a_number_that_is_not_finite_is_null_at_any_depth():
     others = [np.float32("nan"), np.float16(0.5), np.int64(3), True, 2**70, "NaN", "\udcff"]
     assert strict(to_json(deep)) == [None, [{"deep": [None, 1.5]}]]
     assert strict(to_json(others)) == [None, 0.5, 3, True, 2**70, "NaN", "\udcff"]
-
-
-def test_a_diverged_run_is_recorded_in_strict_json_and_drawn_with_a_gap(tmp_path: Path):
-    leave_run(tmp_path, losses=(2.5, math.nan), last_top1=math.nan)
-    for line in (tmp_path / "events.jsonl").read_text().splitlines():
-        strict(line)
-    assert strict((tmp_path / "outcome.json").read_text())["top1"] is None
-    run = read_run(tmp_path)
-    assert str(run.curve("train", "loss")[1]) == "[2.5, nan]"
-    headings, row = shown(report_table([run])).splitlines()
-    assert re.split("  +", headings) == ["run", "status", "steps", "s/step", "img/s", "MB/step"], "of what was finite"
-    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", "failed", "800", "0.160", "21333", "89.50"], "no wait"
-    draw_curves([run], tmp_path / "curve.png")
 
 
 @pytest.mark.ci
@@ -223,12 +161,6 @@ def test_what_happens_while_the_directory_has_another_name_is_recorded_when_it_i
     run.rename(moved)
     record("end", 6)
     assert capsys.readouterr().err == f"warning: the run's last events are not recorded: {gone}\n"
-
-
-def shown(table: Table, width: int = 120) -> str:
-    text = io.StringIO()
-    Console(file=text, width=width).print(table)
-    return text.getvalue()
 
 
 def follow(tmp_path: Path, text: io.StringIO, variables: dict[str, str], **pretended: Any) -> str:
@@ -296,96 +228,6 @@ def test_best_accuracy_survives_a_resume(tmp_path: Path):
         resumed({"event": "run", "step": 800, "note": "", "epochs": 3, "target_mirrored": mirrored})
         resumed({"event": "eval", "step": 1200, "run_s": 210.0} | judged | more)
         assert f"(best {best:.2f} %)" in text.getvalue()
-
-
-def test_a_report_needs_only_what_was_recorded_if_anything(tmp_path: Path):
-    leave_run(tmp_path, wait_s=4.5)
-    runs = [replace(read_run(tmp_path), name="tp4"), PastRun(tmp_path / "dp4", [], "failed", "dp4")]
-    headings, first, second = shown(report_table(runs)).splitlines()
-    assert re.split("  +", headings) == [
-        "run", "status", "top-1 %", "loss", "target s", "steps", "s/step", "img/s", "wait %", "MB/step"
-    ]  # fmt: skip
-    assert first.split() == ["tp4", "reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "7.5", "89.50"]
-    assert second.split() == ["dp4", "failed", *"––––––––"]
-    for several in (runs, runs[1:]):
-        draw_curves(several, tmp_path / "curve.png")
-        assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("launchers", "status"), [(False, "not ended"), (True, "failed")])
-def test_a_run_whose_rank_0_was_killed_is_reported_by_its_events(launchers: bool, status: str, tmp_path: Path):
-    """Also where the launcher has left an outcome, which knows of no step, and where a line is half written."""
-    leave_run(tmp_path)
-    events = tmp_path / "events.jsonl"
-    events.write_text("".join(events.read_text().splitlines(keepends=True)[:-1]) + '{"event": "tra')
-    (tmp_path / "outcome.json").unlink()
-    if launchers:
-        outcome().write(tmp_path)
-    row = shown(report_table([read_run(tmp_path)])).splitlines()[-1]
-    told = ["76.00", "1.5000", "800", "0.160", "89.50"]
-    assert row.split() == ["resnet50-8gpu", "lazy", "dp8", *status.split(), *told]
-
-
-def test_report_step_time_skips_ten_and_weighs_intervals():
-    events: list[dict[str, Any]] = [{"event": "run", "global_batch": 10}]
-    for step, rate, link_MB in ((4, 1.0, 9.0), (8, 1.0, 9.0), (11, 2.0, 9.0), (14, 5.0, 3.0), (15, 10.0, 7.0)):
-        events.append({"event": "speed", "step": step, "images_per_s": rate})
-        events.append({"event": "sync", "step": step, "sent_MB": link_MB - 1, "link_MB": link_MB})
-    run, begun = (PastRun(Path(), some, "not ended", "tp4") for some in (events, events[:5]))
-    assert run.step_s == 2.0
-    rows = [shown(report_table([one])).splitlines()[-1].split()[3:] for one in (run, begun)]
-    assert rows == [["15", "2.000", "3.00", "4.00"], ["8", "8.00"]], "the second has not settled"
-
-
-def two_runs(tmp_path: Path, *folders: Path | str) -> list[PastRun]:
-    """Of one recipe, and so of one name, in these folders."""
-    for folder in folders:
-        leave_run(tmp_path / folder)
-    return [read_run(tmp_path / folder) for folder in folders]
-
-
-def test_equal_run_names_get_distinct_labels_and_a_run_given_twice_is_there_once(tmp_path: Path):
-    folders = [tmp_path / name for name in ("run", "x/run")]
-    runs = [*two_runs(tmp_path, *folders), PastRun(tmp_path / "lone", [], "failed", "lone")]
-    assert distinct_names(runs) == [*(f"resnet50-8gpu lazy dp8 ({folder})" for folder in folders), "lone"]
-    assert in_process("report", *map(str, folders), f"{tmp_path}/x/../run/").count("resnet50-8gpu") == 2
-
-
-@pytest.mark.filterwarnings("error")
-def test_labels_are_shown_as_they_are(tmp_path: Path):
-    labels = ["a [red]b[/]", "c:100:d", "b$x_{$y", "_draft"]
-    evaluated = {"event": "eval", "step": 1, "run_s": 60.0, "top1": 92.0}
-    runs = [PastRun(tmp_path, [evaluated], "reached", label) for label in labels]
-    assert [label for label in labels if label not in shown(report_table(runs))] == []
-    draw_curves(runs, tmp_path / "curve.png")
-    axes = new_figure(tmp_path / "curve.png", 10, 4).subplots()
-    for label in labels:
-        axes.plot([1], [1], label=plot_label(label))
-    assert [text.get_text().strip().replace("\\$", "$") for text in axes.legend().get_texts()] == labels
-
-
-def test_narrow_terminals_wrap_columns_and_cut_no_number(tmp_path: Path):
-    runs = two_runs(tmp_path, "one", "a-long-name-of-a-directory")
-    runs.append(PastRun(tmp_path, [], "failed", "hybrid-pp2dp2tp2-seed1234567890"))
-    for width in (200, 120, 100, 80, 60, 50, 40, 30, 24):
-        text = shown(report_table(runs), width=width)
-        assert "…" not in text
-        assert max(map(len, text.splitlines())) <= width
-        for value in ("reached", "76.00", "1.5000", "140.0", "800", "0.160", "21333", "89.50"):
-            assert text.split().count(value) == 2, text
-        for heading in ("top-1 %", "loss", "target s", "s/step", "img/s", "MB/step"):
-            assert heading in text, text
-
-
-@pytest.mark.parametrize("name", ["top1_mirror", "top1_shift"])
-def test_the_image_shows_the_accuracy_that_the_target_is_for(tmp_path: Path, monkeypatch, name: str):
-    begun = {"event": "run", "target_top1": 93.0, "target_mirrored": True}
-    events = [begun, {"event": "eval", "run_s": 60.0, "top1": 92.0, name: 93.4}]
-    figure = new_figure(tmp_path / "curve.png", 10, 4)
-    monkeypatch.setattr("imagenet_fast.bench.plots.new_figure", lambda *_: figure)
-    draw_curves([PastRun(tmp_path, events, "reached", "run")], tmp_path / "curve.png")
-    plain, mean = (line for line in figure.axes[0].lines if len(line.get_xdata()) == 1)
-    assert (plain.get_ydata()[0], mean.get_ydata()[0]) == (92.0, 93.4)
 
 
 @pytest.mark.parametrize(("target", "reached_s"), [(97.0, 300.0), (95.0, 200.0), (98.0, 400.0)])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from imagenet_fast.bench.timeline import read_timeline
+from imagenet_fast.compare.timeline import read_timeline
 from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.metrics.trace import Trace
 from imagenet_fast.parallel.ddp import attach

@@ -18,7 +18,7 @@ import pytest
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.rows import table
+from imagenet_fast.metrics.tables import table
 from imagenet_fast.netlab import mpi
 from imagenet_fast.netlab.namespaces import inhabit, parse_rate, shaped_network
 from imagenet_fast.netlab.ranks import Lab

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +16,8 @@ from imagenet_fast.plan.cluster import Cluster, load_cluster
 from imagenet_fast.plan.devices import DEVICES, find_device
 from imagenet_fast.plan.fastest import FEW_IMAGES, Way, fastest_ways, first_exact, published_trainings, remarks
 from imagenet_fast.plan.prediction import planned_engines, situation_of
-from imagenet_fast.plan.rows import known_results
 from imagenet_fast.recipe.load import load_recipe
-from scripts.fastest import logged, way_row
+from scripts import results
 from tests.conftest import refusal_of
 from tests.plan.test_command import planned
 from tests.plan.test_rows import PAGE
@@ -154,14 +154,19 @@ def test_a_sweep_has_the_best_of_each_number_and_a_picture(tmp_path: Path):
 
 
 @pytest.mark.ci
-def test_the_pages_have_the_tables():
-    """Of 8, 512 and 768 GPUs; `scripts/fastest.py --check` checks all."""
-    assert all(way_row(way) in PAGE for way in ways("dgx-h100", 8)[:8])
-    for row in known_results().published:
-        if row.minutes is not None and row.gpus in (8, 512, 768):
-            assert logged(row) in PAGE
-            place = int(logged(row).split("|")[6])
-            assert place <= 3 or f"**{row.gpus} GPUs**" in PAGE, "the page says why not"
+def test_the_published_results_are_those_of_today(tmp_path: Path):
+    result, file = results.read("fastest"), tmp_path / "rows.json"
+    for command, case in zip(result["commands"][:-1], result["cases"], strict=False):
+        planned(f"{command.removeprefix('imagenet-fast plan ')} --json {file}")
+        found = [{"case": case, **row} for row in json.loads(file.read_text())]
+        assert [pytest.approx(row) for row in found] == [row for row in result["rows"] if row["case"] == case]
+
+
+def test_a_submitters_batch_is_among_the_three_best_or_the_page_says_why_not():
+    places = re.findall(r"^\| MLPerf [^|]*\| (\d+) \|(?:[^|]*\|){3} (\d+) \|", PAGE, re.MULTILINE)
+    assert len(places) > 10
+    for gpus, place in places:
+        assert int(place) <= 3 or re.search(rf"\*\*[^*]*\b{gpus}\b[^*]* GPUs", PAGE)
 
 
 @pytest.mark.usefixtures("subprocesses")

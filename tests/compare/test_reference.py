@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from imagenet_fast.metrics.reference import judge_by_reference, reference_at
-from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.compare.reference import judge_by_reference, reference_at
+from imagenet_fast.metrics.past_run import PastRun
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import find_recipe, load_recipe

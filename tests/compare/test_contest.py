@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from imagenet_fast.bench import compare
-from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
 from imagenet_fast.cli.main import app
+from imagenet_fast.compare import contest
+from imagenet_fast.compare.layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
@@ -48,8 +48,8 @@ def test_after_ctrl_c_it_says_how_to_go_on_with_the_run_if_that_was_saved(
         wait_for(lambda: (started[0] / "job.json").exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "_start", start)
-    monkeypatch.setattr(compare, "time", SimpleNamespace(sleep=interrupt, monotonic=lambda: 0.0))
+    monkeypatch.setattr(contest, "_start", start)
+    monkeypatch.setattr(contest, "time", SimpleNamespace(sleep=interrupt, monotonic=lambda: 0.0))
     out, first = tmp_path / "my runs", "lazy" if saved else "dp2"
     words = ("--recipe", "smoke", *asked.split(), "--nproc", "2", "--out", str(out))
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *words], catch_exceptions=False)
@@ -66,12 +66,12 @@ def test_a_signal_while_a_process_starts_is_answered_after_it():
     started: list[bytes] = []
 
     def start_and_signal() -> None:
-        with compare.signals_held():
+        with contest.signals_held():
             os.kill(os.getpid(), signal.SIGINT)
             told = [sys.executable, "-c", "import signal; print(signal.getsignal(2))"]
             started.append(subprocess.run(told, capture_output=True, check=True).stdout)
 
-    compare.interrupt_on_signals()
+    contest.interrupt_on_signals()
     with pytest.raises(KeyboardInterrupt):
         start_and_signal()
     assert b"default_int_handler" in started[0], "and the process gets its own"

@@ -1,4 +1,4 @@
-"""docs/results, the table that is made of each, and the figures that README and other pages quote."""
+"""docs/results, the tables that are made of them, and the figures that README and other pages quote."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from typing import Any
 import pytest
 
 from imagenet_fast.metrics.run_result import RunResult
-from scripts import benchmarks
+from scripts import results, tables
 from tests.pages import ROOT
 
-RESULTS = {name: benchmarks.read(name) for name in benchmarks.names()}
+RESULTS = {name: results.read(name) for name in tables.names()}
 
 
-def test_every_results_file_is_a_question_of_its_own():
-    own_page = {"convergence"}
-    assert {path.stem for path in benchmarks.RESULTS.glob("*.json")} == set(RESULTS) | own_page
-    assert len({result["question"] for result in RESULTS.values()}) == len(RESULTS)
+def test_every_results_file_is_shown_on_a_page():
+    shown = {name for page in tables.PAGES for name in re.findall(r"<!-- table ([\w-]+)", page.read_text())}
+    assert {path.stem for path in results.RESULTS.glob("*.json")} == shown - {"held"} == set(RESULTS) | {"convergence"}
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_results_file_has_what_the_page_needs_and_rows_of_its_command(name: str):
+def test_a_results_file_has_what_its_table_needs_and_only_commands_that_measure(name: str):
     result = RESULTS[name]
     assert all(result[key] for key in ("commands", "columns", "date", "machine", "versions", "rows"))
-    assert (result["name"], result["question"][-1], result["reading"][-1]) == (name, "?", ".")
+    assert result["name"] == name
     assert len(result.get("cases", result["commands"])) == len(result["commands"])
-    assert "figure" not in result or (ROOT / "docs" / result["figure"]["file"]).is_file()
     for command in result["commands"]:
-        lines = benchmarks.wrapped(command)
-        assert max(map(len, lines)) <= 112
+        program, measuring, *_ = shlex.split(command)
+        assert (program, measuring in ("bench", "plan", "train", "compare")) == ("imagenet-fast", True), command
+        lines = tables.indented(command)
+        assert max(map(len, lines)) <= 116
         assert shlex.split("\n".join(lines).replace("\\\n", "")) == shlex.split(command)
 
 
@@ -51,20 +51,25 @@ WIDE, BUSY, SMALL = (
     {run: row_of("layouts", run=run, case=case) for run in ("dp4", "tp4")}
     for case in ("32 images of 224 pixels", "128 images of 224 pixels", "32 images of 64 pixels")
 )
+FASTEST = [
+    next(row for row in RESULTS["fastest"]["rows"] if row["exact"] and row["case"] == table["name"])
+    for table in RESULTS["fastest"]["tables"]
+]
 QUOTES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "README.md": [
         ("{top1_shift:.2f} % top-1 after {time_to_accuracy_s:.0f} s", AIRBENCH),
         ("without it, {top1:.2f} %", AIRBENCH),
         ("Target reached: top-1 {top1:.2f} % of 97 % after {epochs} epochs.", DEMO),
         ("time to accuracy {time_to_accuracy_s:.1f} s", DEMO),
+        *(("|{case}|{training}|`{engine}`|{minutes:.2g}|", row) for row in FASTEST),
     ],
     "docs/index.md": [],
-    "docs/engines.md": [("{ratio_to_plain:x.1f} % longer", row_of("step", loop="ours, lazy"))],
+    "docs/engines.md": [("{100 * (ratio_to_plain - 1):.1f} % longer", row_of("step", loop="ours, lazy"))],
     "docs/layouts.md": [
-        ("32 images a rank | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", WIDE),
-        ("128 images a rank | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", BUSY),
-        ("of the work | {dp4[step_s]:.3f} | {tp4[step_s]:.3f} |", SMALL),
-        ("a node sent {dp4[link_MB]:.0f} and {tp4[link_MB]:.0f} MB", WIDE),
+        ("32 images a rank | {dp4['step_s']:.3f} | {tp4['step_s']:.3f} |", WIDE),
+        ("128 images a rank | {dp4['step_s']:.3f} | {tp4['step_s']:.3f} |", BUSY),
+        ("of the work | {dp4['step_s']:.3f} | {tp4['step_s']:.3f} |", SMALL),
+        ("a node sent {dp4['link_MB']:.0f} and {tp4['link_MB']:.0f} MB", WIDE),
     ],
 }
 """By page, words on it with fields of a row."""
@@ -77,7 +82,7 @@ TARGETS = {"README.md": {"97 %", "75.9 %", "4 s"}, "docs/engines.md": {"62 %", "
 def test_quoted_figures_are_those_of_the_results(page: str):
     text = " ".join((ROOT / page).read_text().split())
     for words, row in QUOTES[page]:
-        quoted = benchmarks.cell(words, row)
+        quoted = tables.cell(words, row)
         assert quoted in text
         text = text.replace(quoted, "")
     others = set(re.findall(r"[\d.]*\d (?:%|s|ms|MB|images/s|img/s)(?![\w/])", text))
@@ -87,36 +92,32 @@ def test_quoted_figures_are_those_of_the_results(page: str):
 # -- the script -------------------------------------------------------------------------------------------------------
 
 
-def test_benchmarks_are_listed_by_question_and_others_refused(capsys: pytest.CaptureFixture[str]):
-    assert benchmarks.main([]) == 0
-    listed = capsys.readouterr().out
-    assert all(f"{name} " in listed and result["question"] in listed for name, result in RESULTS.items())
-    assert benchmarks.main(["no-such"]) == 2
-    sentence = "error: there is no benchmark no-such; `python scripts/benchmarks.py` lists them\n"
-    assert capsys.readouterr() == ("", sentence)
+def test_another_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert tables.main(["no-such"]) == 2
+    assert capsys.readouterr().err.startswith("error: there is no benchmark no-such; choose from accuracy, airbench, ")
 
 
 @pytest.mark.ci
 def test_measuring_rewrites_rows_and_keeps_the_declaration_unless_a_command_fails(tmp_path: Path, monkeypatch, capfd):
     declared = {
-        "name": "loaders", "question": "How fast?", "reading": "Look.", "cases": ["of nothing"],
+        "name": "loaders", "cases": ["of nothing"],
         "commands": ["imagenet-fast bench data --loaders synthetic --image-size 16 --batch 2 --seconds 0 --rounds 1"],
         "left_out": ["slowest"], "columns": [{"heading": "loader", "cell": "{loader}"}],
     }  # fmt: skip
     once = {"date": "2020-01-01", "machine": "", "versions": {}, "conditions": "once", "rows": []}
-    monkeypatch.setattr(benchmarks, "RESULTS", tmp_path)
-    benchmarks.write(declared | once)
-    benchmarks.write(benchmarks.measure("loaders"))
-    measured = benchmarks.read("loaders")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    results.write(declared | once)
+    results.write(results.measure("loaders"))
+    measured = results.read("loaders")
     assert measured.items() >= declared.items()
     assert (list(measured)[-1], measured["date"]) == ("rows", date.today().isoformat())
     assert measured["versions"]["Python"]
     assert measured.get("conditions") != "once"
     rows = [(row["case"], row["loader"], "slowest" in row) for row in measured["rows"]]
     assert rows == [("of nothing", "synthetic", False)]
-    benchmarks.write(measured | {"commands": ["imagenet-fast bench data --loaders none"]})
+    results.write(measured | {"commands": ["imagenet-fast bench data --loaders none"]})
     before = (tmp_path / "loaders.json").read_bytes()
-    assert benchmarks.main(["loaders"]) == 2
+    assert tables.main(["loaders"]) == 2
     assert "ended with exit code 2; nothing was written" in capfd.readouterr().err
     assert (tmp_path / "loaders.json").read_bytes() == before
 
@@ -128,13 +129,37 @@ def test_a_trained_run_is_one_row(tmp_path: Path):
     (tmp_path / "recipe.toml").write_text("seed = 3\n")
     outcome = RunResult("finished", "demo", "lazy", 2, 64, top1=97.5, steps=30)
     (tmp_path / "outcome.json").write_text(json.dumps(dataclasses.asdict(outcome)))
-    row = benchmarks.trained(tmp_path)
+    row = results.trained(tmp_path)
     assert row | {"run": tmp_path.name, "seed": 3, "step_s": 2.0, "top1": 97.5, "sync": "lazy"} == row
     assert "link_MB" not in row
 
 
-def test_cells_count_in_their_unit():
-    row = {"s": 0.0125, "bytes": 2_500_000, "ratio": 1.0143, "none": None, "sizes": [1e6, 2e6], "in": {"side": 2}}
-    cells = "{s:m.1f} {bytes:M.2f} {bytes:B} {ratio:x+.1f} {none:.3f} {sizes:M.0f} {in[side]:d}"
-    assert benchmarks.cell(cells, row) == "12.5 2.50 2.384 MB +1.4 – 1 2 2"
-    assert benchmarks.cell("{absent:d}", row) == ""
+def test_a_table_is_as_it_is_declared():
+    rows = [{"name": "a", "s": 0.0125, "in": {"side": 2}}, {"name": "b", "s": 0.5}, {"name": "c", "s": None}]
+    columns = [{"heading": "name", "cell": "{name}"}, {"heading": "ms", "cell": "{1e3 * s:.1f}"}]
+    table = {"columns": columns, "rows": rows, "where": "name != 'c'", "sort": "-s"}
+    assert list(tables.table(table)) == ["| name | ms |", "|---|--:|", "| b | 500.0 |", "| a | 12.5 |"]
+    assert list(tables.table(table | {"first": 1}))[2:] == ["| b | 500.0 |"]
+    assert tables.cell("{absent}", rows[0]) == tables.cell("{s:.1f}", rows[2]) == ""
+
+
+def test_cells_over_seeds_tell_what_is_missing_and_the_difference_to_the_same_seeds():
+    engines = {"exact": {1: 90.0, 2: 91.0, 3: 92.0}, "int8": {1: 89.0, 2: 91.0, 3: 91.5}, "fp8": {2: 91.5}}
+    engines |= {"sparse": {1: None, 2: 80.0, 3: 82.0}}
+    rows = [
+        {"case": case, "batch": batch, "seed": seed, "top1": top1}
+        for batch in (1, 2)
+        for case, tops in engines.items()
+        for seed, top1 in tops.items()
+        if (case, batch) != ("sparse", 2)
+    ]
+    across = {"heading": "batch {batch}", "beside": "case == 'exact'"}
+    found = list(tables.table({"columns": [{"heading": "engine", "cell": "{case}"}], "across": across, "rows": rows}))
+    assert found == [
+        "| engine | batch 1 | batch 2 |",
+        "|---|---|---|",
+        "| exact | 91.00 ± 1.00 | 91.00 ± 1.00 |",
+        "| int8 | 90.50 ± 1.32 (-0.50) | 90.50 ± 1.32 (-0.50) |",
+        "| fp8 | 91.50 (+0.50, 1 of 3 seeds) | 91.50 (+0.50, 1 of 3 seeds) |",
+        "| sparse | 81.00 ± 1.41 (-10.50, 1 diverged) |  |",
+    ]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from imagenet_fast.bench.timeline import Stretch, arrivals, covered_ms, read_timeline
+from imagenet_fast.compare.timeline import Stretch, arrivals, covered_ms, read_timeline
 from tests.e2e.command import in_process
 
 STEPS = 4

@@ -10,10 +10,10 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.bench.plots import new_figure, plot_label
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.figures import new_figure, plot_label
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.tables import Row, column
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too
 _WIDTH, _LANES = 9.0, 7.9  # inches of the figure, and about that of its lanes

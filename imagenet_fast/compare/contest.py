@@ -16,13 +16,13 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from imagenet_fast.bench.parallel_layouts import NamedLayout, laid_out, refuse_axes
+from imagenet_fast.compare.layouts import NamedLayout, laid_out, refuse_axes
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.launch.signals import ENDS, GRACE_S, interrupt_on_signals
-from imagenet_fast.metrics.report import PastRun, read_run
+from imagenet_fast.metrics.past_run import PastRun, read_run
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter, parse_rate, shaped_network
 from imagenet_fast.recipe.job import Job

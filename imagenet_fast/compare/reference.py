@@ -13,7 +13,7 @@ from statistics import fmean
 import numpy as np
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.report import PastRun
+from imagenet_fast.metrics.past_run import PastRun
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 
