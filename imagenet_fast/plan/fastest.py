@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.prediction import (
     MODEL_ERROR,

@@ -22,7 +22,7 @@ from imagenet_fast.cost_model.messages import Slot, places_in_pool
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Compute
 from imagenet_fast.plan.network import StatedNetwork, nic_share, straggling

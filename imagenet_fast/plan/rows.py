@@ -14,7 +14,7 @@ from pydantic import Field
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
-from imagenet_fast.metrics.rows import Row, column
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import cluster_folder, load_cluster
 from imagenet_fast.plan.devices import Compute
 from imagenet_fast.plan.network import StatedNetwork
