@@ -10,10 +10,13 @@ COPY . /opt/imagenet-fast
 WORKDIR /opt/imagenet-fast
 # The image pins hundreds of packages by a constraints file, older than what we need of some. What it has and we can
 # use stays as it is all the same: pip upgrades only what is too old. For that reason constraints.txt is not used here.
-# An OpenCV of the image's own has files that ours would lie among.
+# An OpenCV of the image's own has files that ours would lie among. By its version the image's torch is a pre-release, so
+# pip would consider it too old and install a second one: it is told of neither torch nor DALI.
 RUN pip uninstall --yes opencv opencv-python opencv-python-headless \
     && rm -rf "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cv2" \
-    && python scripts/light_requirements.py > /tmp/light.txt \
+    && python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+        print(*project["dependencies"], *project["optional-dependencies"]["demo"], sep="\n")' \
+        | grep -vE "^(torch|torchvision|nvidia-dali-cuda130)[<>=]" > /tmp/light.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --upgrade-strategy only-if-needed -r /tmp/light.txt \
     && PIP_CONSTRAINT= pip install --no-cache-dir --no-deps . \
     && imagenet-fast recipes > /tmp/recipes.txt \

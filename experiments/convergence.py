@@ -23,6 +23,7 @@ from statistics import fmean, stdev
 
 import torch
 
+from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data.download import fetch_dataset
 from imagenet_fast.distributed.init import computes_bf16
 from imagenet_fast.metrics.figures import new_figure
@@ -39,15 +40,12 @@ def hold_out(images: Path, place: Path) -> None:
     """Make ``place`` of CIFAR-10's training images: every tenth of a class is for validation, by links."""
     if place.exists():
         return
-    made = place.with_name(f"{place.name}.part")
-    for folder in sorted((images / "train").resolve().iterdir()):
-        for split in ("train", "val"):
-            (made / split / folder.name).mkdir(parents=True, exist_ok=True)
-        for number, file in enumerate(sorted(folder.iterdir())):
-            link = made / ("train" if number % 10 else "val") / folder.name / file.name
-            if not link.is_symlink():
-                link.symlink_to(file)
-    made.rename(place)
+    with atomic_directory(place) as made:
+        for folder in (images / "train").resolve().iterdir():
+            for split in ("train", "val"):
+                (made / split / folder.name).mkdir(parents=True)
+            for number, file in enumerate(sorted(folder.iterdir())):
+                (made / ("train" if number % 10 else "val") / folder.name / file.name).symlink_to(file)
 
 
 def outcome_of(row: Row) -> Row:

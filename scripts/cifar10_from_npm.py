@@ -15,7 +15,6 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from PIL import Image
@@ -43,26 +42,21 @@ def main() -> None:
         if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != SHA256:
             sys.exit(f"error: {PACKAGE} has the sha256 {found}, not {SHA256}")
         with tarfile.open(archive) as package:
-            write_cifar10(place, batches(package))
+            package.extractall(folder, filter="data")
+        write_cifar10(place, batches(Path(folder) / "package"))
     print(f"cifar10 is in {place}")
 
 
-def batches(package: tarfile.TarFile) -> Iterator[Batch]:
+def batches(package: Path) -> Iterator[Batch]:
     """Of sheets in which each row is one image."""
     for split, (labels_name, sheets) in SHEETS.items():
-        labels = json.load(member(package, f"package/{labels_name}"))
+        labels = json.loads((package / labels_name).read_text())
         for sheet in sheets:
-            with Image.open(member(package, f"package/{sheet}")) as opened:
+            with Image.open(package / sheet) as opened:
                 images = np.asarray(opened.convert("RGB")).reshape(-1, 32, 32, 3)
             own, labels = labels[: len(images)], labels[len(images) :]
             yield split, own, images
         assert not labels, f"{split}: {len(labels)} labels too many"
-
-
-def member(package: tarfile.TarFile, name: str) -> IO[bytes]:
-    file = package.extractfile(name)
-    assert file is not None
-    return file
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ fi
 parts=$(mktemp -d)
 trap 'rm -rf "$parts"' EXIT
 trap 'kill $(jobs -p); exit 130' INT TERM
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU')
 failed=0
 
 # section NAME LIMIT COMMAND...: what it prints goes into the report; after LIMIT seconds it is ended,
@@ -62,16 +61,6 @@ section() {
         cat "$parts/out"
         printf '```\n'
     } >>"$parts/texts"
-    write_report
-}
-
-# omitted NAME WHY: a section that is left out.
-omitted() {
-    echo "| $1 | not run | | |" >>"$parts/rows"
-    printf '\n## %s\n\nNot run: %s.\n' "$1" "$2" >>"$parts/texts"
-}
-
-write_report() {
     {
         printf '# What one GPU tells%s\n\n' "${dry:+: a dry run without it}"
         printf '| section | exit code | seconds | at most |\n|---|---|---|---|\n'
@@ -79,46 +68,19 @@ write_report() {
     } >"$report"
 }
 
-tests() { # NAME LIMIT ARGUMENTS...
-    section "$1" "$2" "$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short "${@:3}"
-}
-
-bench() { # NAME LIMIT ARGUMENTS...
-    section "$1" "$2" "$python" -m imagenet_fast bench "${@:3}"
-}
-
-# gpu_only HOW NAME LIMIT ARGUMENTS...: HOW is section, tests or bench.
-gpu_only() {
-    if [ -n "$dry" ]; then
-        omitted "$2" "it is a GPU's"
-    else
-        "$@"
-    fi
-}
-
-two_gpus() { # NAME LIMIT ARGUMENTS...
-    if [ "$gpus" -gt 1 ]; then
-        gpu_only tests "$@"
-    else
-        omitted "$1" "NCCL wants a GPU for each of two ranks"
-    fi
-}
-
-step() { # MODEL BATCH LIMIT [--compile]
-    gpu_only bench "step of $1, bf16${4:+, compiled}" "$3" step --model "$1" --batch "$2" --image-size 224 "${@:4}" \
-        "${rounds[@]}"
-}
-
-# The limits add up to 8 minutes, but for those of two GPUs.
+# The limits add up to 8 minutes, but for those of two GPUs; where there is one, pytest says so.
 section "environment" 25 bash -c "git log -1 --format=%h; '$python' -m torch.utils.collect_env || exit
     nvidia-smi --query-gpu=power.limit,clocks.max.sm,clocks.max.memory --format=csv || true"
+tests=("$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short)
 ranks=tests/gpu/test_two_ranks.py
-tests "tests on one GPU" 105 tests/gpu -k 'not compiled' "--ignore=$ranks"
-gpu_only tests "random numbers of compiled code" 60 tests/gpu/test_cuda.py -k compiled
-two_gpus "two NCCL ranks" 60 "$ranks"
+section "tests on one GPU" 105 "${tests[@]}" tests/gpu -k 'not compiled' "--ignore=$ranks"
+section "random numbers of compiled code" 60 "${tests[@]}" tests/gpu/test_cuda.py -k compiled
+section "two NCCL ranks" 60 "${tests[@]}" "$ranks"
 # Whoever uses memory that he has given back fails at once.
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 two_gpus "two NCCL ranks without the caching allocator" 60 "$ranks"
-TORCH_DIST_USE_NCCL2=0 two_gpus "two NCCL ranks by torch's older backend" 60 "$ranks"
+section "two NCCL ranks without the caching allocator" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tests[@]}" "$ranks"
+section "two NCCL ranks by torch's older backend" 60 env TORCH_DIST_USE_NCCL2=0 "${tests[@]}" "$ranks"
+
+bench=("$python" -m imagenet_fast bench)
 rounds=(--rounds $((long ? 60 : 15)) --steps 2)
 images=(--image-size 224 --batch 128)
 engines=(--model resnet50 --sync 'lazy,hybrid,dear,powersgd,sparse')
@@ -129,12 +91,15 @@ if [ -n "$dry" ]; then
     engines=(--model resnet18 --sync 'lazy,dear') profiled=(--model resnet18 --steps 1)
     loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
 fi
-bench "host and GPU time of each engine" 40 step "${engines[@]}" "${images[@]}" "${rounds[@]}"
+section "host and GPU time of each engine" 40 "${bench[@]}" step "${engines[@]}" "${images[@]}" "${rounds[@]}"
 section "what takes the host's time" 60 "$python" -m experiments.host_time "${profiled[@]}" "${images[@]}"
-step alexnet 512 21
-step alexnet 512 54 --compile
-step resnet50 128 77 --compile # as it is, it is among the engines
-bench "loaders" 30 data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
-write_report
+if [ -z "$dry" ]; then
+    alexnet=(step --model alexnet --image-size 224 --batch 512 "${rounds[@]}")
+    section "step of alexnet, bf16" 21 "${bench[@]}" "${alexnet[@]}"
+    section "step of alexnet, bf16, compiled" 54 "${bench[@]}" "${alexnet[@]}" --compile
+    # as it is, it is among the engines
+    section "step of resnet50, bf16, compiled" 77 "${bench[@]}" step --model resnet50 "${images[@]}" "${rounds[@]}" --compile
+fi
+section "loaders" 30 "${bench[@]}" data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
 echo "in $report"
 exit "$failed"

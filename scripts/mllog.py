@@ -39,9 +39,9 @@ def _entries(job: Job, events: list[Event]) -> Iterator[tuple[float, str, Any, d
     went is not timed.
     """
     begun = next((event for event in events if event["event"] == "run"), {})
-    yield 0.0, "init_start", None, {}
     name = job.recipe.model.label
     points = {
+        "init_start": None,
         "cache_clear": False,
         "submission_benchmark": "resnet" if name == "resnet50" else name,
         "submission_division": "open",
@@ -54,11 +54,11 @@ def _entries(job: Job, events: list[Event]) -> Iterator[tuple[float, str, Any, d
         "train_samples": begun.get("train_images"),
         "eval_samples": begun.get("val_images"),
         "opt_name": job.recipe.optim.kind,
+        "init_stop": None,
+        "run_start": None,
     }
     for key, value in points.items():
         yield 0.0, key, value, {}
-    yield 0.0, "init_stop", None, {}
-    yield 0.0, "run_start", None, {}
     epoch: dict[str, Any] = {}  # the one that is under way
     for event in events:
         with suppress(KeyError, TypeError):  # a damaged event

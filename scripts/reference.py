@@ -1,5 +1,7 @@
 """Write the reference pages of the documentation: every flag, every key of a recipe, every row of bench.
 
+A page begins with text of its own; what follows after a comment is written.
+
 python scripts/reference.py            write docs/reference/{commands,recipe,bench-rows}.md
 python scripts/reference.py --check    exit with 1 if they are not up to date
 """
@@ -12,7 +14,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -35,21 +37,7 @@ from imagenet_fast.plan.rows import Compared
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-GENERATED = "<!-- Written by scripts/reference.py: change the texts in the code. -->"
-SECTIONS = {
-    "model": "the network",
-    "data": "images, loader, augmentation",
-    "precision": "the dtype of the computation",
-    "optim": "the optimizer",
-    "schedule": "the learning rate over the epochs",
-    "sync": "the engine that averages gradients",
-    "parallel": "how a model is divided over ranks",
-    "checkpoint": "when the state is saved",
-    "timeout": "how long a rank may stand still",
-}
-"""What each table of a recipe sets."""
-
-
+GENERATED = "<!-- What follows is written by scripts/reference.py: change the texts in the code. -->"
 ROWS: dict[str, type] = {
     "bench step": StepTime,
     "bench sync": EngineTime,
@@ -67,29 +55,23 @@ ROWS: dict[str, type] = {
 """The rows that benchmarks, reports and predictions write."""
 
 
-def recipe_page() -> str:
-    """Return the page of all recipe keys, a table of them for each table of a recipe."""
-    lines = [
-        "Every key that a recipe may have. `--set KEY=VALUE` changes one for a run, and",
-        "`imagenet-fast recipes keys [PREFIX]` prints this list. Kinds in brackets: only these have the key.", "",
-    ]  # fmt: skip
+def recipe_page() -> Iterator[str]:
+    """Yield the lines of all recipe keys, a table of them for each table of a recipe."""
     for name, keys in groupby(recipe_keys(), lambda key: key.name.partition(".")[0] if "." in key.name else ""):
-        lines += [f"## `[{name}]`: {SECTIONS[name]}" if name else "## The run itself", ""]
-        lines += _table("key | type | default | meaning", map(_key_cells, keys))
-    return _page("Recipe keys", lines)
+        yield from (f"## `[{name}]`" if name else "## The run itself", "")
+        yield from _table("key | type | default | meaning", map(_key_cells, keys))
 
 
-def commands_page() -> str:
-    """Return the page of all commands, as typer describes them."""
+def commands_page() -> Iterator[str]:
+    """Yield the text of all commands, as typer describes them."""
     program: Any = inspect.unwrap(typer.main.get_command)(app)  # a tree of its own: tests share one, which remembers
     _drop_hidden(program)
     name = "imagenet-fast"
     text = get_docs_for_click(
         obj=program, ctx=typer.Context(program, info_name=name, **program.context_settings), name=name, title="Commands"
     )
-    about = "Every command with its arguments and options, as `--help` has them. [Exit codes](exit-codes.md)."
-    escaped = re.sub(r"(`[^`\n]+`)|<", lambda found: found[1] or "&lt;", text.partition("\n")[2].rstrip())
-    return _page("Commands", [about, escaped, ""])
+    yield re.sub(r"(`[^`\n]+`)|<", lambda found: found[1] or "&lt;", text.partition("\n")[2].strip())
+    yield ""
 
 
 def _drop_hidden(command: Any) -> None:
@@ -101,22 +83,13 @@ def _drop_hidden(command: Any) -> None:
         _drop_hidden(inner)
 
 
-def rows_page() -> str:
-    """Return the page of the rows that ``bench --json`` writes."""
-    lines = [
-        "`--json FILE` writes a list of rows, one object each. Names end in their unit: `_s` is seconds, `_bytes` is",
-        "bytes. Times are medians over interleaved rounds, unless their text says otherwise.", "",
-    ]  # fmt: skip
+def rows_page() -> Iterator[str]:
+    """Yield the lines of the rows that ``--json`` writes."""
     for command, row in ROWS.items():
-        lines += [f"## `imagenet-fast {command}`", "", _prose(inspect.getdoc(row) or ""), ""]
+        yield from (f"## `imagenet-fast {command}`", "", _prose(inspect.getdoc(row) or ""), "")
         meanings = _attribute_docstrings(row)
         cells = ((f"`{f.name}`", str(f.type), _prose(meanings.get(f.name, ""))) for f in dataclasses.fields(row))
-        lines += _table("field | type | meaning", cells)
-    return _page("Rows of bench, report and plan", lines)
-
-
-def _page(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([f"# {title}", "", GENERATED, "", *lines])
+        yield from _table("field | type | meaning", cells)
 
 
 def _table(headings: str, rows: Iterable[Sequence[str]]) -> list[str]:
@@ -151,15 +124,19 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
+PAGES = {"recipe.md": recipe_page, "commands.md": commands_page, "bench-rows.md": rows_page}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or compare them; return the exit code."""
-    pages = (("recipe.md", recipe_page()), ("commands.md", commands_page()), ("bench-rows.md", rows_page()))
     stale = []
-    for name, page in pages:
+    for name, lines in PAGES.items():
         file = FOLDER / name
+        old = file.read_text(encoding="utf-8")
+        new = "\n".join([old[: old.index(GENERATED)] + GENERATED, "", *lines()])
         if "--check" not in arguments:
-            file.write_text(page, encoding="utf-8")
-        elif not file.is_file() or file.read_text(encoding="utf-8") != page:
+            file.write_text(new, encoding="utf-8")
+        elif new != old:
             stale.append(name)
     if stale:
         print(f"docs/reference: {', '.join(stale)} not up to date; run `python scripts/reference.py`", file=sys.stderr)

@@ -15,17 +15,18 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from dataclasses import asdict
 from datetime import date
 from importlib.metadata import distributions
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import psutil
 import torch
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.metrics.past_run import SETTLING_STEPS, read_run
+from imagenet_fast.compare.report import summaries
+from imagenet_fast.metrics.past_run import read_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -93,13 +94,13 @@ def run(command: str) -> list[Row]:
 
 
 def trained(folder: Path) -> Row:
-    """Return the row of a run: its outcome, the directory's name, the seed and the median time of a step."""
-    past = read_run(folder)
+    """Return the row of a run: its outcome, its summary, the directory's name and the seed."""
+    (summary,) = summaries([read_run(folder)])
     outcome = json.loads((folder / "outcome.json").read_text(encoding="utf-8"))
     recipe = tomllib.loads((folder / "recipe.toml").read_text(encoding="utf-8"))
-    link_MB = past.by_step("sync", "link_MB", SETTLING_STEPS)
-    row = {"run": folder.name, "seed": recipe["seed"], **outcome, "step_s": past.step_s}
-    return row | ({"link_MB": fmean(link_MB)} if link_MB else {})
+    row = {**asdict(summary), **outcome, "run": folder.name, "seed": recipe["seed"]}
+    del row["folder"]
+    return row
 
 
 def machine() -> str:

@@ -33,7 +33,7 @@ LAYERS = (
 WITHOUT_TORCH = (
     "recipe.load", "distributed.cores", "compare.report", "launch.slurm", "launch.nodes",
     "launch.cluster_job", "launch.job_setup", "plan.rows", "plan.fastest", "plan.report", "cli.plan",
-    "compare.contest", "compare.timeline", "bench.plots", "data.verify", "data.download",
+    "compare.contest", "compare.timeline", "data.verify", "data.download",
 )  # fmt: skip
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 

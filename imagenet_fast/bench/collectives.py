@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.collectives import piece_elements
 from imagenet_fast.errors import UserError, listed, names
 from imagenet_fast.metrics.tables import Row, column
@@ -144,11 +143,7 @@ def bench_collectives(
             _COPIES * max(sizes), f"--sizes up to {size_text(max(sizes))} between {lab.ranks} ranks",
             "ask for smaller messages, or fewer ranks",
         )  # fmt: skip
-    counted = lab.rate is not None
-    with measurement_bar() as show:
-        by_rank: list[Blocks] = lab.run(
-            measure, sizes, collectives, wire, rounds, block_s, gpus, counted, gpus=gpus, show=show
-        )
+    by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, gpus=gpus)
     return rows_of(lab, by_rank, "nccl" if gpus else "gloo", wire)
 
 
@@ -229,7 +224,6 @@ def measure(
     rounds: int,
     block_s: float,
     gpus: bool,
-    counted: bool = False,
 ) -> Blocks:
     """Time all collectives on this rank as ``time_in_turns`` does.
 
@@ -240,7 +234,6 @@ def measure(
         rounds: Number of rounds.
         block_s: Seconds for which each all-reduce is repeated in a round, approximately.
         gpus: Whether messages are on this rank's GPU.
-        counted: Whether to count bytes on the node's link; needs a shaped network.
 
     Returns:
         This rank's blocks by collective and size in bytes, after rounding.
@@ -256,7 +249,7 @@ def measure(
         if checked:
             check(once, part, sums=name == "native")
         part.zero_()  # repeated sums of zeros stay finite
-        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None, counted)
+        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None)
 
     def slowest(seconds: float) -> float:
         every = torch.tensor(seconds, device=device)

@@ -10,7 +10,6 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
 from imagenet_fast.bench.fake_step import Call, count_step, fake_ranks
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
@@ -18,14 +17,12 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import parse_rate
-from imagenet_fast.plan.network import StatedNetwork
+from imagenet_fast.netlab.progress import measurement_bar
+from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings
 from imagenet_fast.units import whole_numbers
-
-PAYLOAD = 0.9
-"""Share of its line rate that a link is assumed to carry as payload; the rest is protocol overhead."""
 
 
 @dataclass(frozen=True)

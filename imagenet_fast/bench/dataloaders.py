@@ -21,7 +21,6 @@ from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.data import dali
 from imagenet_fast.data.build import open_loader
 from imagenet_fast.data.folders import scan_split
@@ -36,6 +35,7 @@ from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import end_with_starter, start_fork_server
+from imagenet_fast.netlab.progress import measurement_bar
 from imagenet_fast.netlab.timing import in_turns
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData

@@ -7,21 +7,18 @@ leaves to the next step's forward is counted in that next step.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import ClassVar, get_args
 
 import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.collectives import NetworkRow, averaging
 from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
 from imagenet_fast.distributed.cores import freeze_gc
@@ -31,9 +28,9 @@ from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.netlab.timing import bytes_on_link, in_turns, time_repetitions
 from imagenet_fast.parallel.ddp import attach
-from imagenet_fast.recipe.engine_table import Awaits, Cast, Wire
+from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
-from imagenet_fast.sync import Engine, SyncStats, declare
+from imagenet_fast.sync import SyncStats, declare
 from imagenet_fast.sync.all_reduce import wire_for
 from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.factory import wire_dtype
@@ -114,52 +111,13 @@ class _Block:
     launches: float = 0
 
 
-@dataclass(frozen=True)
-class Declared:
-    """An engine that is not in any recipe, with its own name.
-
-    It consists of module-level functions, so that every rank can unpickle it. It has the properties that benchmarks
-    read from a recipe's ``[sync]`` settings.
-    """
-
-    kind: str
-    engine: Engine
-    ours: ClassVar[bool] = True
-    chooses: ClassVar[bool] = False
-    share: ClassVar[float] = 1.0
-
-    def values_sent(self, shape: Sequence[int]) -> float:
-        """Return the number of values sent for a parameter of ``shape``: all of them."""
-        return float(math.prod(shape))
-
-    @property
-    def wire(self) -> Wire:
-        """Name of the engine's wire dtype."""
-        names: tuple[Wire, ...] = get_args(Wire)
-        return next(wire for wire in names if wire_dtype(wire) == self.engine.wire)
-
-    @property
-    def awaits(self) -> Awaits:
-        """Point in the step at which the engine waits for gradients."""
-        return self.engine.awaits
-
-    @property
-    def learns(self) -> bool:
-        """True if the engine plans after watching the first steps."""
-        return self.engine.learns
-
-
-_Blocks = dict[Sync | Declared | Wire | None, list[_Block]]
+_Blocks = dict[Sync | Wire | None, list[_Block]]
 """Blocks of every engine, of a raw all-reduce by wire dtype, and of compute alone (key None)."""
-
-
-Measured = Sync | tuple[str, Engine]
-"""An engine to measure: settings from a recipe, or a name for its row and an engine."""
 
 
 def bench_sync(
     profile: Profile,
-    engines: Sequence[Measured],
+    engines: Sequence[Sync],
     lab: Lab,
     scale: int,
     rounds: int,
@@ -185,13 +143,12 @@ def bench_sync(
     Raises:
         UserError: The network cannot be made, or memory does not suffice for so many ranks.
     """
-    chosen = [Declared(*engine) if isinstance(engine, tuple) else engine for engine in engines]
-    asked = {settings.wire: settings for settings in chosen if not settings.ours}
-    peers: dict[Wire, Sync | Declared] = {
+    asked = {settings.wire: settings for settings in engines if not settings.ours}
+    peers: dict[Wire, Sync] = {
         wire: asked.get(cast, DdpSync(wire=cast))
-        for wire, cast in ((settings.wire, _cast_for(settings.wire)) for settings in chosen)
+        for wire, cast in ((settings.wire, _cast_for(settings.wire)) for settings in engines)
     }
-    chosen += [peer for peer in dict.fromkeys(peers.values()) if peer not in chosen]
+    chosen = list(dict.fromkeys([*engines, *peers.values()]))
     wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.downscaled(scale)
     lab.check_memory(
@@ -200,10 +157,7 @@ def bench_sync(
     )  # fmt: skip
     if traces is not None:
         traces.mkdir(parents=True, exist_ok=True)
-    with measurement_bar() as show:
-        measured: list[tuple[_Blocks, dict[Sync | Declared, float]]] = lab.run(
-            _measure, small, chosen, wires, lab.rate is not None, rounds, steps, traces, show=show
-        )
+    measured: list[tuple[_Blocks, dict[Sync, float]]] = lab.run(_measure, small, chosen, wires, rounds, steps, traces)
     by_rank = [blocks for blocks, _ in measured]
     predicted = measured[0][1]
     seconds = {
@@ -212,7 +166,7 @@ def bench_sync(
     compute = median(seconds[None])
     timing = small.scaled_to(compute).timing
 
-    def row(settings: Sync | Declared) -> EngineTime:
+    def row(settings: Sync) -> EngineTime:
         times, wire = seconds[settings], settings.wire
         raw = min(seconds[wire])  # the fastest, so that noise does not raise the limit
         limit = step_lower_bound(timing, small.all_reduce_seconds(raw, settings.values_sent), settings.awaits)
@@ -240,20 +194,14 @@ def _cast_for(wire: Wire) -> Cast:
 
 
 def _measure(
-    profile: Profile,
-    engines: Sequence[Sync | Declared],
-    wires: list[Wire],
-    counted: bool,
-    rounds: int,
-    steps: int,
-    traces: Path | None,
-) -> tuple[_Blocks, dict[Sync | Declared, float]]:
+    profile: Profile, engines: Sequence[Sync], wires: list[Wire], rounds: int, steps: int, traces: Path | None
+) -> tuple[_Blocks, dict[Sync, float]]:
     """Return this rank's blocks, and the cost model's prediction for every engine; every rank calls it."""
     report_progress("measuring the network", 0, len(engines))
     gradients = gradients_of(profile)
     topology = Topology(torch.device("cpu"))
     predicted = _predictions(profile, gradients, engines, topology)
-    measurements: dict[Sync | Declared | Wire | None, Callable[[], _Block]] = {
+    measurements: dict[Sync | Wire | None, Callable[[], _Block]] = {
         None: partial(_compute_block, profile, gradients, steps)
     }
     for wire in wires:
@@ -262,7 +210,7 @@ def _measure(
         )
     for number, settings in enumerate(engines):
         report_progress(f"first steps of {settings.kind}", number, len(engines))
-        loop = _Loop(profile, gradients, settings, counted, topology)
+        loop = _Loop(profile, gradients, settings, topology)
         if chosen := [prediction.step_s for prediction in loop.learn() if prediction.chosen]:
             predicted[settings] = chosen[0]
         measurements[settings] = partial(loop.block, steps)
@@ -270,7 +218,7 @@ def _measure(
             loop.trace(traces / f"{settings.kind}-{settings.wire}.json")
     freeze_gc()
 
-    def measure(key: Sync | Declared | Wire | None) -> _Block:
+    def measure(key: Sync | Wire | None) -> _Block:
         dist.barrier()
         return measurements[key]()
 
@@ -278,8 +226,8 @@ def _measure(
 
 
 def _predictions(
-    profile: Profile, gradients: Gradients, engines: Sequence[Sync | Declared], topology: Topology
-) -> dict[Sync | Declared, float]:
+    profile: Profile, gradients: Gradients, engines: Sequence[Sync], topology: Topology
+) -> dict[Sync, float]:
     """Predict the step time of each engine in seconds, by the cost model.
 
     Engines that choose another engine are left out: their prediction is known only after the choice.
@@ -287,11 +235,11 @@ def _predictions(
     model = replay(profile, gradients)
     pool = GradientBuffer(slots_of(dict(model.named_parameters()), model), topology, model)
     timing = with_moves(timing_of(profile, model, pool.slots), gradients, pool)
-    predicted, networks = dict[Sync | Declared, float](), dict[torch.dtype, NetworkProbe]()
+    predicted, networks = dict[Sync, float](), dict[torch.dtype, NetworkProbe]()
     for settings in engines:
         if settings.chooses:
             continue
-        engine = settings.engine if isinstance(settings, Declared) else declare(settings)  # type: ignore[arg-type]
+        engine = declare(settings)  # type: ignore[arg-type]
         wire = wire_for(pool.values.dtype, engine.wire, topology)
         network = networks.setdefault(wire, NetworkProbe(topology, wire))
         _, predicted[settings] = step_model(engine, pool, wire, network, settings.share).best(timing)
@@ -319,15 +267,11 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
 class _Loop:
     """A training loop of one engine over replayed layers; its update costs nothing."""
 
-    def __init__(
-        self, profile: Profile, gradients: Gradients, settings: Sync | Declared, counted: bool, topology: Topology
-    ) -> None:
+    def __init__(self, profile: Profile, gradients: Gradients, settings: Sync, topology: Topology) -> None:
         self._model = replay(profile, gradients)
-        engine = settings.engine if isinstance(settings, Declared) else settings
-        self._forward, self._sync = attach(self._model, engine, topology=topology)
+        self._forward, self._sync = attach(self._model, settings, topology=topology)
         self._x = torch.zeros(1, requires_grad=True)
         self._learns = settings.learns
-        self._counted = counted
 
     def learn(self) -> tuple[Prediction, ...]:
         """Run steps until the engine has its plan, or DDP has its buckets.
@@ -350,7 +294,7 @@ class _Loop:
 
     def block(self, steps: int) -> _Block:
         """Run a warm-up step and ``steps`` timed steps; bytes and launches are means over all of them."""
-        before = bytes_on_link(self._counted)
+        before = bytes_on_link()
         dist.barrier()  # the node's ranks share the counter: none sends before all have read it
         stats = [self._step()]
         begun = time.perf_counter()
@@ -361,7 +305,7 @@ class _Loop:
         return _Block(
             seconds / steps,
             fmean(s.sent_bytes for s in stats),
-            (bytes_on_link(self._counted) - before) / len(stats),
+            (bytes_on_link() - before) / len(stats),
             fmean(s.launches for s in stats),
         )
 

@@ -1,4 +1,4 @@
-"""Measure the cost of each pipeline schedule: its bubble, the memory kept for backward, and images per second.
+"""Measure the cost of each pipeline schedule: its bubble, images per second, and on GPUs its memory.
 
 The bubble is the share of time in which ranks wait for each other. It is measured with stages that sleep instead of
 computing, so that a few cores can run any number of them. Memory and images per second are measured with the model
@@ -8,9 +8,7 @@ itself.
 from __future__ import annotations
 
 import time
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,18 +18,15 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from imagenet_fast.bench.layer_profiler import model_and_batch, record_profile
+from imagenet_fast.bench.layer_profiler import model_and_batch
 from imagenet_fast.bench.replay import Pace, Replayed
-from imagenet_fast.bench.rounds import measurement_bar
-from imagenet_fast.cost_model.layer_profile import Profile, shipped_profile
+from imagenet_fast.cost_model.layer_profile import shipped_profile
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import build_model
-from imagenet_fast.models.split_points import linear_partition, segments_of
-from imagenet_fast.models.stages import recorded_times, split_model
+from imagenet_fast.models.stages import split_model
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
@@ -39,9 +34,6 @@ from imagenet_fast.recipe.batching import Batching, check_norms
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.precision import autocast
-
-_MICRO_S = 0.03  # default of a rank's sleep for a micro-batch, forward and backward, on average over the ranks
-_RECORDED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -80,11 +72,8 @@ class PipelineTime(Row):
     """
     images_per_s: float = field(metadata=column("img/s", form=".0f"))
     """Images per second of the model itself, forward and backward."""
-    activation_bytes: tuple[int, ...] = field(metadata=column("kept by each rank", "MB", ".0f"))
-    """Peak bytes that each rank keeps for backward, including autocast's copies of weights.
-
-    On GPUs, the peak of all memory that a step allocates.
-    """
+    activation_bytes: tuple[int, ...] | None = field(metadata=column("kept by each rank", "MB", ".0f"))
+    """Peak of all memory that a step allocates on each rank's GPU; None on CPUs."""
     timeline: tuple[Busy, ...]
     """Passes of all ranks in that step."""
 
@@ -103,6 +92,7 @@ class _Measured:
     computed_s: list[float]
     """Seconds per step of the model itself, by round."""
     activation_bytes: int
+    """Peak bytes that its steps allocated on the GPU; 0 on a CPU."""
 
 
 def bench_pipeline(
@@ -110,13 +100,11 @@ def bench_pipeline(
     stages: int,
     micro_batches: Sequence[int],
     schedules: Sequence[str],
-    sleep_s: float | None,
+    sleep_s: float,
     device: str | None,
     rounds: int,
 ) -> list[PipelineTime]:
     """Measure every schedule with every number of micro-batches that it can take.
-
-    If no layer profile is shipped for the recipe's model, it is recorded here.
 
     Args:
         recipe: The recipe, with synthetic data.
@@ -124,7 +112,6 @@ def bench_pipeline(
         micro_batches: Numbers of micro-batches to try; each must divide the batch.
         schedules: Names of the schedules.
         sleep_s: Seconds that each rank sleeps for a micro-batch's forward; it sleeps twice that for its backward.
-            None means in proportion to its layers' share of the layer profile.
         device: "cpu", or "cuda" for one GPU per rank; None means "cuda" if there are enough GPUs.
         rounds: Number of rounds.
 
@@ -151,12 +138,7 @@ def bench_pipeline(
             max(map(chunks_of, schedules)),
         )  # fmt: skip
     gpus = on_gpus(device, stages, "stages", "--stages")
-    where = torch.device("cuda", 0) if gpus else torch.device("cpu")
-    profile = shipped_profile(recipe.model.kind) or record_profile(recipe, where, _RECORDED_STEPS)
-    with measurement_bar() as show:
-        by_rank: list[list[_Measured]] = Lab(1, stages).run(
-            _measure, recipe, profile, runs, sleep_s, rounds, gpus, gpus=gpus, show=show
-        )
+    by_rank: list[list[_Measured]] = Lab(1, stages).run(_measure, recipe, runs, sleep_s, rounds, gpus, gpus=gpus)
     return [
         _row(recipe, stages, *run, of_ranks) for run, of_ranks in zip(runs, zip(*by_rank, strict=True), strict=True)
     ]
@@ -171,52 +153,51 @@ def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_rank
     step_s, _, timeline = slept[(len(slept) - 1) // 2]
     busy_s = sum(busy.end_s - busy.begin_s for busy in timeline) / stages
     slowest = [max(of_round) for of_round in zip(*(measured.computed_s for measured in of_ranks), strict=True)]
+    kept = tuple(measured.activation_bytes for measured in of_ranks)
     return PipelineTime(
         recipe.model.kind, schedule, stages, micro_batches, step_s, 1 - busy_s / step_s,
         (stages - 1) / (chunks_of(schedule) * micro_batches + stages - 1),
-        recipe.global_batch / median(slowest), tuple(measured.activation_bytes for measured in of_ranks),
-        tuple(timeline),
+        recipe.global_batch / median(slowest), kept if any(kept) else None, tuple(timeline),
     )  # fmt: skip
 
 
 def _measure(
-    recipe: Recipe, profile: Profile, runs: Sequence[tuple[str, int]], sleep_s: float | None, rounds: int, gpus: bool
+    recipe: Recipe, runs: Sequence[tuple[str, int]], sleep_s: float, rounds: int, gpus: bool
 ) -> list[_Measured]:
     """Measure every run; each rank calls it."""
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     model, images, labels = model_and_batch(recipe, device)
-    times = recorded_times(segments_of(model), profile)
+    profile = shipped_profile(recipe.model.kind)
     measured = []
     for number, (schedule, micro_batches) in enumerate(runs):
         report_progress(f"{schedule} with {micro_batches} micro-batches", number, len(runs))
         ranks, chunks = dist.get_world_size(), chunks_of(schedule)
-        if sleep_s is not None:
-            stages_s = [3 * sleep_s / chunks] * ranks * chunks
-        else:
-            shares = [sum(times[run]) / sum(times) for run in linear_partition(times, ranks * chunks)]
-            stages_s = [_MICRO_S * ranks * share for share in shares]
-        slept = _sleep(stages_s, schedule, micro_batches, rounds)
+        slept = _sleep(3 * sleep_s / chunks, schedule, micro_batches, rounds)
         cast = autocast(recipe.precision, device)
         with cast:
             part = split_model(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
         pipeline = Pipeline(part, None, schedule, micro_batches, nn.CrossEntropyLoss(), cast=cast)
         step = partial(_step, part, pipeline, images, labels)
         step()  # warm-up: connects ranks, and touches fresh memory
-        kept = peak_activations(step, [images, *part.parameters(), *part.buffers()], device)
-        measured.append(_Measured(slept, [_seconds(step, device) for _ in range(rounds)], kept))
+        before = torch.cuda.memory_allocated() if gpus else 0
+        if gpus:
+            torch.cuda.reset_peak_memory_stats()
+        computed_s = [_seconds(step, device) for _ in range(rounds)]
+        kept = torch.cuda.max_memory_allocated() - before if gpus else 0
+        measured.append(_Measured(slept, computed_s, kept))
     return measured
 
 
-def _sleep(stages_s: Sequence[float], schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
+def _sleep(stage_s: float, schedule: str, micro_batches: int, rounds: int) -> list[tuple[float, list[Busy]]]:
     """Time steps of sleeping stages; return seconds and this rank's passes, by round.
 
-    A stage sleeps ``stages_s`` seconds for a micro-batch, a third of them in forward. This runs on the CPU with gloo
+    A stage sleeps ``stage_s`` seconds for a micro-batch, a third of them in forward. This runs on the CPU with gloo
     even if there are GPUs: a GPU would not wait for a sleeping host.
     """
     pace = Pace()
-    asleep = nn.Sequential(*(Replayed(pace, second / 3, 2 * second / 3, [torch.zeros(1)]) for second in stages_s))
-    ranks = dist.get_world_size()
-    part = split_model(asleep, torch.zeros(1, 1), dist.get_rank(), ranks, chunks_of(schedule))
+    ranks, chunks = dist.get_world_size(), chunks_of(schedule)
+    stages = (Replayed(pace, stage_s / 3, 2 * stage_s / 3, [torch.zeros(1)]) for _ in range(ranks * chunks))
+    part = split_model(nn.Sequential(*stages), torch.zeros(1, 1), dist.get_rank(), ranks, chunks)
     passes: list[tuple[int, Pass, float, float]] = []
 
     @contextmanager
@@ -249,55 +230,3 @@ def _seconds(step: Callable[[], None], device: torch.device) -> float:
     begun = record_timestamp(device)
     step()
     return seconds_between(begun, record_timestamp(device))
-
-
-def peak_activations(step: Callable[[], object], others: Iterable[Tensor], device: torch.device) -> int:
-    """Run ``step`` and return its peak memory in bytes.
-
-    On a GPU, this is the peak of all memory that ``step`` allocates. Elsewhere, it is the peak of the tensors that
-    autograd saves for backward; each storage counts once.
-
-    Args:
-        step: Forward and backward of one step.
-        others: Tensors that exist anyway, such as weights and the batch; their storages are not counted.
-        device: The device that ``step`` runs on.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        step()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    kept = _Kept({tensor.untyped_storage().data_ptr() for tensor in others})
-    with saved_tensors_hooks(kept.keep, kept.give_back):
-        step()
-    return kept.peak
-
-
-class _Saved:
-    """A tensor saved by autograd; it is released when autograd drops this object."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Kept:
-    """A counter of the bytes that autograd keeps, with their peak."""
-
-    def __init__(self, others: set[int]) -> None:
-        self._others = others
-        self._tensors: Counter[tuple[int, int]] = Counter()  # by address and size of their storage
-        self.peak = 0
-
-    def keep(self, tensor: Tensor) -> _Saved:
-        saved, storage = _Saved(tensor), tensor.untyped_storage()
-        place = storage.data_ptr(), storage.nbytes()
-        if place[0] not in self._others:
-            self._tensors[place] += 1
-            weakref.finalize(saved, self._tensors.subtract, [place])
-            self.peak = max(self.peak, sum(size for (_, size), held in self._tensors.items() if held))
-        return saved
-
-    def give_back(self, saved: _Saved) -> Tensor:
-        return saved.tensor

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from imagenet_fast.bench.engines import EngineTime
+from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.metrics.figures import finish
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime
     from imagenet_fast.bench.dataloaders import LoadingRate
-    from imagenet_fast.bench.engines import EngineTime
     from imagenet_fast.bench.pipeline import PipelineTime
-    from imagenet_fast.bench.published import BatchRow, Rung
 
 _COMPUTE_COLOUR, _EXPOSED_COLOUR = "#4c72b0", "#dd8452"
 
 
-def draw_sync(times: Sequence[EngineTime], figure: Any) -> None:
-    """Draw one bar per engine."""
-    _draw_steps([(f"{t.engine}, {t.wire}", f"{t.step_s:.2f} s", t) for t in times], times[0].title, figure)
-
-
-def draw_ladder(rungs: Sequence[Rung], figure: Any) -> None:
-    """Draw one bar per step, with the gain of the step."""
-    gains = ["" if rung.gain is None else f", {rung.gain:.2f} times" for rung in rungs]
-    bars = [(rung.step, f"{rung.time.step_s:.2f} s{gain}", rung.time) for rung, gain in zip(rungs, gains, strict=True)]
-    _draw_steps(bars, rungs[0].title, figure)
-
-
-def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
-    """Draw bars for DDP and hybrid at each batch size, with the gain."""
-    bars = []
-    for row in rows:
-        bars.append((f"batch {row.batch}, ddp", f"{row.ddp.step_s:.2f} s", row.ddp))
-        bars.append((f"batch {row.batch}, hybrid", f"{row.hybrid.step_s:.2f} s, {-row.gain:+.0%}", row.hybrid))
-    _draw_steps(bars, rows[0].title, figure)
-
-
-def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure: Any) -> None:
-    """Draw a bar per name and note: compute, exposed communication, a mark at the limit, and the note at its end."""
+def draw_steps(rows: Sequence[EngineTime | Rung | BatchRow], figure: Any) -> None:
+    """Draw a bar for each step: compute, exposed communication, a mark at the limit, and times and gains at its end."""
+    bars = [bar for row in rows for bar in _bars(row)]
     axes = figure.subplots()
     names, notes, times = zip(*bars, strict=True)
     compute = [t.compute_s for t in times]
@@ -54,8 +34,20 @@ def _draw_steps(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure:
     axes.invert_yaxis()
     axes.margins(x=0.08 + 0.007 * max(map(len, notes)))
     axes.set(xlabel="seconds a step")
-    axes.set_title(title, fontsize=9)
+    axes.set_title(rows[0].title, fontsize=9)
     finish(figure)
+
+
+def _bars(row: EngineTime | Rung | BatchRow) -> Iterator[tuple[str, str, EngineTime]]:
+    """Yield the name of each bar, the note at its end, and the step."""
+    match row:
+        case EngineTime():
+            yield f"{row.engine}, {row.wire}", f"{row.step_s:.2f} s", row
+        case Rung(gain=gain, time=step):
+            yield row.step, f"{step.step_s:.2f} s{'' if gain is None else f', {gain:.2f} times'}", step
+        case BatchRow(ddp=ddp, hybrid=hybrid):
+            yield f"batch {row.batch}, ddp", f"{ddp.step_s:.2f} s", ddp
+            yield f"batch {row.batch}, hybrid", f"{hybrid.step_s:.2f} s, {-row.gain:+.0%}", hybrid
 
 
 def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:

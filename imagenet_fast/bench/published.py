@@ -15,27 +15,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from imagenet_fast.bench.collectives import AllReduceTime, bench_collectives, check_lab, rows_of
-from imagenet_fast.bench.engines import EngineTime, Measured
+from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.errors import warn
 from imagenet_fast.metrics.tables import Row, column, columns_of
 from imagenet_fast.netlab.mpi import lacking, time_mpi
 from imagenet_fast.netlab.ranks import Lab, on_gpus
-from imagenet_fast.recipe.sync_config import DdpSync, HybridSync, LazySync, SparseSync
-from imagenet_fast.sync import Engine
+from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, HybridSync, LazySync, RingSync, SparseSync, Sync
 
-Measure = Callable[[Profile, Sequence[Measured]], list[EngineTime]]
+Measure = Callable[[Profile, Sequence[Sync]], list[EngineTime]]
 """``bench_sync`` on a given network."""
 
-_HALF = torch.bfloat16
-_LADDER: tuple[tuple[str, Measured, int | None], ...] = (
-    ("an all-reduce a tensor, fp32", ("naive", Engine(torch.float32, "each", 0, collective="native")), None),
-    ("+ ring", ("ring", Engine(torch.float32, "each", 0, collective="ring")), 0),
-    ("+ 16 bits", ("16 bits", Engine(_HALF, "each", 0, collective="ring")), 1),
-    ("+ overlap with backward", ("overlap", Engine(_HALF, "backward", 0, collective="ring")), 2),
+_LADDER: tuple[tuple[str, Sync, int | None], ...] = (
+    ("an all-reduce a layer, fp32", AllReduceSync(), None),
+    ("+ ring", AllReduceSync(collective="ring"), 0),
+    ("+ 16 bits", AllReduceSync(collective="ring", wire="bf16"), 1),
+    ("+ overlap with backward", RingSync(wire="bf16", bucket_mb=0), 2),
     ("+ lazy (fused)", LazySync(wire="bf16"), 3),
     ("+ sparse (an eighth)", SparseSync(wire="bf16", dense_epochs=0.0, ramp_epochs=0.0), 4),
     ("hybrid instead of sparse", HybridSync(wire="bf16"), 4),

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.bench.rounds import measurement_bar
 from imagenet_fast.data.build import synthetic_images
 from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.order import TrainSampler
@@ -24,6 +23,7 @@ from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_d
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import compile_blocks
+from imagenet_fast.netlab.progress import measurement_bar
 from imagenet_fast.netlab.timing import in_turns
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.data_config import SyntheticData

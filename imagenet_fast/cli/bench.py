@@ -136,14 +136,14 @@ def bench_sync(
     interface or, with --rate, over a simulated network with links of that rate.
     """
     from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_sync
+    from imagenet_fast.bench.plots import draw_steps
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, overrides)
     lab = Lab(nodes, nproc, rate)
     times = partial(measure, _profile(model, compute), engines, lab, scale, rounds, steps, trace)
-    _show(times, json_file, draw_sync, (9, 0.4 * len(engines) + 2), png)
+    _show(times, json_file, draw_steps, (9, 0.4 * len(engines) + 2), png)
 
 
 @bench_app.command("count")
@@ -219,12 +219,12 @@ def bench_ladder(
 ) -> None:
     """Measure what each technique of GradientFlow gains, added one by one, and each of ours."""
     from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_ladder
+    from imagenet_fast.bench.plots import draw_steps
     from imagenet_fast.bench.published import bench_ladder
     from imagenet_fast.netlab.ranks import Lab
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    _show(partial(bench_ladder, _profile(model, compute), on), json_file, draw_ladder, (9, 4), png)
+    _show(partial(bench_ladder, _profile(model, compute), on), json_file, draw_steps, (9, 4), png)
 
 
 @published_app.command("batches")
@@ -246,7 +246,7 @@ def bench_batches(
 ) -> None:
     """Compare DDP and hybrid at several batch sizes, as the thesis of the hybrid all-reduce does."""
     from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_batches
+    from imagenet_fast.bench.plots import draw_steps
     from imagenet_fast.bench.published import bench_batches
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.units import whole_numbers
@@ -254,7 +254,7 @@ def bench_batches(
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     counts = whole_numbers("--batches", batches, "16,32,64,128")
     rows = partial(bench_batches, _profile(model, compute), counts, on)
-    _show(rows, json_file, draw_batches, (9, 0.8 * len(counts) + 2), png)
+    _show(rows, json_file, draw_steps, (9, 0.8 * len(counts) + 2), png)
 
 
 @published_app.command("backends")
@@ -295,20 +295,17 @@ def bench_pipeline(
     batch: BatchOption = 32,
     precision: PrecisionOption = None,
     sleep: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Seconds that a stage sleeps for a micro-batch's forward. Default: from the layer profile."
-        ),
-    ] = None,
+        float, typer.Option(min=0, help="Seconds that a stage sleeps for a micro-batch's forward.")
+    ] = 0.01,
     device: DeviceOption = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps to measure of each schedule.")] = 3,
     json_file: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Measure pipeline schedules: bubble, memory and speed.
+    """Measure pipeline schedules: bubble, speed and, on GPUs, memory.
 
     The bubble is the share of time in which ranks wait for each other; the
-    formula's value is beside it. Memory is what each rank keeps for backward.
+    formula's value is beside it. Memory is the most that a step allocates.
     """
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.plots import draw_pipeline

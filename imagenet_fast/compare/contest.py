@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.launch.signals import ENDS, GRACE_S, interrupt_on_signals
+from imagenet_fast.launch.signals import ENDS, GRACE_S
 from imagenet_fast.metrics.past_run import PastRun, read_run
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter, parse_rate, shaped_network
@@ -113,10 +113,6 @@ class Ended:
         return self.exit_code not in _DONE
 
 
-class Interrupted(KeyboardInterrupt):
-    """This command was interrupted, and its run has ended: with the exit code in ``args``."""
-
-
 def compare(
     name: str,
     runs: Sequence[Contestant],
@@ -156,11 +152,8 @@ def compare(
     for doubt in doubtful:
         warn(doubt)
     codes: dict[Contestant, int] = {}
-    with (
-        shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(None) as network,
-        suppress(KeyboardInterrupt),
-    ):
-        interrupt_on_signals()
+    with shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(None) as network:
+        asked = asked_to_stop()
         begun = time.monotonic()
         for number, run in enumerate(runs, 1):
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
@@ -168,14 +161,8 @@ def compare(
                 left_s = (time.monotonic() - begun) / (number - 1) * (len(runs) - number + 1)
                 print(f"about {timedelta(seconds=round(left_s))} left for all runs", file=sys.stderr, flush=True)
             arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
-            saving_s = jobs[run].recipe.checkpoint.grace_s
-            try:
-                codes[run] = (
-                    _on_this_node(arguments, ranks, saving_s) if network is None
-                    else _on_hosts(arguments, network, saving_s)
-                )  # fmt: skip
-            except Interrupted as interruption:
-                (codes[run],) = interruption.args
+            codes[run] = _train(arguments, ranks, network, asked, jobs[run].recipe.checkpoint.grace_s)
+            if asked():
                 break
             if codes[run] == 2 and not any(code in _DONE for code in codes.values()):
                 raise SystemExit(2)
@@ -191,21 +178,25 @@ def _past(job: Job, label: str) -> PastRun:
     return replace(past, name=label, status="failed" if past.status == "not ended" else past.status)
 
 
-def _on_this_node(arguments: list[str], ranks: int, saving_s: float) -> int:
-    """Run the command with all ranks on this node, and return its exit code."""
-    return _wait([partial(_start, [*arguments, "--nproc", str(ranks)], kill_with_parent)], saving_s)
+def _train(
+    arguments: list[str], ranks: int, network: list[Host] | None, asked: Callable[[], bool], saving_s: float
+) -> int:
+    """Run the command on this node, or with one rank on each node of ``network``, and return the exit code."""
+    if network is None:
+        starts = [partial(_start, [*arguments, "--nproc", str(ranks)], kill_with_parent)]
+    else:
+        starts = [
+            partial(_start, arguments, partial(_move_to, host), _variables(rank, network))
+            for rank, host in enumerate(network)
+        ]
+    return _wait(starts, asked, saving_s)
 
 
-def _on_hosts(arguments: list[str], network: list[Host], saving_s: float) -> int:
-    """Run the command with one rank per node, by torchrun's environment variables, and return the exit code."""
-    starts = []
-    for rank, host in enumerate(network):
-        place = RankInfo(rank, len(network), 0, 1).variables(node=rank)
-        meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
-        threads = {"OMP_NUM_THREADS": str(cores_per_rank(len(network)))}
-        environment = threads | dict(os.environ) | place | meeting
-        starts.append(partial(_start, arguments, partial(_move_to, host), environment))
-    return _wait(starts, saving_s)
+def _variables(rank: int, network: list[Host]) -> dict[str, str]:
+    """Return the environment of a rank that is alone on its node: torchrun's variables beside this process's own."""
+    meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+    threads = {"OMP_NUM_THREADS": str(cores_per_rank(len(network)))}
+    return threads | dict(os.environ) | RankInfo(rank, len(network), 0, 1).variables(node=rank) | meeting
 
 
 def _move_to(host: Host) -> None:
@@ -224,67 +215,45 @@ def _start(
     return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
 
 
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Answer signals only after the block, in which a process is started.
+def asked_to_stop() -> Callable[[], bool]:
+    """Answer the signals that end a command by remembering them; return a function that reports whether one has come.
 
-    Python drops what a handler raises while it forks, and the signal would be lost.
+    A handler that raised might do so while this process forks, where Python drops it. A signal that is already ignored
+    stays ignored, such as SIGHUP under nohup.
     """
-    held: list[int] = []
-    before = {number: answer for number in ENDS if callable(answer := signal.getsignal(number))}
-    for number in before:
-        signal.signal(number, lambda came, frame: held.append(came))
-    try:
-        yield
-    finally:
-        for number, answer in before.items():
-            signal.signal(number, answer)
-        if held:
-            signal.raise_signal(held[0])
+    came: list[int] = []
+    for number in ENDS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: came.append(number))
+    return lambda: bool(came)
 
 
-def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], saving_s: float) -> int:
+def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], asked: Callable[[], bool], saving_s: float) -> int:
     """Start processes, wait for their end, and return the exit code of the first that failed, else the highest.
 
-    If a process fails or this process is interrupted, end all processes; in the latter case they may take ``saving_s``
+    If a process fails or ``asked`` returns True, end all processes; in the latter case they may take ``saving_s``
     seconds to save.
-
-    Raises:
-        Interrupted: This process was interrupted after it had started processes, which have ended.
     """
     processes: list[subprocess.Popen[bytes]] = []
-    interrupted = False
-    wait_s = 3 * GRACE_S  # a launcher waits for its ranks, which have GRACE_S
     try:
         for start in starts:
-            with signals_held():
-                processes.append(start())
+            processes.append(start())
         codes = [process.poll() for process in processes]
-        while None in codes and not _failures(codes):
+        while None in codes and not _failures(codes) and not asked():
             time.sleep(0.1)
             codes = [process.poll() for process in processes]
-    except KeyboardInterrupt:
-        if not processes:
-            raise
-        interrupted = True
-        wait_s += saving_s
     finally:
         for process in processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
         for process in processes:
-            try:
-                process.wait(wait_s)
+            try:  # a launcher waits for its ranks, which have GRACE_S
+                process.wait(3 * GRACE_S + (saving_s if asked() else 0.0))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    if interrupted:
-        codes = [process.returncode for process in processes]
-    failures = _failures(codes)
-    exit_code = failures[0] if failures else max(code for code in codes if code is not None)
-    if interrupted:
-        raise Interrupted(exit_code)
-    return exit_code
+    failures = _failures(codes) or _failures(process.returncode for process in processes)
+    return failures[0] if failures else max(process.returncode for process in processes)
 
 
 def _failures(codes: Iterable[int | None]) -> list[int]:

@@ -116,7 +116,7 @@ def serve(ranks_each: int, namespaces: Sequence[str], sizes: Sequence[int], roun
             assert (message == expected).all(), "MPI's sum is not that of the ranks"
         message.fill(0)  # repeated sums of zeros stay finite
         once = lambda: ranks.Allreduce(MPI.IN_PLACE, message)  # noqa: E731
-        return time_repetitions(once, times, ranks.Barrier, counted=bool(namespaces))
+        return time_repetitions(once, times, ranks.Barrier)
 
     slowest = lambda seconds: float(ranks.allreduce(seconds, MPI.MAX))  # noqa: E731
     sent = ranks.allreduce(block("mpi", 4 * _TRIED_ELEMENTS, 1, True).kernel_bytes, MPI.MIN)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,7 @@ from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter, parse_rate, shaped_network
+from imagenet_fast.netlab.progress import measurement_bar
 
 TIMEOUT = timedelta(minutes=5)
 """Timeout of a collective."""
@@ -47,41 +48,30 @@ class Lab:
         """Number of ranks."""
         return self.hosts * self.ranks_per_host
 
-    @contextmanager
-    def network(self) -> Iterator[list[Host] | None]:
-        """Make the nodes, and remove them at exit; None: this node.
+    def network(self) -> AbstractContextManager[list[Host] | None]:
+        """Return a context in which there are the nodes; None: all ranks are on this one.
 
         Raises:
             UserError: Such a network cannot be made here.
         """
-        if self.rate is None:
-            yield None
-        else:
-            with shaped_network(self.hosts, parse_rate(self.rate)) as hosts:
-                yield hosts
+        return nullcontext() if self.rate is None else shaped_network(self.hosts, parse_rate(self.rate))
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        gpus: bool = False,
-        show: Callable[[str, int, int], None] | None = None,
-    ) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, gpus: bool = False) -> list[Any]:
         """Call ``function(*arguments)`` on every rank, each a process with one thread, and return the results by rank.
 
-        Ranks have torchrun's environment variables, and a process group.
+        Ranks have torchrun's environment variables, and a process group. A bar shows what rank 0 reports with
+        ``report_progress``.
 
         Args:
             function: A module-level function; its result must be picklable.
             *arguments: Its arguments.
             gpus: Whether each rank has a GPU of this node and uses NCCL; otherwise the backend is gloo.
-            show: Called with what rank 0 reports with ``report_progress``.
 
         Raises:
             UserError: The network cannot be made.
             RankError: The function failed on a rank.
         """
-        with self.network() as hosts, tempfile.TemporaryDirectory() as folder:
+        with self.network() as hosts, tempfile.TemporaryDirectory() as folder, measurement_bar() as show:
             join = self.ranks, hosts, self.ranks if hosts is None else self.ranks_per_host, folder, gpus
             with closing(RankPool(self.ranks, _rank, *join, preload=function.__module__)) as ranks:
                 return ranks.run(function, *arguments, show=show)

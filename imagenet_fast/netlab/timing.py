@@ -33,9 +33,9 @@ Blocks = dict[tuple[str, int], list[Block]]
 """Blocks by name and size in bytes, one per round."""
 
 
-def bytes_on_link(counted: bool) -> int:
-    """Return the bytes that the calling thread's node has sent on its link so far; 0 unless ``counted``."""
-    return (sent_bytes(INTERFACE) or 0) if counted else 0
+def bytes_on_link() -> int:
+    """Return the bytes that the calling thread's node has sent on its link so far: they tell of a shaped one only."""
+    return sent_bytes(INTERFACE) or 0
 
 
 def time_repetitions(
@@ -43,7 +43,6 @@ def time_repetitions(
     times: int,
     barrier: Callable[[], object],
     drain: Callable[[], object] = lambda: None,
-    counted: bool = False,
     warm_up: bool = True,
 ) -> Block:
     """Time ``times`` calls of ``once`` between two clock readings, as nccl-tests does; every rank must call it alike.
@@ -56,14 +55,13 @@ def time_repetitions(
         times: Number of timed calls.
         barrier: Waits for all ranks.
         drain: Waits for work that ``once`` only queues, as on a GPU.
-        counted: Whether to count the bytes on the node's link; else they are 0.
         warm_up: Whether to make the warm-up calls.
     """
     for _ in range(max(1, times // 5) if warm_up else 0):
         once()
     drain()
     barrier()
-    before = bytes_on_link(counted)
+    before = bytes_on_link()
     barrier()  # the node's ranks share the counter: none sends before all have read it
     begun = time.perf_counter()
     for _ in range(times):
@@ -71,7 +69,7 @@ def time_repetitions(
     drain()
     seconds = time.perf_counter() - begun
     barrier()
-    return Block(seconds / times, (bytes_on_link(counted) - before) / times, times)
+    return Block(seconds / times, (bytes_on_link() - before) / times, times)
 
 
 def in_turns(

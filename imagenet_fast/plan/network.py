@@ -11,6 +11,8 @@ from imagenet_fast.cost_model.messages import Links
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Collective
 
+PAYLOAD = 0.9
+"""Share of its line rate that a link is assumed to carry as payload; the rest is protocol overhead."""
 CALL_S, INSIDE_S, BETWEEN_S = 8.4e-6, 3.4e-6, 14e-6
 """Seconds of a library call, of a hop over NVLink inside a node, and of a hop between nodes.
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
-from imagenet_fast.bench.pipeline import peak_activations
 from imagenet_fast.bench.train_step import bench_step, step_recipe
 from imagenet_fast.metrics.tables import table
 from tests.bench.small import benched
@@ -51,19 +48,6 @@ def test_a_pipeline_of_two_stages(tmp_path: Path):
         for rank in range(2):
             own = [busy for busy in row["timeline"] if busy["stage"] % 2 == rank]
             assert all(a["begin_s"] <= a["end_s"] <= b["begin_s"] for a, b in pairwise(own)), "one at a time"
-    kept = {row["schedule"]: row["activation_bytes"] for row in rows if row["micro_batches"] == 4}
-    assert kept["1f1b"][0] < 0.6 * kept["gpipe"][0], "two micro-batches of four"
-    assert kept["1f1b"][1] < 0.4 * kept["gpipe"][1], "one of four"
-
-
-def test_what_autograd_keeps_is_counted_once_and_given_back():
-    layer = nn.Linear(10, 10)
-    values = torch.randn(5, 10)
-
-    def twice() -> None:
-        for _ in range(2):
-            hidden = layer(values).exp()  # keeps its result
-            (hidden * hidden).sum().backward()  # keeps it too
-
-    assert peak_activations(twice, [values, *layer.parameters()], torch.device("cpu")) == 4 * 5 * 10
-    assert peak_activations(twice, list(layer.parameters()), torch.device("cpu")) == 2 * 4 * 5 * 10
+        if row["micro_batches"] == 4 and row["schedule"] != "interleaved":
+            held = accumulate(1 if which == "forward" else -1 for stage, which in passes if stage == 0)
+            assert max(held) == {"gpipe": 4, "1f1b": 2}[row["schedule"]], "micro-batches kept for backward"

@@ -89,8 +89,9 @@ def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(
         None, *(pytest.approx(seconds[below] / s) for s, below in zip(seconds[1:], (0, 1, 2, 3, 4, 4, 6), strict=True))
     ]  # fmt: skip
     assert [time["wire"] for time in times] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
-    assert min(launches[:4]) >= sum(len(layer.shapes) for layer in SMALL.layers)  # long ones go in pieces
-    assert launches[4] < launches[3] == launches[2]
+    assert min(launches[:3]) >= len(SMALL.layers)  # long ones go in pieces
+    assert launches[4] < launches[2] < launches[3]
+    assert launches[3] >= sum(len(layer.shapes) for layer in SMALL.layers)
     assert (sent[2], sent[7]) == (pytest.approx(sent[1] / 2, rel=0.01), pytest.approx(sent[6] / 2, rel=0.05))
     assert sent[5] < sent[4]
     assert times[0]["limit_s"] > times[3]["limit_s"] >= times[6]["limit_s"]

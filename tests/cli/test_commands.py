@@ -162,12 +162,12 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
         places["run"] = request.getfixturevalue("trained")
     save_profile(SMALL, places["small"])
 
-    def train(arguments: list[str], ranks: int, saving_s: float) -> int:
+    def train(arguments: list[str], *_: object) -> int:
         shutil.copytree(places["run"], arguments[arguments.index("--out") + 1])
         return 0
 
     few_digits(monkeypatch)
-    monkeypatch.setattr(contest, "_on_this_node", train)
+    monkeypatch.setattr(contest, "_train", train)
     monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -103,11 +103,12 @@ def test_an_option_of_before_is_read_with_a_warning(line: str, monkeypatch, caps
     assert refused.startswith("error: --") or "none" in refused
 
 
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("words", ["launch slurm --nodes 1", "compare --layout dp2 --nproc 2 --out {}/a"])
 def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_path: Path, monkeypatch, capsys):
     coded = tmp_path / "coded.toml"
     coded.write_text(find_recipe("smoke").read_text().replace("[sync]", '[sync]\nwire = "int8"'))
-    monkeypatch.setattr("imagenet_fast.compare.contest._on_this_node", lambda *_: 2)
+    monkeypatch.setattr("imagenet_fast.compare.contest._train", lambda *_: 2)
     words += f" --recipe {coded} --sync ddp"
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", *words.format(tmp_path).split()])
     with pytest.raises(SystemExit):
