@@ -161,16 +161,12 @@ def _show_plan(
     written = load_recipe(find_recipe(recipe), "lazy", [other for other in overrides if other not in own])
     try:
         engines = planned_engines(sync, own)
-        most = gpus or written.ranks
-
-        def rows(cluster: Cluster, count: int) -> list[Planned]:
-            return situation_of(written, cluster, count, scaling).rows(engines)
-
         if points is not None and points.key == "gpus":
-            predicted = _over_gpus(points.values, lambda count: rows(machine, count))
+            predicted = _over_gpus(points.values, lambda n: situation_of(written, machine, n, scaling).rows(engines))
         else:
             machines = [machine] if points is None else [machine.with_nics(float(gbit)) for gbit in points.values]
-            predicted = [row for cluster in machines for row in rows(cluster, most)]
+            situations = [situation_of(written, one, gpus or written.ranks, scaling) for one in machines]
+            predicted = [row for situation in situations for row in situation.rows(engines)]
     except UserError as error:
         of_cluster = str(error).startswith(("nic.", "inside.", "device"))
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
@@ -300,9 +296,6 @@ def _validate(recipe: str, sync: str, overrides: list[str], json_file: Path | No
     for settings, time in zip(engines, times, strict=False):
         steps = Shaped(profile=name, scale=scale, hosts=hosts, mbit=mbit, compute_s=time.compute_s)
         nominal_s = steps.predicted_s(settings)
-        found.append(
-            Validated(
-                settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, nominal_s / time.step_s - 1
-            )
-        )
+        error = nominal_s / time.step_s - 1
+        found.append(Validated(settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, error))
     show(table(found), [asdict(row) for row in found], json_file)
