@@ -33,7 +33,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.compare.report import RunSummary
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned
-from imagenet_fast.plan.rows import Row
+from imagenet_fast.plan.rows import Compared
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -50,7 +50,7 @@ ROWS: dict[str, type] = {
     "report": RunSummary,
     "plan": Planned,
     "plan --fastest": Way,
-    "plan rows": Row,
+    "plan rows": Compared,
 }
 """The rows that benchmarks, reports and predictions write."""
 

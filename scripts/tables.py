@@ -24,9 +24,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from imagenet_fast.plan.cluster import load_cluster
-from imagenet_fast.plan.devices import find_device
-from imagenet_fast.plan.fastest import Search, published_trainings
-from imagenet_fast.plan.rows import Published, published
+from imagenet_fast.plan.fastest import fastest_ways, published_trainings
+from imagenet_fast.plan.rows import Published, known_results
 from imagenet_fast.units import size_text
 from scripts import results
 from scripts.results import ROOT, Row
@@ -129,14 +128,13 @@ def indented(command: str) -> list[str]:
 def held_out() -> Iterator[str]:
     """Yield the table of MLPerf's submissions beside the ways of `plan --fastest`."""
     headings = ["system", "GPUs", "its batch", "logged min", "nearest", "place", "GPUs", "predicted min", "first, min"]
-    yield from markdown(headings, [logged(row, row.minutes) for row in published() if row.minutes is not None])
+    rows = known_results().published
+    yield from markdown(headings, [logged(row, row.minutes) for row in rows if row.minutes is not None])
 
 
 def logged(row: Published, minutes: float) -> list[str]:
     """Return a submission beside the published training of the nearest batch, and its place."""
-    cluster = load_cluster(row.cluster)
-    search = Search(cluster, find_device(cluster.device, cluster.device_batch), cheapest=False)
-    ways = search.ways(published_trainings("resnet50"), row.gpus)[0]
+    ways, _ = fastest_ways(load_cluster(row.cluster), published_trainings("resnet50"), row.gpus)
     found = [way for way in ways if way.exact and way.training != "resnet50-8gpu-mild"]
     batch = row.gpus * row.batch
     near = min(found, key=lambda way: abs(way.global_batch - batch))

@@ -68,7 +68,7 @@ class AllReduceTime(NetworkRow):
     Bandwidths are in bytes per second.
     """
 
-    bytes: int = field(metadata=column("bytes", "size"))
+    bytes: int = field(metadata=column("bytes", form=size_text))
     """Message size on each rank: the requested size, rounded up so that it can be cut evenly."""
     collective: Collective | Literal["mpi"] = field(metadata=column("collective"))
     """All-reduce algorithm, or the backend that has its own."""

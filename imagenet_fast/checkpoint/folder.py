@@ -94,8 +94,6 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        if path.exists() and not path.is_file():
-            raise CorruptCheckpoint(path, "is no file")
         body, _, seal = path.read_bytes().rpartition(_SUM)
         manifest = Manifest.model_validate_json(body + _END)
     except FileNotFoundError:
@@ -188,8 +186,6 @@ def _read(path: Path, manifest: Manifest, device: torch.device) -> Tree:
 def _content(path: Path, expected: FileSum) -> bytes:
     """Return the content of a file, or raise CorruptCheckpoint."""
     try:
-        if path.exists() and not path.is_file():  # a pipe or device may have no end
-            raise CorruptCheckpoint(path, "is no file")
         if (size := path.stat().st_size) != expected.size:
             raise CorruptCheckpoint(path, f"has {size} bytes instead of {expected.size}")
         data = path.read_bytes()

@@ -76,7 +76,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         """Remove what killed writes have left under ``root``, and old checkpoints, on rank 0.
 
         Args:
-            root: Directory of the checkpoints, which is there, and which all ranks see, maybe by different paths.
+            root: Directory of the checkpoints, which is there, and which all ranks see.
             place: This rank.
             store: Store at which the ranks met; None: one of this process alone.
             keep: Checkpoints kept besides the newest and the best.

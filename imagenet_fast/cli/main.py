@@ -153,10 +153,9 @@ def doctor(
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
     from imagenet_fast.recipe.job import DoctorJob
-    from imagenet_fast.recipe.schema import Timeout
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    job = DoctorJob(data, out, Timeout())
+    job = DoctorJob(data, out)
     with TemporaryDirectory(prefix="imagenet-fast-") as folder:
         code, cause = run_ranks(job, Path(folder), cluster)
         found = read_results(Path(folder))
@@ -165,7 +164,7 @@ def doctor(
     if found is None:  # that ranks cannot train together is a result, too
         from imagenet_fast.doctor.host_checks import examine
 
-        found = [*examine(data, out, cluster.ranks_each, job.timeout), refused("ranks", UserError(cause))]
+        found = [*examine(data, out, cluster.ranks_each), refused("ranks", UserError(cause))]
     opt.show(findings_table(found), [asdict(finding) for finding in found], json_file)
     if any(finding.state == "fail" for finding in found):
         raise typer.Exit(1)

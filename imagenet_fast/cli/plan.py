@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -19,8 +19,9 @@ from imagenet_fast.errors import UserError, warn
 if TYPE_CHECKING:
     from imagenet_fast.plan.cluster import Cluster
     from imagenet_fast.plan.fastest import Way
-    from imagenet_fast.plan.prediction import Planned, Situation
+    from imagenet_fast.plan.prediction import Planned
     from imagenet_fast.plan.sweep import Sweep
+    from imagenet_fast.recipe.schema import Recipe
 
 T = TypeVar("T")
 ClusterOption = Annotated[str | None, typer.Option(metavar="NAME|FILE")]
@@ -52,8 +53,7 @@ def plan(
         scaling: Keep each GPU's share of the batch, or the global batch.
         keys: Keys to change, as in train. ENGINE.KEY=VALUE changes a key of that engine only.
     """
-    from imagenet_fast.plan.devices import find_device
-    from imagenet_fast.plan.prediction import ENGINES, Situation, planned_engines
+    from imagenet_fast.plan.prediction import ENGINES, planned_engines, situation_of
     from imagenet_fast.recipe.load import find_recipe, load_recipe
 
     points = _parsed(sweep, gpus, png)
@@ -69,24 +69,20 @@ def plan(
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
     written = load_recipe(find_recipe(recipe), "lazy", [other for other in keys if other not in own])
     try:
-        situation = Situation(written, machine, find_device(machine.device, machine.device_batch), scaling)
-        engines = planned_engines(sync, "bf16", own)
-        most = gpus or written.ranks
-        predicted: list[Planned] = []
-        if points is None:
-            predicted = situation.rows(engines, most)
-        elif points.key == "nic":
-            for gbit in points.values:
-                predicted += situation.rows(engines, most, float(gbit))
+        engines = planned_engines(sync, own)
+        if points is not None and points.key == "gpus":
+            predicted = _over_gpus(points.values, lambda n: situation_of(written, machine, n, scaling).rows(engines))
         else:
-            predicted = _over_gpus(points.values, lambda count: situation.rows(engines, count))
+            machines = [machine] if points is None else [machine.with_nics(float(gbit)) for gbit in points.values]
+            situations = [situation_of(written, one, gpus or written.ranks, scaling) for one in machines]
+            predicted = [row for situation in situations for row in situation.rows(engines)]
     except UserError as error:
         of_cluster = str(error).startswith(("nic.", "inside.", "device"))
         raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
-    _print_plan(situation, predicted, points is None, json_file)
+    _print_plan(written, machine, scaling, predicted, points is None, json_file)
     if png is not None and points is not None:
         from imagenet_fast.metrics.figures import new_figure
-        from imagenet_fast.plan.figures import draw_plan
+        from imagenet_fast.plan.sweep import draw_plan
 
         figure = new_figure()
         kind = "alexnet" if written.model.kind == "alexnet_bn" else written.model.kind
@@ -117,34 +113,34 @@ def plan_fastest(
         sweep: gpus=8..4096; ranges double.
         write: Write the best one's recipe to this file.
     """
-    from imagenet_fast.plan.devices import find_device
-    from imagenet_fast.plan.fastest import Search, as_recipe, first_exact, published_trainings
-    from imagenet_fast.plan.tables import fastest_table
+    from imagenet_fast.metrics.tables import table
+    from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, first_exact, published_trainings, remarks
 
     points = _parsed(sweep, gpus, png)
     name, machine, gpus = _asked(cluster, gpus)
     if points is not None and (points.key == "nic" or write is not None):
         option = "--write" if write is not None else "--sweep nic="
         raise UserError(f"{option} does not go with --fastest over several numbers of GPUs; write --gpus instead")
-    search = Search(machine, find_device(machine.device, machine.device_batch), cheapest)
     known = published_trainings(model)
     swept: list[tuple[int, Way]] = []
     if points is None:
-        found, left_out = search.ways(known, gpus or machine.nodes * machine.gpus_per_node)
-        remarks = list(search.remarks(found, left_out))
+        found, left_out = fastest_ways(machine, known, gpus or machine.nodes * machine.gpus_per_node, cheapest)
+        below = list(remarks(machine, found, left_out, cheapest))
     else:
-        swept = _over_gpus(points.values, lambda count: [(count, first_exact(search.ways(known, count)[0]))])
+        swept = _over_gpus(
+            points.values, lambda count: [(count, first_exact(fastest_ways(machine, known, count, cheapest)[0]))]
+        )
         found = [way for _, way in swept]
-        remarks = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    opt.show(fastest_table(found), [asdict(way) for way in found], json_file)
+        below = ["the best exact way on up to so many GPUs each: predicted, not run"]
+    opt.show(table(found[:SHOWN]), [asdict(way) for way in found], json_file)
     print()
-    print(*remarks, sep="\n")
+    print(*below, sep="\n")
     if write is not None:
         write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     if png is not None:
         from imagenet_fast.metrics.figures import new_figure
-        from imagenet_fast.plan.figures import draw_fastest
+        from imagenet_fast.plan.sweep import draw_fastest
 
         figure = new_figure()
         draw_fastest(swept, Path(name).stem, figure)
@@ -153,11 +149,11 @@ def plan_fastest(
 
 def plan_rows(json_file: opt.Json = None) -> None:
     """Compare the model with published and measured steps."""
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.rows import all_rows, summary
-    from imagenet_fast.plan.tables import rows_table
 
     found = all_rows()
-    opt.show(rows_table(found), [asdict(row) for row in found], json_file)
+    opt.show(table(found), [asdict(row) for row in found], json_file)
     print()
     for row in found:
         if row.left:
@@ -182,10 +178,10 @@ def plan_validate(
     """
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.tables import compact_table
+    from imagenet_fast.metrics.tables import table
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.devices import PROFILES
-    from imagenet_fast.plan.rows import Shaped, shaped_step_s
+    from imagenet_fast.plan.rows import Shaped, Validated
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     model = load_recipe(find_recipe(recipe)).model.kind
@@ -199,19 +195,13 @@ def plan_validate(
     times = bench_sync(
         load_profile(name).scaled_to(1.4), engines, Lab(hosts, 1, f"{mbit}mbit"), scale, rounds=2, steps=2
     )
-    found: list[dict[str, Any]] = []
+    found: list[Validated] = []
     for settings, time in zip(engines, times, strict=False):
-        nominal_s = shaped_step_s(Shaped(name, scale, hosts, mbit, time.compute_s), settings)
-        found.append({
-            "engine": settings.kind, "wire": settings.wire, "nominal_s": nominal_s, "fitted_s": time.predicted_s,
-            "measured_s": time.step_s, "error": nominal_s / time.step_s - 1,
-        })  # fmt: skip
-    text = ("engine", "wire")
-    numbers = ("nominal_s", "fitted_s", "measured_s")
-    lines = ([*(r[key] for key in text), *(f"{r[key]:.3f}" for key in numbers), f"{r['error']:+.1%}"] for r in found)
-    opt.show(
-        compact_table(text, ("nominal link", "fitted link", "measured", "nominal's error"), lines), found, json_file
-    )
+        steps = Shaped(profile=name, scale=scale, hosts=hosts, mbit=mbit, compute_s=time.compute_s)
+        nominal_s = steps.predicted_s(settings)
+        error = nominal_s / time.step_s - 1
+        found.append(Validated(settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, error))
+    opt.show(table(found), [asdict(row) for row in found], json_file)
 
 
 def _parsed(sweep: str | None, gpus: int | None, png: Path | None) -> Sweep | None:
@@ -251,11 +241,15 @@ def _over_gpus(values: tuple[int, ...], predict: Callable[[int], list[T]]) -> li
     return predicted
 
 
-def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, json_file: Path | None) -> None:
+def _print_plan(
+    written: Recipe, machine: Cluster, scaling: Literal["weak", "strong"], predicted: list[Planned], alone: bool,
+    json_file: Path | None,
+) -> None:  # fmt: skip
+    from imagenet_fast.metrics.tables import table
+    from imagenet_fast.plan.prediction import situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
-    from imagenet_fast.plan.tables import plan_table
 
-    opt.show(plan_table(predicted), [asdict(row) for row in predicted], json_file)
+    opt.show(table(predicted), [asdict(row) for row in predicted], json_file)
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
@@ -264,6 +258,7 @@ def _print_plan(situation: Situation, predicted: list[Planned], alone: bool, jso
         print(prefix + verdict(own))
     last = next((row for row in reversed(predicted) if row.chosen), predicted[-1])
     print()
-    print(*dry_run(situation, last), *inputs(situation), sep="\n")
+    situation = situation_of(written, machine, last.gpus, scaling)
+    print(*dry_run(written, situation, last), *inputs(machine, written.model.kind), sep="\n")
     for doubt in warnings(situation, last):
         warn(doubt)

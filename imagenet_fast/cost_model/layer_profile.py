@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from imagenet_fast.errors import UserError
 
 SHIPPED = Path(__file__).parent / "profiles"
-_LONGEST = 2**48  # elements, far above any tensor
+_LARGEST = 2**48  # elements, far above any network
+Milliseconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class Layer:
     name: str
     kind: str
     """Its class in ``torch.nn``."""
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...]
     """Shapes of its trainable parameters."""
-    forward_ms: float
-    backward_ms: float
+    forward_ms: Milliseconds
+    backward_ms: Milliseconds
     """Time from when the gradients of the layer above were ready until its own were."""
 
     @property
@@ -44,7 +47,7 @@ class Profile:
     source: str
     """Origin of the times."""
     layers: tuple[Layer, ...]
-    pixels: int = 224
+    pixels: Annotated[int, Field(gt=0)] = 224
     """Side of the images."""
 
     @property
@@ -129,35 +132,16 @@ def load_profile(name: str) -> Profile:
         known = ", ".join(sorted(p.stem for p in SHIPPED.glob("*.json")))
         raise UserError(f"no layer profile {name!r}; there are {known}, or give a .json file or random:SEED")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        layers = tuple(
-            Layer(
-                str(layer["name"]), str(layer["kind"]), tuple(map(_shape, layer["shapes"])),
-                _milliseconds(layer["forward_ms"]), _milliseconds(layer["backward_ms"]),
-            )
-            for layer in raw["layers"]
-        )  # fmt: skip
-        profile = Profile(str(raw["model"]), str(raw["source"]), layers, *_shape([raw.get("pixels", 224)]))
-        if not profile.elements or not 0 < profile.compute_s < math.inf:
-            raise ValueError("it has no parameters, or no layer that takes time")
-        return profile
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{path} is not a layer profile ({error}); `imagenet-fast bench profile` writes one") from None
-
-
-def _shape(lengths: Sequence[Any]) -> tuple[int, ...]:
-    for length in lengths:
-        if not isinstance(length, int) or not 0 <= length <= _LONGEST:
-            raise ValueError(f"{length!r} is no length of a tensor")
-    if math.prod(lengths) > _LONGEST:
-        raise ValueError(f"a tensor of {list(lengths)} is too large")
-    return tuple(lengths)
-
-
-def _milliseconds(value: float | str) -> float:
-    if not 0 <= float(value) <= 1e9:
-        raise ValueError(f"{value!r} is no time of a layer")
-    return float(value)
+        profile = TypeAdapter(Profile).validate_json(path.read_bytes())
+        if 0 < profile.elements <= _LARGEST and profile.compute_s > 0:
+            return profile
+        reason = "it has no parameters or too many, or no layer that takes time"
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except OSError as error:
+        reason = str(error)
+    raise UserError(f"{path} is not a layer profile ({reason}); `imagenet-fast bench profile` writes one")
 
 
 def random_profile(seed: int) -> Profile:

@@ -31,32 +31,26 @@ class Slot(Protocol):
     @property
     def index(self) -> int:
         """Number in that order."""
-        ...
 
     @property
     def start(self) -> int:
         """The first element."""
-        ...
 
     @property
     def stop(self) -> int:
         """The element behind the last one and its padding."""
-        ...
 
     @property
     def layer(self) -> str:
         """Name of the parameter's layer."""
-        ...
 
     @property
     def connected(self) -> bool:
         """Whether the layer is fully connected: it has a matrix as its weight."""
-        ...
 
     @property
     def shape(self) -> Sequence[int]:
         """Shape of the parameter."""
-        ...
 
 
 S = TypeVar("S", bound=Slot)
@@ -90,7 +84,6 @@ class SentValues(Protocol[S_contra]):
 
     def values_sent(self, slot: S_contra) -> int:
         """Return how many values are sent for this slot."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -46,69 +46,77 @@ def first_difference(
     return next((sentence for sentence in sentences if sentence), "")
 
 
-def compare_models(named: Mapping[str, nn.Parameter], model: nn.Module | None, group: dist.ProcessGroup | None) -> None:
-    """Check that all ranks of ``group`` have the same parameters. All of them must call it.
+_DIFFERENT = {
+    "engine": ("ranks attach different engines", "give every rank the same settings"),
+    "model": (
+        "ranks train different models",
+        "build the same model, with its layers in the same order and requires_grad alike, on every rank, before the "
+        "pool is made",
+    ),
+    "weights": (
+        "ranks begin with different weights",
+        "give all ranks the same before the pool is made: by torch.manual_seed before the model is built, from one "
+        "file, or by torch.distributed.broadcast of every parameter",
+    ),
+    "buffers": (
+        "buffers stay different, so ranks train different models",
+        "call imagenet_fast.distributed.reductions.broadcast_model before the pool is made",
+    ),
+}
+"""What to say if a part differs, and what to do."""
+
+
+def compare_ranks(
+    engine: object,
+    steps_per_epoch: int,
+    group: dist.ProcessGroup | None,
+    named: Mapping[str, nn.Parameter],
+    model: nn.Module | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Check that all ranks of ``group`` use the same engine and have the same parameters. All of them must call it.
 
     Warn if they have different buffers, which nothing makes equal later. Statistics of norms may differ.
 
     Args:
+        engine: A ``[sync]`` table, or the dataclass of an engine; None: engines are not compared.
+        steps_per_epoch: Compared as a setting of the engine.
+        group: The ranks to compare; None: all.
         named: The parameters by name. Order, shape, dtype, device type, strides, ``requires_grad`` and values count.
         model: The model whose buffers are compared; None: there are none.
-        group: The ranks to compare; None: all.
+        device: Device of this rank; None: that of the parameters.
 
     Raises:
-        ValueError: The parameters of one rank differ from those of the first.
+        ValueError: The engine, a setting or a parameter of one rank differs from that of the first.
     """
     if _is_alone(group):
         return
-    device = next(iter(named.values()), torch.empty(0)).device
-    traits = [trait for number, (name, param) in enumerate(named.items(), 1) for trait in _traits(number, name, param)]
-    if found := _first_of(traits, device, group):
-        raise ValueError(
-            f"ranks train different models: {found}; build the same model, with its layers in the same order and "
-            "requires_grad alike, on every rank, before the pool is made"
-        )
-    if found := _first_of([(name, f"of checksum {_digest(param)}") for name, param in named.items()], device, group):
-        raise ValueError(
-            f"ranks begin with different weights: {found}; give all ranks the same before the pool is made: by "
-            "torch.manual_seed before the model is built, from one file, or by torch.distributed.broadcast of every "
-            "parameter"
-        )
-    buffers = (
-        [] if model is None else [(name, f"of checksum {_digest(buffer)}") for name, buffer in _other_buffers(model)]
-    )
-    if found := _first_of(buffers, device, group):
-        warnings.warn(
-            f"buffers stay different, so ranks train different models: {found}; call "
-            "imagenet_fast.distributed.reductions.broadcast_model before the pool is made",
-            stacklevel=4,
-        )
+    device = device or next(iter(named.values()), torch.empty(0)).device
+    buffers = {} if model is None else _other_buffers(model)
+    told = {
+        "engine": _settings(engine, steps_per_epoch),
+        "model": [*_traits(named)],
+        "weights": [(name, f"of checksum {_digest(param)}") for name, param in named.items()],
+        "buffers": [(name, f"of checksum {_digest(buffer)}") for name, buffer in buffers.items()],
+    }
+    first = dist.get_process_group_ranks(group)[0]
+
+    def describe(theirs: dict[str, list[tuple[str, str]]]) -> str:
+        kind = next(kind for kind in told if told[kind] != theirs[kind])
+        ours, other = next(pair for pair in zip_longest(told[kind], theirs[kind]) if pair[0] != pair[1])
+        texts = ["nothing" if one is None else one[1] for one in (ours, other)]
+        difference = f"{(ours or other)[0]} is {texts[0]} on rank {dist.get_rank()} and {texts[1]} on rank {first}"
+        return f"{_DIFFERENT[kind][0]}: {difference}; {_DIFFERENT[kind][1]}"
+
+    found = first_difference(told, describe, device, group)
+    if found.startswith(_DIFFERENT["buffers"][0]):
+        warnings.warn(found, stacklevel=4)
+    elif found:
+        raise ValueError(found)
     if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
         raise ValueError(
             f"{unmade} is on the meta device; call the model's to_empty() and load its weights before the pool is made"
         )
-
-
-def compare_engines(
-    settings: object, steps_per_epoch: int, group: dist.ProcessGroup | None, device: torch.device
-) -> None:
-    """Check that all ranks of ``group`` use the same engine and settings. All of them must call it.
-
-    Args:
-        settings: A ``[sync]`` table, or the dataclass of an engine.
-        steps_per_epoch: Compared as well.
-        group: The ranks to compare; None: all.
-        device: Where the model is.
-
-    Raises:
-        ValueError: The engine or a setting of one rank differs from that of the first.
-    """
-    if _is_alone(group):
-        return
-    knobs = dict(settings) if isinstance(settings, BaseModel) else {"kind": type(settings).__name__} | vars(settings)
-    told = [(name, _text(value)) for name, value in [*knobs.items(), ("steps_per_epoch", steps_per_epoch)]]
-    if found := _first_of(told, device, group):
-        raise ValueError(f"ranks attach different engines: {found}; give every rank the same settings")
 
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
@@ -118,33 +126,30 @@ def _is_alone(group: dist.ProcessGroup | None) -> bool:
     return "fake" in str(dist.get_backend(group))
 
 
-def _first_of(told: list[tuple[str, str]], device: torch.device, group: dist.ProcessGroup | None) -> str:
-    """Return which of the names in ``told`` is the first whose text is another on some rank, and both texts."""
-    first = dist.get_process_group_ranks(group)[0]
-
-    def describe(theirs: list[tuple[str, str]]) -> str:
-        ours, other = next(pair for pair in zip_longest(told, theirs) if pair[0] != pair[1])
-        texts = ["nothing" if one is None else one[1] for one in (ours, other)]
-        return f"{(ours or other)[0]} is {texts[0]} on rank {dist.get_rank()} and {texts[1]} on rank {first}"
-
-    return first_difference(told, describe, device, group)
+def _settings(engine: object, steps_per_epoch: int) -> list[tuple[str, str]]:
+    """Return the settings of an engine, if there is one."""
+    if engine is None:
+        return []
+    knobs = dict(engine) if isinstance(engine, BaseModel) else {"kind": type(engine).__name__} | vars(engine)
+    return [(name, _text(value)) for name, value in [*knobs.items(), ("steps_per_epoch", steps_per_epoch)]]
 
 
-def _traits(number: int, name: str, param: nn.Parameter) -> Iterator[tuple[str, str]]:
-    """Yield what must be the same of a parameter on every rank, but its values."""
-    yield f"parameter {number}", name
-    strides = tuple(step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1)
-    yield name, f"of shape {tuple(param.shape)}"
-    yield name, f"of dtype {param.dtype}"
-    yield name, f"on {param.device.type}"
-    yield name, f"in memory with strides {strides}"
-    yield name, "trained" if param.requires_grad else "frozen"
+def _traits(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
+    """Yield what must be the same of parameters on every rank, but their values."""
+    for number, (name, param) in enumerate(named.items(), 1):
+        yield f"parameter {number}", name
+        strides = tuple(step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1)
+        yield name, f"of shape {tuple(param.shape)}"
+        yield name, f"of dtype {param.dtype}"
+        yield name, f"on {param.device.type}"
+        yield name, f"in memory with strides {strides}"
+        yield name, "trained" if param.requires_grad else "frozen"
 
 
-def _other_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, module in model.named_modules():
-        if not isinstance(module, nn.modules.batchnorm._NormBase):
-            yield from module.named_buffers(path, recurse=False)
+def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of ``model``, without the statistics of norms."""
+    others = (m for m in model.named_modules() if not isinstance(m[1], nn.modules.batchnorm._NormBase))
+    return {name: buffer for path, module in others for name, buffer in module.named_buffers(path, recurse=False)}
 
 
 def _text(value: Any) -> str:

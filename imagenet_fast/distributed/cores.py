@@ -21,14 +21,6 @@ import psutil
 if TYPE_CHECKING:  # the command line counts cores, too, and starts without torch
     import torch
 
-_CPU = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
-"""Files of a limit in versions 2 and 1: microseconds of CPU time, and in how many."""
-_MEMORY = (
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-"""Files of the limit and of the use in bytes, and the word for reclaimable cache, in versions 2 and 1."""
-
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the smallest processor count that CPU affinity or a cgroup allows, at least 1.
@@ -53,38 +45,23 @@ def shares(allowed: Mapping[int, set[int]]) -> dict[int, int]:
 def cpu_quotas(root: Path = Path("/")) -> list[float]:
     """Return the processors that each cgroup of this process allows; none for a cgroup without a limit."""
     quotas = []
-    for folder in _cgroups(root, "cpu"):
-        for names in _CPU:
-            with suppress(OSError, ValueError):  # of the other version, or without a limit: "max"
-                limit, period = " ".join((folder / name).read_text(encoding="utf-8") for name in names).split()
-                if limit != "-1":
-                    quotas.append(float(limit) / float(period))
+    for folder in _cgroups(root):
+        with suppress(OSError, ValueError):  # without the controller, or without a limit: "max"
+            limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
+            quotas.append(float(limit) / float(period))
     return quotas
 
 
 def usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of memory that this process may still use, by the node and by its cgroups."""
     left = [int(psutil.virtual_memory().available)]
-    for folder in _cgroups(root, "memory"):
-        for limit, use, cache in _MEMORY:
-            with suppress(OSError, ValueError):  # of the other version, or without a limit: "max"
-                most, used = (int((folder / name).read_text(encoding="utf-8")) for name in (limit, use))
-                lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
-                left.append(max(0, most - used + int(dict(line.split() for line in lines).get(cache, 0))))
-    return min(left)
-
-
-def usable_tasks(root: Path = Path("/")) -> tuple[float, str]:
-    """Return how many more processes and threads may be started here (infinity: no limit), and which limit it is."""
-    limits = [(math.inf, "")]
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root may start more
-        limits.append((max(0, soft - _tasks_of_user()), f"`ulimit -u` is {soft}"))
-    for folder in _cgroups(root, "pids"):
+    for folder in _cgroups(root):
         with suppress(OSError, ValueError):  # without the controller, or without a limit: "max"
-            most, there = (int((folder / f"pids.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
-            limits.append((max(0, most - there), f"{folder / 'pids.max'} is {most}"))
-    return min(limits)
+            most, used = (int((folder / f"memory.{name}").read_text(encoding="utf-8")) for name in ("max", "current"))
+            lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+            cached = int(dict(line.split() for line in lines).get("inactive_file", 0))  # which the kernel would give up
+            left.append(max(0, most - used + cached))
+    return min(left)
 
 
 def exceeded_limit(message: str) -> str:
@@ -93,8 +70,7 @@ def exceeded_limit(message: str) -> str:
     Backends report what the system refuses as errors of the connection.
     """
     if "Resource temporarily unavailable" in message or "can't start new thread" in message:
-        _, limit = usable_tasks()
-        return f"no more processes and threads may be started; raise the limit ({limit or 'of the node'})"
+        return "no more processes and threads may be started; raise `ulimit -u`, or the container's limit (`pids.max`)"
     if "Too many open files" in message:
         return (
             f"no more files may be opened; raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
@@ -154,26 +130,12 @@ def _cores_in(listed: str) -> set[int]:
     return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
-def _tasks_of_user() -> int:
-    """Return the number of processes and threads that this user has, as far as this process sees them."""
-    found = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
-    return sum(info["num_threads"] or 0 for info in found if info["uids"] and info["uids"].real == os.getuid())
-
-
-def _cgroups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's cgroups (version 1 or 2) with ``controller``, and of those around them."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in memberships:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
-        group = mount / path.strip("/")
-        # In a container the path may be that of the host, where only the mount's own group is visible.
-        for folder in (group, *group.parents):
-            yield folder
-            if folder == mount:
-                break
+def _cgroups(root: Path) -> Iterator[Path]:
+    """Yield the folder of this process's cgroup, of version 2, and of those around it."""
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::"):
+                mount = root / "sys/fs/cgroup"
+                group = mount / line.removeprefix("0::").strip("/")
+                # In a container the path may be that of the host, where only the mount's own group is visible.
+                yield from (group, *(folder for folder in group.parents if folder.is_relative_to(mount)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,9 +25,6 @@ os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 # Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-
-# Where torch's flight recorder writes, by its name now and as some of torch's code still reads it.
-_FILE, _FILE_BEFORE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 
 SLACK_S = 30.0
 """Seconds by which the limit of an operation exceeds the limit for a rank without progress.
@@ -152,27 +149,18 @@ def build_mesh(parallel: Parallel, device: torch.device) -> ProcessGroups:
     return ProcessGroups(pipeline, data, tensor, new_group(device, here) if shards > 1 else data)
 
 
-def record_flights(folder: Path | None, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let NCCL's process groups write their last operations, which torch records, to ``folder`` if one never ends.
+def write_flight_record(rank: int, folder: Path | None) -> None:
+    """Write NCCL's last operations, which torch records, to ``nccl/rank-R`` in ``folder``, if NCCL is in use.
 
-    Each rank R writes ``nccl/rank-R``; ``torchfrtrace`` compares them, to show at which operation ranks diverged.
-    A place that the user has set stays; if ``folder`` is None, it is torch's default, the user's cache. Call this
-    before the first group is made.
+    ``torchfrtrace`` compares those of all ranks, to show at which operation they diverged. A process that ends itself
+    does so before NCCL's own watchdog would write them.
     """
-    if folder is not None and _FILE not in environment and _FILE_BEFORE not in environment:
-        with suppress(OSError):  # a node that cannot write there leaves no record
-            (folder / "nccl").mkdir(parents=True, exist_ok=True)
-            environment[_FILE] = environment[_FILE_BEFORE] = str(folder / "nccl" / "rank-")
-
-
-def write_flight_record(rank: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Write this rank's record now, if NCCL is in use: this process ends before NCCL's own watchdog would write it."""
-    prefix = environment.get(_FILE, environment.get(_FILE_BEFORE))
-    if prefix is None or not torch.cuda.is_available():
+    if folder is None or not torch.cuda.is_available():
         return
-    with suppress(OSError, RuntimeError):
+    with suppress(OSError, RuntimeError):  # a node that cannot write there leaves no record
         # Before torch 2.15 "nccl" had a record of its own, now it shares that of all others.
         names = ("_dump_nccl_trace", "_dump_fr_trace")
         records: list[bytes] = [getattr(torch._C._distributed_c10d, name)() for name in names]
         used = next((record for record in records if pickle.loads(record).get("entries")), records[0])
-        Path(f"{prefix}{rank}").write_bytes(used)
+        (folder / "nccl").mkdir(parents=True, exist_ok=True)
+        (folder / "nccl" / f"rank-{rank}").write_bytes(used)

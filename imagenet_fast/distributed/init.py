@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, shares
-from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit, record_flights
+from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit
 from imagenet_fast.distributed.join import connecting, introduce
 from imagenet_fast.distributed.ranks import RankInfo, rank_info_from_env, refuse_mpirun, srun_to_torchrun_env
 from imagenet_fast.distributed.watchdog import watching_ranks
@@ -58,7 +58,7 @@ def init_distributed(
         join_timeout_s: Seconds to wait for the other ranks at the start.
         timeout: How long a rank may make no progress later on. Then it is named, and all ranks end.
         end: Called with the reason, in another thread, if this rank must end while it is stuck.
-        traces: Directory for NCCL's record of its last operations; None leaves torch's default.
+        traces: Directory for NCCL's last operations if this rank is stuck; None for nowhere.
         left: Directory where this rank leaves its last position; None for nowhere.
         numa_binding: Whether to keep this process to the cores next to its GPU.
 
@@ -69,11 +69,11 @@ def init_distributed(
         UserError: If the ranks do not meet, or disagree in ``agreed``.
         JobAborted: If another rank is lost.
     """
-    device, backend = prepare_device(place.local_rank, traces)
+    device, backend = prepare_device(place.local_rank)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
     _make_group(place, device, backend, join_timeout_s, agreed, timedelta(seconds=timeout.first_step_s + SLACK_S))
-    with watching_ranks(timeout, end, left):
+    with watching_ranks(timeout, end, left, traces):
         yield _context(place, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end
 
@@ -139,7 +139,7 @@ def own_cores(place: RankInfo) -> int:
     return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in cpu_quotas())]))
 
 
-def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.device, str]:
+def prepare_device(local_rank: int) -> tuple[torch.device, str]:
     """Return this rank's GPU, set up for speed, and the backends for it; or the CPU and gloo if there is no GPU.
 
     With a GPU, gloo is a second backend. It connects to a rank only when a message is sent to it, unless
@@ -147,7 +147,6 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
 
     Args:
         local_rank: Number of this rank on its node.
-        traces: Directory for NCCL's last operations if one never ends; None leaves torch's default.
 
     Raises:
         UserError: If there are more ranks than GPUs, or torch cannot use the GPUs.
@@ -157,8 +156,8 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     if not torch.cuda.is_available():
         if gpus:
             raise UserError(
-                f"this node has {gpus} GPUs that torch cannot use ({_why_no_cuda()}); `imagenet-fast doctor` says what "
-                "to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+                f"this node has {gpus} GPUs that torch cannot use; `imagenet-fast doctor` says why, and "
+                "CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
             )
         _keep_freed_memory()
         return torch.device("cpu"), "gloo"
@@ -172,7 +171,6 @@ def prepare_device(local_rank: int, traces: Path | None = None) -> tuple[torch.d
     # objects, which torch sends from the CPU where it can, and a calling program; if not lazy, it would hold a socket
     # to every rank for each group. So only NCCL tests the connections at the start.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    record_flights(traces)
     return device, "cpu:gloo,cuda:nccl"
 
 
@@ -209,11 +207,3 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(option, 2**31 - 1)
-
-
-def _why_no_cuda() -> str:
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0].partition(". ")[0]
-    return "it does not say why"

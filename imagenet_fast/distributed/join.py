@@ -297,13 +297,12 @@ def _difference(first: _Record, own: _Record, rank: int) -> str:
 
 
 def _master() -> Endpoint:
-    missing = [key for key in ("MASTER_ADDR", "MASTER_PORT") if key not in os.environ]
-    if missing:
-        raise UserError(f"the environment has RANK but not {' and '.join(missing)}; start the ranks with torchrun")
     try:
         return Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    except ValueError:
-        raise UserError(f"MASTER_PORT is '{os.environ['MASTER_PORT']}', not a number; correct it") from None
+    except (KeyError, ValueError):
+        raise UserError(
+            "the environment has RANK but no MASTER_ADDR with a number as MASTER_PORT; start the ranks with torchrun"
+        ) from None
 
 
 def _open_store(place: RankInfo, master: Endpoint, join_timeout_s: float, deadline: float) -> Store:

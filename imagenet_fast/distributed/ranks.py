@@ -68,10 +68,7 @@ def rank_info_from_env() -> RankInfo | None:
     found = {key: os.environ[key] for key in TORCHRUN if key in os.environ}
     if len(found) == len(TORCHRUN):
         given = ", ".join(f"{key}={value}" for key, value in found.items())
-        try:
-            place = RankInfo(*(int(found[key]) for key in TORCHRUN))
-        except ValueError:
-            raise UserError(f"the environment says {given}, which are not all whole numbers; correct them") from None
+        place = RankInfo(*(int(found[key]) if found[key].isdecimal() else -1 for key in TORCHRUN))
         if not (0 <= place.local_rank < place.local_size <= place.size and 0 <= place.rank < place.size):
             raise UserError(
                 f"the environment says {given}, but ranks count from 0, to below WORLD_SIZE and on each node to below "

@@ -123,12 +123,10 @@ def first_of_node(world: DistContext) -> Iterator[None]:
 
 
 def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
-    """Return rank 0's ``folder`` as this rank sees it, by its own path or by rank 0's.
-
-    Return None, on every rank, if some rank sees it by neither path.
+    """Return rank 0's ``folder``; None, on every rank, if some rank does not see it.
 
     Args:
-        folder: Directory by this rank's path.
+        folder: The directory, on rank 0; that of others does not count.
         world: This rank among all.
         make: Whether rank 0 makes the directory; its parent must exist.
 
@@ -149,13 +147,12 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     if refusal:
         raise UserError(refusal)
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
-    places = (folder.absolute(), Path(theirs))
-    seen = wait_until(lambda: next((place for place in places if (place / mark).exists()), None), deadline)
-    missing = gather_rows([float(seen is None)]).any()
+    seen = wait_until((Path(theirs) / mark).exists, deadline)
+    missing = gather_rows([float(not seen)]).any()
     if world.is_main:
         with suppress(OSError):
             (folder / mark).unlink()
-    return None if missing else seen
+    return None if missing else Path(theirs)
 
 
 def _barrier() -> None:

@@ -181,7 +181,7 @@ class Watchdog:
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
-        folder: Path | None = None,
+        folder: Path | None = None, traces: Path | None = None,
     ) -> None:  # fmt: skip
         """Publish the position of ``rank`` for the first time; the rest is as in ``watching_ranks``.
 
@@ -193,6 +193,7 @@ class Watchdog:
         self._timeout = timeout
         self._end = end
         self._folder = folder
+        self._traces = traces
         self._host = socket.gethostname()
         self._seen = here.at
         self._stuck_s = 0.0
@@ -263,14 +264,16 @@ class Watchdog:
             try:
                 self._end(sentence)
             finally:
-                write_flight_record(self._rank)
+                write_flight_record(self._rank, self._traces)
 
         call_within(_GRACE_S, end)
         raise SystemExit(1)
 
 
 @contextmanager
-def watching_ranks(timeout: Timeout, end: Callable[[str], None], folder: Path | None = None) -> Iterator[None]:
+def watching_ranks(
+    timeout: Timeout, end: Callable[[str], None], folder: Path | None = None, traces: Path | None = None
+) -> Iterator[None]:
     """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
     The thread publishes a heartbeat every second. It ends the process with exit code 1 in two cases: the rank makes no
@@ -283,13 +286,14 @@ def watching_ranks(timeout: Timeout, end: Callable[[str], None], folder: Path | 
         timeout: How long the rank may make no progress.
         end: Called with the reason before the thread ends the process.
         folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+        traces: Where to leave NCCL's last operations if the thread ends the process; None for nowhere.
 
     Raises:
         JobAborted: Instead of an error that only reports that another rank is gone.
     """
     leaving = threading.Event()
     store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another one may be blocked
-    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, folder)
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, folder, traces)
 
     def watch() -> None:
         before = time.monotonic()

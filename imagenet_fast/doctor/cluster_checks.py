@@ -15,7 +15,7 @@ from imagenet_fast.distributed.device_timer import record_timestamp, seconds_bet
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import gather_rows
-from imagenet_fast.doctor import host_checks, loader_check
+from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.report import CheckResult, by_host, check, write_results
 from imagenet_fast.recipe.job import DoctorJob
 
@@ -29,8 +29,7 @@ def examine_all(job: DoctorJob, world: DistContext, folder: Path) -> None:
     own = []
     here.enter("data")
     if world.is_local_main:  # when all have come: to look through the data of a slow server may take long
-        own = host_checks.examine(job.data, job.out, world.local_size, job.timeout)
-        own += loader_check.try_loaders(job.data, world.local_size)
+        own = host_checks.examine(job.data, job.out, world.local_size)
     found = gather_results(own, world, socket.gethostname())
     if world.is_main:
         write_results(found, folder)

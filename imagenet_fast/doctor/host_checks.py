@@ -18,25 +18,23 @@ from imagenet_fast.doctor.report import CheckResult, check, refused
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.models.compiler import check_compiler
-from imagenet_fast.recipe.schema import Timeout
 
 _OLDEST_TORCH = (2, 11)
 _GIB = 2**30
 _MEMORY, _SHARED, _FREE, _FILES = 2 * _GIB, _GIB, 5 * _GIB, 4096
 
 
-def examine(data: Path | None, out: Path, ranks: int, timeout: Timeout) -> list[CheckResult]:
+def examine(data: Path | None, out: Path, ranks: int) -> list[CheckResult]:
     """Return the results of all checks that need no other ranks.
 
     Args:
         data: The data directory; None if there is none to check.
         out: The directory where runs would be stored.
         ranks: Number of ranks on this node.
-        timeout: The run's own time-outs.
     """
     return [
         *_software(), *_graphics(), _dali(), _compiler(), *_processors(ranks),
-        *_limits(), _disk(out), *(() if data is None else _images(data)), _time_limits(timeout),
+        *_limits(), _disk(out), *(() if data is None else _images(data)),
     ]  # fmt: skip
 
 
@@ -158,16 +156,3 @@ def _images(data: Path) -> Iterator[CheckResult]:
         many = f"{len(missing)} of the {len(val.classes)} classes, the first {missing[0]!r}"
         said = f"in {data} val has no images of {many}"
     yield check("data", not missing, said, "copy them, too, or top-1 says nothing about these classes")
-
-
-def _time_limits(timeout: Timeout) -> CheckResult:
-    """Warn of settings that end a run before our own time-outs, which name the lost rank, or that let it hang."""
-    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0":
-        fix = "unset it, or ranks hang where one is lost"
-        return CheckResult("time-outs", "warn", "TORCH_NCCL_ASYNC_ERROR_HANDLING is 0", fix)
-    said = f"{timeout.first_step_s:g} s for the first step, {timeout.step_s:g} s for others"
-    beat = os.environ.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "480")
-    if beat.isdecimal() and int(beat) < timeout.first_step_s:
-        fix = "unset it, or NCCL's watchdog kills ranks that only compile, and names none"
-        return CheckResult("time-outs", "warn", f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC is {beat}; ours are {said}", fix)
-    return CheckResult("time-outs", "ok", said)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir, new_folder, run_of
+from imagenet_fast.metrics.run_dir import RunDir, new_folder, split_checkpoint
 from imagenet_fast.recipe.batching import Batching, check_norms, check_splits, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.job import Evaluation, Job
@@ -45,17 +44,8 @@ def plan_job(
     start = init_from.absolute() if init_from is not None else None
     note = _note(written, recipe, batching, root, start, fresh_head)
     command, elastic = tuple(sys.argv), nodes is not None
-    keys = _overridden(place, overrides, resume)
+    keys = tuple(dict.fromkeys(override.partition("=")[0].strip() for override in overrides))
     return Job(name, recipe, batching, root, place, note, trace, start, fresh_head, resume, command, elastic, keys)
-
-
-def _overridden(folder: Path, overrides: Sequence[str], resume: bool) -> tuple[str, ...]:
-    """Return the keys of ``overrides``, after those with which the run in ``folder`` began if it is to resume."""
-    before: tuple[str, ...] = ()
-    if resume:
-        with suppress(UserError):  # none, or damaged
-            before = RunDir(folder).read_job().overrides
-    return tuple(dict.fromkeys([*before, *(override.partition("=")[0].strip() for override in overrides)]))
 
 
 def on_ranks(job: Job, ranks: int) -> Job:
@@ -149,8 +139,8 @@ def recipe_of(
     if named is not None:
         path = find_recipe(named)
         return path.stem, load_recipe(path, sync, overrides, tell), None
-    run = run_of(weights)
-    folder = run.folder
+    folder, _ = split_checkpoint(weights)
+    run = RunDir(folder)
     if not folder.exists():
         raise UserError(f"there is no run or file {folder}; correct the path")
     if not run.job.is_file():

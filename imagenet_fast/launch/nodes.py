@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from imagenet_fast.distributed.cores import usable_memory, usable_tasks
+from imagenet_fast.distributed.cores import usable_memory
 from imagenet_fast.distributed.network import Endpoint, parse_endpoint
 from imagenet_fast.distributed.ranks import refuse_mpirun, step_nodes
 from imagenet_fast.errors import UserError
 
 _RANK_BYTES = 150 * 2**20  # memory that a rank takes at least, with torch loaded
-_RANK_TASKS = 16  # processes and threads that a rank is at least
 _RESTARTS = 10  # if nodes may leave: each one that does uses up a restart
 
 
@@ -77,7 +76,7 @@ def local_ranks(asked: int | None) -> int:
     """Return ``asked`` ranks; if None, one per GPU, or two without GPUs.
 
     Raises:
-        UserError: There are more ranks than GPUs, than fit into memory, or than may be started.
+        UserError: There are more ranks than GPUs, or than fit into memory.
     """
     import torch
 
@@ -89,11 +88,4 @@ def local_ranks(asked: int | None) -> int:
             f"--nproc {asked} takes more than {asked * _RANK_BYTES / 2**30:.0f} GiB of memory, and "
             f"{free / 2**30:.0f} GiB are free; give at most {max(1, free // _RANK_BYTES)}"
         )
-    ranks = asked or gpus or 2
-    room, limit = usable_tasks()
-    if ranks * _RANK_TASKS > room:
-        raise UserError(
-            f"{ranks} ranks are at least {ranks * _RANK_TASKS} processes and threads, and {room} more may be started "
-            f"here; raise the limit ({limit}), or give a smaller --nproc"
-        )
-    return ranks
+    return asked or gpus or 2

@@ -100,7 +100,7 @@ def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launc
     """
     from imagenet_fast.doctor.cluster_checks import examine_all  # ranks that train do not need it
 
-    with _joined(rank, {}, join_timeout_s, job.timeout, launcher_dir) as world:
+    with _joined(rank, {}, join_timeout_s, Timeout(), launcher_dir) as world:
         examine_all(job, world, launcher_dir)
 
 

@@ -13,6 +13,7 @@ import os
 import select
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from imagenet_fast.errors import exit_with_error
@@ -59,22 +60,17 @@ def refuse_if_lost() -> None:
 
 
 def _forgiving(stream: TextIO | None, number: int) -> TextIO:
-    """Return the replacement of ``stream``, which writes to file descriptor ``number``, or is None if closed."""
-    line_buffering = True
-    if stream is None:  # a file of the run could be opened under that number
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        if nothing != number:
-            os.dup2(nothing, number)
-            os.close(nothing)
-    elif not isinstance(stream, io.TextIOWrapper):  # the output is captured
+    """Return the replacement of ``stream``, which writes to file descriptor ``number``; None: it was closed."""
+    if stream is None:  # this takes its number, so that no file of the run gets it
+        return Path(os.devnull).open("w", encoding="utf-8")
+    if not isinstance(stream, io.TextIOWrapper):  # the output is captured
         return stream
-    else:
-        with suppress(OSError):
-            stream.flush()
-        line_buffering = stream.line_buffering or stream.write_through
+    with suppress(OSError):
+        stream.flush()
     buffer = io.BufferedWriter(_Forgiving(number, "w", closefd=False))
     # A path may have bytes that are no text.
-    return io.TextIOWrapper(buffer, "utf-8", "surrogateescape", line_buffering=line_buffering)
+    by_line = stream.line_buffering or stream.write_through
+    return io.TextIOWrapper(buffer, "utf-8", "surrogateescape", line_buffering=by_line)
 
 
 def exit_now(end: SystemExit) -> NoReturn:

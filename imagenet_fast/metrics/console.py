@@ -110,24 +110,20 @@ class ConsoleSink:
         shown = [
             *self._figures(),
             f"run {_clock(last['run_s'])}",
-            f"ETA end {_clock(self._seconds_to_end())}",
+            f"ETA {_clock(self._seconds_to_end())}",
             f"best top-1 {number(self._best(), '.2f', ' %')}",
             f"target {number(run.get('target_top1'), 'g', ' %')}",
-            f"ETA target {_clock(self._seconds_to_target())}",
         ]
         bar = ProgressBar(total=run["steps"], completed=last["step"])
         body = Group(bar, "", Columns(shown, padding=(0, 3)))  # "" ends the bar's line
         title = f"{run['recipe']} · {run['sync']} · {run['world_size']} ranks"
         return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
 
-    def _accuracies(self) -> list[tuple[float, float]]:
-        """Return run seconds and accuracy of each evaluation that measured what a target is for."""
-        mirrored = bool(self._last["run"].get("target_mirrored"))
-        found = [(e["run_s"], e.get(target_metric(e, mirrored))) for e in self._evaluations]
-        return [(run_s, top1) for run_s, top1 in found if isinstance(top1, int | float)]
-
     def _best(self) -> float | None:
-        return max((top1 for _, top1 in self._accuracies()), default=None)
+        """Return the best accuracy of those that the target is for; None before the first evaluation."""
+        mirrored = bool(self._last["run"].get("target_mirrored"))
+        found = [e.get(target_metric(e, mirrored)) for e in self._evaluations]
+        return max((top1 for top1 in found if isinstance(top1, int | float)), default=None)
 
     def _seconds_to_end(self) -> float | None:
         """Extrapolate this part of the run's pace to the last step; None before its second event."""
@@ -136,18 +132,6 @@ class ConsoleSink:
             return None
         pace = (last["run_s"] - begun["run_s"]) / (last["step"] - begun["step"])
         return float(pace * (self._last["run"]["steps"] - last["step"]))
-
-    def _seconds_to_target(self) -> float | None:
-        """Extrapolate the last two evaluations to the target; None if that is not before the end."""
-        target, end = self._last["run"].get("target_top1"), self._seconds_to_end()
-        accuracies = self._accuracies()
-        if target is None or end is None or len(accuracies) < 2:
-            return None
-        (t0, top0), (t1, top1) = accuracies[-2:]
-        if top1 <= top0:
-            return None
-        left = t1 + (target - top1) * (t1 - t0) / (top1 - top0) - self._last[""]["run_s"]
-        return max(left, 0.0) if left <= end else None
 
     def _print_summary(self, outcome: Event) -> None:
         self._print(_verdict(outcome))

@@ -70,13 +70,6 @@ class RunDir:
     def check_writable(self, resume: bool = False) -> None:
         """Raise UserError if the directory cannot be written, or holds a run that is not to ``resume``."""
         folder = nearest = self.folder
-        whole = str(folder.absolute())
-        try:
-            whole.encode()
-        except UnicodeEncodeError:  # TensorBoard cannot write there
-            raise UserError(
-                f"--out {whole.encode(errors='backslashreplace').decode()} is not UTF-8; give another --out"
-            ) from None
         try:
             if not resume and self.holds_run():
                 raise UserError(f"{folder} already holds a run; give another --out, remove it, or resume it by `train`")
@@ -107,18 +100,6 @@ def split_checkpoint(given: Path) -> tuple[Path, str | None]:
     except OSError as error:
         raise UserError(f"{given} cannot be read ({error.strerror}); give a file of weights, or a run") from None
     return Path(before), which
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """Return whether ``folder`` is a checkpoint and not a run, judging by its name and its manifest."""
-    return folder.name.startswith(_CHECKPOINT) and (folder / "manifest.json").is_file()
-
-
-def run_of(given: Path) -> RunDir:
-    """Return the run of weights given as a run, ``RUN@WHICH`` or the directory of a checkpoint."""
-    folder, _ = split_checkpoint(given)
-    inside = is_checkpoint(folder) and folder.parent.name == RunDir(folder).checkpoints.name
-    return RunDir(folder.parents[1] if inside else folder)
 
 
 def weights_file(given: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -15,13 +15,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.units import size_text
 
+Form = str | Callable[[Any], str]
+"""How a value is shown: a format as of ``format``, or a function that returns the text."""
 NOTHING = "–"
 """The cell for a missing value."""
 
 _GAP = 2  # characters between columns
-_FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6}
+_FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6, "min": 1 / 60}
 _NAME = 10  # least characters for the first column before other columns are moved below
 
 
@@ -115,7 +116,7 @@ class _Column:
     path: str
     heading: str
     unit: str
-    form: str
+    form: Form
 
     def value(self, row: Row) -> Any:
         """Return the field's value in ``row``."""
@@ -129,19 +130,18 @@ class _Column:
     def _text(self, value: Any) -> str:
         if value is None:
             return NOTHING
-        if self.unit == "size":
-            return size_text(value)
-        return format(value * _FACTORS[self.unit] if self.unit in _FACTORS else value, self.form)
+        converted = value * _FACTORS[self.unit] if self.unit in _FACTORS else value
+        return format(converted, self.form) if isinstance(self.form, str) else self.form(converted)
 
 
-def column(heading: str, unit: str = "", form: str = "") -> dict[str, Any]:
+def column(heading: str, unit: str = "", form: Form = "") -> dict[str, Any]:
     """Return the metadata of a field that is a column.
 
     Args:
         heading: What the column is called.
         unit: The unit in which it is shown, which follows the heading. Fields are in seconds and bytes; ``ms``, ``us``,
-            ``MB`` and ``MB/s`` are converted to. ``size`` chooses a unit for each cell, by powers of 1024.
-        form: Format of the cells, as of ``format``.
+            ``MB``, ``MB/s`` and ``min`` are converted to.
+        form: Format of the cells, or a function of the converted value that returns a cell's text.
     """
     return {"heading": heading, "unit": unit, "form": form}
 
@@ -158,7 +158,7 @@ def table(rows: Sequence[Row]) -> Table:
     numbers = [c for c in shown if c not in text]
     built = compact_table(
         [c.heading for c in text],
-        [f"{c.heading} {c.unit}".strip() if c.unit != "size" else c.heading for c in numbers],
+        [f"{c.heading} {c.unit}".strip() for c in numbers],
         ([c.cell(row) for c in [*text, *numbers]] for row in rows),
     )
     built.title, built.caption = rows[0].title or None, rows[0].note or None
@@ -169,7 +169,7 @@ def _columns(row: Row, path: str = "", heading: str = "", names: Sequence[str] =
     """Yield the columns of a row, or of a row inside one, in the order of its fields; ``names``: only of these."""
     for field in fields(row):
         match dict(field.metadata):
-            case {"heading": str(own), "unit": str(unit), "form": str(form)} if not names or field.name in names:
+            case {"heading": own, "unit": unit, "form": form} if not names or field.name in names:
                 yield _Column(path + field.name, f"{heading} {own}".strip(), unit, form)
             case {"names": inner, "of": of}:
                 yield from _columns(getattr(row, field.name), f"{field.name}.", of, inner)

@@ -29,11 +29,8 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
         stages: Number of stages that it will be cut into.
 
     Raises:
-        UserError: The order of forward is unknown, the model is compiled, layers share a weight, or it has too few
-            segments.
+        UserError: The order of forward is unknown, layers share a weight, or it has too few segments.
     """
-    if any(module._compiled_call_impl is not None for module in model.modules()):
-        raise UserError("a pipeline takes a network apart, and this one has been compiled; set compile to false")
     pieces: list[Segment] = [{}]
     for name, layer in _layers(model):
         if _may_begin(layer) and any(_has_parameters(before) for before in pieces[-1].values()):
@@ -102,14 +99,8 @@ def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
 
     Args:
         costs: Costs in order, none negative.
-        parts: Number of groups.
-
-    Raises:
-        ValueError: There are more parts than costs, or fewer than one part.
+        parts: Number of groups, from 1 to that of costs.
     """
-    count = len(costs)
-    if not 1 <= parts <= count:
-        raise ValueError(f"cannot divide {count} costs into {parts} groups that are not empty")
     sums = list(accumulate(costs, initial=0.0))
 
     @cache
@@ -123,4 +114,4 @@ def linear_partition(costs: Sequence[float], parts: int) -> list[slice]:
             key=itemgetter(0),
         )
 
-    return best(parts, count)[1]
+    return best(parts, len(costs))[1]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from imagenet_fast.distributed.consistency import compare_engines
+from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.distributed.device_timer import record_timestamp
+from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.recipe.sync_config import DdpSync
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import Engine, SyncStats
@@ -213,33 +214,8 @@ class DdpPeer:
         return outcome
 
 
-class GradientSync(Protocol):
-    """The interface between the training loop and a synchroniser; see ``GradientPool`` for each method."""
-
-    @property
-    def found_inf(self) -> Tensor | None: ...  # noqa: D102
-
-    def guard(self, largest: float) -> None: ...  # noqa: D102
-
-    def zero_grad(self) -> None: ...  # noqa: D102
-
-    def no_sync(self) -> AbstractContextManager[None]: ...  # noqa: D102
-
-    def end_backward(self) -> SyncStats: ...  # noqa: D102
-
-    def finish(self) -> SyncStats: ...  # noqa: D102
-
-    def step(self, *optimizers: Optimizer, then: Sequence[Update] = ()) -> SyncStats: ...  # noqa: D102
-
-    def update(self, apply: Update) -> None: ...  # noqa: D102
-
-    def settle(self) -> None: ...  # noqa: D102
-
-    def state_dict(self) -> Any: ...  # noqa: D102
-
-    def load_state_dict(self, state: Any) -> None: ...  # noqa: D102
-
-    def close(self) -> None: ...  # noqa: D102
+GradientSync: TypeAlias = GradientPool | Pools | DdpPeer
+"""What a training loop calls; see ``GradientPool`` for each method."""
 
 
 def attach(
@@ -263,7 +239,7 @@ def attach(
         ValueError: The ranks were given different engines, or the pool refuses the model.
     """
     if isinstance(engine, DdpSync):
-        compare_engines(engine, steps_per_epoch, None, next(model.parameters()).device)
+        compare_ranks(engine, steps_per_epoch, None, {}, device=next(model.parameters()).device)
         peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
         return peer.module, peer
     return model, GradientPool(model, engine, steps_per_epoch=steps_per_epoch, topology=topology)

@@ -116,12 +116,8 @@ class ParallelModel:
         Args:
             engine: The engine, or its settings.
             steps_per_epoch: Optimizer steps in one epoch.
-
-        Raises:
-            ValueError: The engine is torch's DDP, which has one group for all parameters.
         """
-        if isinstance(engine, DdpSync):
-            raise ValueError("torch's DDP averages all parameters over the same ranks; take an engine that has a pool")
+        assert not isinstance(engine, DdpSync), "it has one group for all parameters"
         at_once = engine.model_copy(update={"defer": False}) if isinstance(engine, AutoSync) else engine
         pools: list[GradientPool] = []
         with ExitStack() as opened:  # if the second pool is refused, the first is closed
@@ -157,7 +153,6 @@ def parallelize(
 
     Raises:
         UserError: ``model`` cannot be cut into these stages.
-        ValueError: ``model`` cannot be sharded.
     """
     device = next(model.parameters()).device
     outline = copy.deepcopy(model).to("meta") if parallel.pipeline > 1 else None

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
-from imagenet_fast.parallel.ddp import DdpPeer, GradientSync
+from imagenet_fast.parallel.ddp import GradientSync
 from imagenet_fast.parallel.pool_group import ActivationTraffic
-from imagenet_fast.recipe.parallel_config import chunks_of, misfit
+from imagenet_fast.recipe.parallel_config import chunks_of
 
 Pass = Literal["forward", "backward"]
 Observe = Callable[[Pass, int], AbstractContextManager[object]]
@@ -62,15 +61,8 @@ class Pipeline:
             cast: Context in which forward and ``criterion`` run; None: none.
             observe: Makes a context for each pass; None: not observed.
             activations: Counts the activations sent; None: not counted.
-
-        Raises:
-            UserError: Schedule, micro-batches and engine do not go together.
         """
         self._ranks = dist.get_world_size(group)
-        if (why := misfit(schedule, self._ranks, micro_batches)) is not None:
-            raise UserError(why)
-        if isinstance(sync, DdpPeer):
-            raise UserError("the engine ddp watches the forward of a whole network, not stages; take another engine")
         assert part.count == self._ranks * chunks_of(schedule), "the network has been cut for another schedule"
         self._part = part
         self._group = group
@@ -93,16 +85,8 @@ class Pipeline:
             images: Read by the first stage.
             labels: Read by the last stage.
             scale: Function of the loss whose result is differentiated; None: the loss itself.
-
-        Raises:
-            UserError: The batch is not of the size that the network was cut for.
         """
-        expected = self._micro_batches * len(self._part.images)
-        if len(images) != expected or len(labels) != expected:
-            raise UserError(
-                f"a batch of {len(images)} images is not the {expected} of {self._micro_batches} equal micro-batches "
-                "that the pipeline's ranks have agreed on; give it full batches"
-            )
+        assert len(images) == len(labels) == self._micro_batches * len(self._part.images), "batches are full"
         self._scale = scale
         self._loss = torch.zeros_like(self._loss)
         for stage in self._stages:

@@ -130,18 +130,12 @@ def shard(model: nn.Module, group: TensorGroup) -> None:
     """Replace an AlexNet's first two fully connected layers by this rank's shards, in place, under the same names.
 
     All ranks hold the same model at first. Dropout before these layers drops features of a rank's own images; dropout
-    between them drops units of its own shard. This acts as usual if the ranks' random numbers differ.
-
-    Raises:
-        ValueError: ``model`` has no such layers, or their units do not divide over the ranks.
+    between them drops units of its own shard. This acts as usual if the ranks' random numbers differ. The units of
+    these layers are a multiple of the ranks.
     """
-    layers = getattr(model, "classifier", nn.Module())
+    layers = model.get_submodule("classifier")
     connected = [(name, layer) for name, layer in layers.named_children() if isinstance(layer, nn.Linear)]
-    if len(connected) < 3:
-        raise ValueError("tensor parallelism divides an AlexNet's fully connected layers, and this model has none")
     (first, outputs), (second, inputs), *_ = connected
-    if outputs.out_features % group.size:
-        raise ValueError(f"{outputs.out_features} units do not divide over {group.size} ranks")
     setattr(layers, first, ColumnParallel(outputs, group))
     setattr(layers, second, RowParallel(inputs, group))
 

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import tomllib
-from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.errors import UserError, did_you_mean
+from imagenet_fast.plan.devices import Device, find_device
 from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.load import recipe_folder
 
-
-def _unknown(value: object) -> object:
-    return None if value == "unknown" else value
-
-
-Known = Annotated[Annotated[float, Field(ge=1e-6, le=1e6)] | None, BeforeValidator(_unknown)]
+Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
+Known = Annotated[Positive | None, BeforeValidator(lambda value: None if value == "unknown" else value)]
 """A number above 0, or "unknown" (None)."""
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Share = Annotated[float, Field(ge=1e-6, le=1)]
 Sigma = Annotated[float, Field(ge=0, le=10)]
+Shown = Literal[
+    "nodes", "nic.gbit", "nic.count", "nic.efficiency", "nic.latency_us", "inside.gb_per_s", "inside.latency_us",
+    "stragglers.sigma", "input.images_per_s",
+]  # fmt: skip
+"""The values that `plan` shows, each with its kind."""
 
 
 def _ordered(values: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -49,8 +51,13 @@ class Nic(Table):
     """Cards of a node; all its GPUs share them."""
     efficiency: Annotated[tuple[Share, Share, Share], _Rising] = (0.8, 0.9, 0.95)
     """Share of the line rate that carries payload: low, used, high."""
-    latency_us: Known = 14.0
+    latency_us: Positive = 14.0
     """A hop between nodes; on CPUs a whole all-reduce."""
+
+    @property
+    def node_gbit(self) -> float | None:
+        """Rate of all cards of a node together."""
+        return self.gbit and self.gbit * self.count
 
 
 class Inside(Table):
@@ -58,7 +65,7 @@ class Inside(Table):
 
     gb_per_s: Known
     """GB/s that a GPU exchanges with the others in one direction."""
-    latency_us: Known = 3.4
+    latency_us: Positive = 3.4
     in_switches: bool = False
     """Whether the switches can add up (NVLS)."""
 
@@ -71,10 +78,9 @@ class Stragglers(Table):
 
 
 class Input(Table):
-    """Rates of a node's loaders and storage."""
+    """Rate of a node's loaders."""
 
     images_per_s: Known = None
-    gb_per_s: Known = None
 
 
 class Cluster(Table):
@@ -90,65 +96,48 @@ class Cluster(Table):
     """Images of a step in that layer profile."""
     usd_per_gpu_hour: Annotated[float, Field(gt=0, le=1e4)] | None = None
     """The price of a GPU for an hour, for `plan --fastest`."""
-    kinds: dict[str, Literal["measured", "published", "assumed"]] = Field(default_factory=dict)
+    kinds: dict[Shown, Literal["measured", "published", "assumed"]] = Field(default_factory=dict)
     """The kind of each value, by its key."""
     nic: Nic
     inside: Inside = Inside(gb_per_s=None)
     stragglers: Stragglers = Stragglers()
     input: Input = Input()
 
-    @model_validator(mode="after")
-    def _kinds_of_keys(self) -> Cluster:
-        for key in self.kinds:
-            try:
-                attrgetter(key)(self)
-            except AttributeError:
-                message = f'kinds has a key "{key}" that no cluster has; write it as "nodes" or "nic.gbit"'
-                raise ValueError(message) from None
-        return self
+    @property
+    def gpu(self) -> Device:
+        """The device. Raises UserError if there is no such device."""
+        return find_device(self.device, self.device_batch)
 
-    def layout(self, gpus: int, on_gpu: bool) -> RankLayout:
-        """Return ``gpus`` ranks on whole nodes, or on a part of one node.
+    def with_nics(self, gbit: float) -> Cluster:
+        """Return the cluster with another rate of all NICs of a node together."""
+        return self.model_copy(update={"nic": self.nic.model_copy(update={"gbit": gbit, "count": 1})})
 
-        Raises:
-            UserError: They are no whole number of nodes.
-        """
-        each = self.gpus_per_node
-        if gpus <= each:
-            return RankLayout((gpus,), on_gpu)
-        if gpus % each:
-            below = gpus - gpus % each
-            raise UserError(f"{gpus} GPUs are no whole number of nodes of {each}; take {below} or {below + each}")
-        return RankLayout((each,) * (gpus // each), on_gpu)
-
-    def network(self, layout: RankLayout, which: int = 1, gbit: float | None = None) -> StatedNetwork:
-        """Return the network between the ranks.
+    def network(self, gpus: int, case: int = 1) -> StatedNetwork:
+        """Return the network between ``gpus`` ranks, on whole nodes or on a part of one.
 
         Args:
-            layout: The ranks.
-            which: 0, 1 or 2: the low, used or high efficiency of the NICs.
-            gbit: Rate of all NICs of a node together, instead of the cluster's.
+            gpus: Number of ranks.
+            case: 0, 1 or 2: the low, used or high efficiency of the NICs, with the high, used or low sigma.
 
         Raises:
-            UserError: A value that is needed is unknown.
+            UserError: They are no whole number of nodes, or a value that is needed is unknown.
         """
-        nodes, each = len(layout.nodes), layout.nodes[0]
-        total = self.nic.gbit * self.nic.count if gbit is None and self.nic.gbit is not None else gbit
-        if nodes > 1 and total is None:
+        each, gbit, inside = min(gpus, self.gpus_per_node), self.nic.node_gbit, self.inside.gb_per_s
+        nodes, rest = divmod(gpus, each)
+        if rest:
+            raise UserError(
+                f"{gpus} GPUs are no whole number of nodes of {each}; take {gpus - rest} or {gpus - rest + each}"
+            )
+        if nodes > 1 and gbit is None:
             raise UserError("nic.gbit is unknown, and several nodes exchange gradients; write the rate, or sweep nic=")
-        if nodes > 1 and self.nic.latency_us is None:
-            raise UserError("nic.latency_us is unknown, and several nodes exchange gradients; write it, NCCL takes 14")
-        if each > 1 and self.inside.gb_per_s is None:
+        if each > 1 and inside is None:
             raise UserError(f"inside.gb_per_s is unknown, and {each} GPUs of a node exchange gradients; write it")
-        low, used, high = (share * (total or 1.0) * 1e9 / 8 for share in self.nic.efficiency)
+        payload = [share * (gbit or math.inf) * 1e9 / 8 for share in self.nic.efficiency]
         return StatedNetwork(
-            layout, (low, used, high)[which], (self.inside.gb_per_s or 1.0) * 1e9 if each > 1 else float("inf"),
-            (self.inside.latency_us or 3.4) * 1e-6, (self.nic.latency_us or 14.0) * 1e-6,
-            in_switches=self.inside.in_switches, typical_bytes_per_s=used,
+            RankLayout((each,) * nodes, self.gpu.on_gpu), payload[case], (inside or math.inf) * 1e9,
+            self.inside.latency_us * 1e-6, self.nic.latency_us * 1e-6, self.inside.in_switches,
+            typical_bytes_per_s=payload[1], sigma=self.stragglers.sigma[2 - case],
         )  # fmt: skip
-
-
-_TABLES: dict[str, type[Table]] = {"nic": Nic, "inside": Inside, "stragglers": Stragglers, "input": Input}
 
 
 def cluster_folder() -> Path:
@@ -167,28 +156,24 @@ def load_cluster(name: str) -> Cluster:
     Raises:
         UserError: There is none, or a value is wrong. The message names the key and a fix.
     """
-    path = Path(name)
+    path, names = Path(name), cluster_names()
     if path.suffix != ".toml" and len(path.parts) <= 1:
-        names = cluster_names()
         if name not in names:
             otherwise = f"there are {', '.join(names)}, or give a .toml file"
             raise UserError(f"there is no cluster '{name}'; {did_you_mean(name, names, otherwise, 2, 0.4)}")
         path = cluster_folder() / f"{name}.toml"
     try:
-        tables: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        known = ", ".join(cluster_names())
-        raise UserError(f"there is no file {path}; correct the path, or take one of {known}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
-    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
         cluster = Cluster.model_validate_json(json.dumps(tables, default=str))
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}; correct the path, or take one of {', '.join(names)}") from None
     except ValidationError as error:
         raise UserError(f"{path.name}: {_explain(error.errors()[0])}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
     beside = path.parent / cluster.device
-    return (
-        cluster.model_copy(update={"device": str(beside)}) if beside.suffix == ".json" and beside.exists() else cluster
-    )
+    recorded = beside.suffix == ".json" and beside.exists()
+    return cluster.model_copy(update={"device": str(beside)}) if recorded else cluster
 
 
 def this_machine() -> Cluster:
@@ -202,18 +187,18 @@ def this_machine() -> Cluster:
         gpus = subprocess.run(asked, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         gpus = []
-    words = re.split(r"[^a-z0-9]+", gpus[0].lower()) if gpus else []
-    shipped = ((name, load_cluster(name)) for name in cluster_names())
-    like = next(((name, one) for name, one in shipped if words and {*one.device.split("-")} <= {*words}), None)
-    if like is None:
-        found = f"nothing is known of its {gpus[0]}" if gpus else "it has no GPUs that nvidia-smi shows"
-        raise UserError(
-            f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(cluster_names())}, or "
-            "give a .toml file"
-        )
-    source = f"this machine, {len(gpus)} x {gpus[0]}; its links are assumed to be those of {like[0]}"
-    own = {"source": source, "nodes": 1, "gpus_per_node": len(gpus), "nic": Nic(gbit=None), "kinds": {}}
-    return like[1].model_copy(update=own)
+    words = set(re.split(r"[^a-z0-9]+", gpus[0].lower())) if gpus else set()
+    for name in cluster_names():
+        like = load_cluster(name)
+        if words >= set(like.device.split("-")):
+            source = f"this machine, {len(gpus)} x {gpus[0]}; its links are assumed to be those of {name}"
+            own = {"source": source, "nodes": 1, "gpus_per_node": len(gpus), "nic": Nic(gbit=None), "kinds": {}}
+            return like.model_copy(update=own)
+    found = f"nothing is known of its {gpus[0]}" if gpus else "it has no GPUs that nvidia-smi shows"
+    raise UserError(
+        f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(cluster_names())}, or "
+        "give a .toml file"
+    )
 
 
 def _explain(error: ErrorDetails) -> str:
@@ -221,12 +206,13 @@ def _explain(error: ErrorDetails) -> str:
     key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in error["loc"])
     match error["type"]:
         case "extra_forbidden":
-            table: type[Table] = _TABLES.get(str(error["loc"][0]), Cluster) if len(error["loc"]) > 1 else Cluster
-            return f"unknown key {key}; the keys here are {', '.join(table.model_fields)}"
+            table, *inside = error["loc"]
+            known: Any = Cluster.model_fields[str(table)].annotation if inside else Cluster
+            return f"unknown key {key}; the keys here are {', '.join(known.model_fields)}"
         case "missing":
             return f'{key} is missing; add it, or write "unknown" where it may be'
         case "value_error":
-            return f"{key}: {error['ctx']['error']}" if key else str(error["ctx"]["error"])
+            return f"{key}: {error['ctx']['error']}"
         case _:
             found = json.dumps(error["input"], default=str)[:80]
             return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"

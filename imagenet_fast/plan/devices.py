@@ -56,8 +56,6 @@ class Device:
     def compute(self, model: str) -> Compute:
         """Return what is known about ``model``.
 
-        AlexNet's times on a device that was not timed with it are V100's, shortened as ResNet-50's are.
-
         Raises:
             UserError: The model has no layer profile, or this device was not timed with it.
         """
@@ -66,12 +64,6 @@ class Device:
             raise UserError(f"plan cannot predict {model}, only {', '.join(PROFILES)}; take a recipe of one of these")
         if layers in self.computes:
             return self.computes[layers]
-        if layers == "alexnet" and "resnet50" in self.computes:
-            other = DEVICES["v100"]
-            ratio = self.computes["resnet50"].c1 / other.computes["resnet50"].c1
-            times = other.computes["alexnet"]
-            source = f"V100's ({times.source}), shortened as the time of an image is in ResNet-50"
-            return Compute(times.c0, ratio * times.c1, "assumed", source)
         known = ", ".join(name for name, profile in PROFILES.items() if profile in self.computes)
         raise UserError(
             f"device {self.name} has no step times of {model}, only of {known}; record some there by "
@@ -86,23 +78,21 @@ class Device:
 @cache
 def _shipped(name: str, scale: int) -> Profile:
     """Return a shipped profile of which 1/``scale`` of each gradient is sent."""
-    found = load_profile(name)
-    return found.downscaled(scale) if scale > 1 else found
+    return load_profile(name).downscaled(scale)
 
 
-def _device(name: str, table: dict[str, Any]) -> Device:
-    computes = {model: Compute(**times) for model, times in table.items() if isinstance(times, dict)}
-    settings = {key: value for key, value in table.items() if key not in computes}
-    return Device(name, computes=computes, **settings)
+def _device(name: str, computes: dict[str, Any], **settings: Any) -> Device:
+    return Device(name, {model: Compute(**times) for model, times in computes.items()}, **settings)
 
 
 DEVICES = {
-    name: _device(name, table)
+    name: _device(name, **table)
     for name, table in tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")).items()
 }
 """The devices that a cluster can name."""
 
 
+@cache
 def find_device(name: str, batch: int | None) -> Device:
     """Return a device by its name, or one made of a recorded layer profile.
 
@@ -114,11 +104,11 @@ def find_device(name: str, batch: int | None) -> Device:
         UserError: There is no such device, the file is no profile, or its batch is not said.
     """
     if not name.endswith(".json"):
-        if name not in DEVICES:
-            raise UserError(
-                f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
-            )
-        return DEVICES[name]
+        if name in DEVICES:
+            return DEVICES[name]
+        raise UserError(
+            f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
+        )
     profile = load_profile(name)
     if batch is None:
         raise UserError(f"device {name} is a layer profile; write the images of its step as device_batch")

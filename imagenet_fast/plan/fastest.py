@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.devices import Device
-from imagenet_fast.plan.network import straggling
 from imagenet_fast.plan.prediction import (
     MODEL_ERROR,
     Result,
     Situation,
-    Step,
     planned_engines,
-    predict_step,
     training_images,
 )
 from imagenet_fast.plan.report import needed_gb
@@ -33,11 +30,12 @@ FEW_IMAGES = 32
 """Batch norms of fewer images are not published to reach 75.9 %: NVIDIA's largest submissions have 32."""
 EVALUATED = 50_000
 """Images of ImageNet's validation set."""
+SHOWN = 15
+"""Rows of the table at most."""
 _EXACT = "lazy,hybrid,dear,ring,ddp,allreduce"
 """In this order: one is taken instead of those before it if it is faster by more than the model's error."""
 _INEXACT = "lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
 
-Target = Literal["resnet50", "alexnet"]
 HeldBack = Literal["compute", "network", "stragglers", "input", "memory", "batch-norm span"]
 
 
@@ -53,33 +51,33 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Row):
     """A published training on a number of GPUs with an engine, and the prediction."""
 
-    training: str
+    training: str = field(metadata=column("training"))
     """The training: a shipped recipe, or LARS with the batch of one of MLCommons' reference convergence points."""
-    gpus: int
-    engine: str
+    gpus: int = field(metadata=column("GPUs"))
+    engine: str = field(metadata=column("engine"))
     """Engine and wire dtype."""
-    exact: bool
+    exact: bool = field(metadata=column("accuracy", form=lambda exact: "published" if exact else "not published"))
     """Whether its accuracy is the published one; with engines that are not exact it is not published."""
     global_batch: int
-    micro_batch: int
+    micro_batch: int = field(metadata=column("micro"))
     """Images that a GPU computes at once."""
-    epochs: int
+    epochs: int = field(metadata=column("epochs"))
     """Epochs up to the evaluation that shows the target."""
-    minutes: float
+    minutes: float = field(metadata=column("min", form=three_digits))
     """Minutes of steps and evaluations up to there."""
-    least: float
+    least: float = field(metadata=column("least", form=three_digits))
     """The same with the fewest epochs of the published runs, and the better end of NICs and stragglers."""
-    most: float
+    most: float = field(metadata=column("most", form=three_digits))
     """The same with the most epochs and the worse end."""
-    gpu_hours: float
-    usd: float | None
+    gpu_hours: float = field(metadata=column("GPU h", form=three_digits))
+    usd: float | None = field(metadata=column("USD", form=three_digits))
     """None: the cluster has no ``usd_per_gpu_hour``."""
-    node_images_per_s: float
+    node_images_per_s: float = field(metadata=column("images/s a node", form=",.0f"))
     """Images a second that a node's loaders must give."""
-    held_back_by: HeldBack
+    held_back_by: HeldBack = field(metadata=column("held back by"))
     """The cause that costs most time, if it is more than the model's error; else ``compute``.
 
     ``memory`` stands for gradients that are accumulated, and ``batch-norm span`` for GPUs that stay idle, since norms
@@ -87,111 +85,161 @@ class Way:
     """
 
 
-def published_trainings(model: Target) -> list[Training]:
+def published_trainings(model: str) -> list[Training]:
     """Return every published training of ``model``."""
     tables = tomllib.loads(Path(__file__).with_name("points.toml").read_text(encoding="utf-8"))
     return [_training(name, **table) for name, table in tables.items() if table.pop("model") == model]
 
 
 def _training(
-    name: str, recipe: str, epochs: tuple[float, float, float], source: str, settings: dict[str, object] | None = None
+    name: str, recipe: str, epochs: tuple[float, float, float], source: str, settings: Sequence[str] = ()
 ) -> Training:
-    changed = {"ranks": 1, "parallel.tensor": 1, **(settings or {})}
-    overrides = [f"{key}={value}" for key, value in changed.items()]
+    overrides = ["ranks=1", "parallel.tensor=1", *settings]
     return Training(name, load_recipe(find_recipe(recipe), "lazy", overrides), epochs, source)
 
 
-@dataclass(frozen=True)
-class Search:
-    """A search for the best ways to train on a cluster."""
+def fastest_ways(
+    cluster: Cluster, trainings: Sequence[Training], most: int, cheapest: bool = False
+) -> tuple[list[Way], list[str]]:
+    """Return the best way of each training on at most ``most`` GPUs, and a sentence for each that has none.
 
-    cluster: Cluster
-    device: Device
-    cheapest: bool
-    """Whether the fewest GPU hours are best, and not the fewest minutes."""
+    The best comes first: of the fewest minutes, or if ``cheapest`` of the fewest GPU hours. Where engines that are not
+    exact are faster by more than the model's error, the best of them has a row, too.
 
-    def cost(self, way: Way) -> float:
-        """Return what is best if it is least."""
-        return way.gpu_hours if self.cheapest else way.minutes
+    Raises:
+        UserError: No training has a way. The message says why the first has none.
+    """
+    engines = [planned_engines(names) for names in (_EXACT, _INEXACT)]
+    best: list[Way] = []
+    refused: list[str] = []
+    for training in trainings:
+        try:
+            best += list(_best(_plans(training, cluster, most, cheapest), engines))
+        except UserError as error:
+            refused.append(f"{training.name} is left out: {error}")
+    if not best:
+        raise UserError(refused[0])
+    return sorted(best, key=lambda way: way.gpu_hours if cheapest else way.minutes), refused
 
-    def ways(self, found: Sequence[Training], most: int) -> tuple[list[Way], list[str]]:
-        """Return the best way of each training on at most ``most`` GPUs, and a sentence for each that has none.
 
-        The best comes first. Where engines that are not exact are faster by more than the model's error, the best of
-        them has a row, too.
+def remarks(cluster: Cluster, best: Sequence[Way], refused: Sequence[str], cheapest: bool) -> Iterator[str]:
+    """Yield what is to be said of a table: the winner, what is left out, and what is assumed.
 
-        Raises:
-            UserError: No training has a way. The message says why the first has none.
-        """
-        exact, inexact = (planned_engines(names, "bf16") for names in (_EXACT, _INEXACT))
-        best: list[Way] = []
-        refused: list[str] = []
-        for training in found:
-            try:
-                plans = self._plans(training, most)
-                own = self._best(plans, exact)
-                assert own is not None
-                other = self._best(plans, inexact, (1 - MODEL_ERROR) * self.cost(own))
-            except UserError as error:
-                refused.append(f"{training.name} is left out: {error}")
-                continue
-            best += [own] if other is None else [own, other]
-        if not best:
-            raise UserError(refused[0])
-        return sorted(best, key=self.cost), refused
-
-    def remarks(self, best: Sequence[Way], refused: Sequence[str]) -> Iterator[str]:
-        """Yield what is to be said of a table: the winner, what is left out, and what is assumed.
-
-        There is no clear winner if bands of others reach into that of the first.
-        """
-        first, *others = (way for way in best if way.exact)
-        scale = {way.training: way.gpus / first.gpus if self.cheapest else 1.0 for way in others}
-        near = [way.training for way in others if scale[way.training] * way.least < first.most]
-        named = f"{first.training} on {first.gpus} GPU{'s' * (first.gpus > 1)} under {first.engine}"
+    There is no clear winner if bands of others reach into that of the first.
+    """
+    first, *others = (way for way in best if way.exact)
+    near = [
+        way.training for way in others
+        if (way.gpus / first.gpus if cheapest else 1.0) * way.least < first.most
+    ]  # fmt: skip
+    named = f"{first.training} on {first.gpus} GPU{'s' * (first.gpus > 1)} under {first.engine}"
+    if near:
+        yield f"no clear winner: the bands of {', '.join(near)} reach into that of {named}"
+    else:
+        yield f"{named} is the {'cheapest' if cheapest else 'fastest'}"
+    yield from refused
+    if cluster.input.images_per_s is None:
         yield (
-            f"no clear winner: the bands of {', '.join(near)} reach into that of {named}" if near
-            else f"{named} is the {'cheapest' if self.cheapest else 'fastest'}"
-        )  # fmt: skip
-        yield from refused
-        if self.cluster.input.images_per_s is None:
-            yield (
-                "input.images_per_s of the cluster is unknown, so no row waits for images: a node's loaders must give "
-                "those of the last column, and the most that MLPerf's logs show is 63,600"
-            )
-        yield (
-            "predicted, not run: accuracy and epochs are those of the published runs; start and reading are left out"
+            "input.images_per_s of the cluster is unknown, so no row waits for images: a node's loaders must give "
+            "those of the last column, and the most that MLPerf's logs show is 63,600"
         )
+    yield "predicted, not run: accuracy and epochs are those of the published runs; start and reading are left out"
 
-    def _plans(self, training: Training, most: int) -> list[_Plan]:
-        """Return the training on each number of GPUs that it can be trained on, the one first that may cost least.
 
-        Raises:
-            UserError: There is none. The message says why.
-        """
-        batch, each = training.recipe.global_batch, self.cluster.gpus_per_node
-        shares = {
-            n: batch // n for n in range(1, most + 1)
-            if batch % n == 0 and batch // n >= FEW_IMAGES and (n <= each or n % each == 0)
+@dataclass(frozen=True)
+class _Plan(Situation):
+    """A training on a number of GPUs."""
+
+    training: Training
+    idle: float
+    """Share of the GPUs that norms of too few images leave idle."""
+    cheapest: bool
+
+    @property
+    def loading_s(self) -> float:
+        """Seconds in which a node's loaders give the images of a step; 0 if their rate is not known."""
+        return self.node_images / (self.cluster.input.images_per_s or math.inf)
+
+    def cost(self, step_s: float) -> float:
+        """Return what is best if it is least, the GPU hours or the minutes with steps of ``step_s``."""
+        minutes = self.minutes(step_s, self.training.epochs[0])
+        return self.batching.ranks * minutes / 60 if self.cheapest else minutes
+
+    def minutes(self, step_s: float, epochs: float) -> float:
+        """Return the minutes up to the evaluation that shows what ``epochs`` have reached."""
+        recipe, last = self.recipe, self.shown(epochs)
+        evaluations = sum(map(recipe.evaluates_after, range(1, last + 1)))
+        images = math.ceil(EVALUATED / self.batching.ranks)
+        forward_s = self.compute.seconds(images, recipe.data.evaluated_size) / 3
+        steps = last * (training_images(recipe) // recipe.global_batch)
+        return (steps * max(step_s, self.loading_s) + evaluations * forward_s) / 60
+
+    def shown(self, epochs: float) -> int:
+        """Return the first epoch after ``epochs`` that an evaluation follows."""
+        recipe = self.recipe
+        return next(n for n in range(math.ceil(epochs), recipe.epochs + 1) if recipe.evaluates_after(n))
+
+    def fastest(self, engines: Sequence[Sync]) -> tuple[Sync, Result]:
+        """Return the first of ``engines`` than which no other is faster by more than the model's error."""
+        first, *others = engines
+        found = first, self.predict(first)
+        for engine in others:
+            if (1 - MODEL_ERROR) * found[1].step_s <= self.slowest_s:
+                break
+            result = self.predict(engine)
+            if result.step_s < (1 - MODEL_ERROR) * found[1].step_s:
+                found = engine, result
+        return found
+
+    def way(self, engine: Sync, result: Result) -> Way:
+        """Return the way with an engine whose step is predicted as ``result``."""
+        recipe, step, gpus = self.recipe, self.step, self.batching.ranks
+        mean, fewest, most = self.training.epochs
+        worst, best = (self.predict(engine, case, result.fuse).step_s for case in (0, 2))
+        minutes = self.minutes(result.step_s, mean)
+        hours, price = gpus * minutes / 60, self.cluster.usd_per_gpu_hour
+        costs: dict[HeldBack, float] = {
+            "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - step.compute_s,
+            "input": self.loading_s - result.step_s, "memory": self.compute.c0 / 1e3 * (step.accumulation - 1),
+            "batch-norm span": self.idle * step.compute_s, "compute": MODEL_ERROR * step.compute_s,
         }  # fmt: skip
-        situation = Situation(training.recipe, self.cluster, self.device, "strong")
-        empty_gb, memory_gb = needed_gb(situation, 0), self.device.memory_gb or math.inf
-        fit = max(0, (memory_gb - empty_gb) / (needed_gb(situation, 1) - empty_gb))
-        rate, plans = self.cluster.input.images_per_s or math.inf, []
-        for gpus, share in shares.items():
-            parts = [n for n in range(FEW_IMAGES, share + 1) if share % n == 0 and n <= fit]
-            if parts:
-                step = situation.step(Batching(gpus, parts[-1], share // parts[-1]))
-                slowest_s = step.compute_s * straggling(self.cluster.stragglers.sigma[1], gpus)
-                idle = 1 - gpus / most if gpus == max(shares) and share < 2 * FEW_IMAGES else 0.0
-                images = share * min(gpus, each)
-                plans.append(_Plan(self, training, gpus, step, slowest_s, images, images / rate, idle))
-        if not plans:
-            raise UserError(f"{memory_gb:g} GB of a GPU hold {fit:.0f} of its images, and norms need {FEW_IMAGES}")
-        return sorted(plans, key=lambda plan: plan.cost(plan.slowest_s))
+        return Way(
+            self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
+            recipe.global_batch, self.batching.micro_batch, self.shown(mean), minutes, self.minutes(best, fewest),
+            self.minutes(worst, most), hours, None if price is None else hours * price,
+            self.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
+        )  # fmt: skip
 
-    def _best(self, plans: Sequence[_Plan], engines: Sequence[Sync], limit: float = math.inf) -> Way | None:
-        """Return the best way with one of ``engines`` that costs less than ``limit``, or None."""
+
+def _plans(training: Training, cluster: Cluster, most: int, cheapest: bool) -> list[_Plan]:
+    """Return the training on each number of GPUs that it can be trained on, the one first that may cost least.
+
+    Raises:
+        UserError: There is none. The message says why.
+    """
+    recipe, device, each = training.recipe, cluster.gpu, cluster.gpus_per_node
+    batch, plans = recipe.global_batch, []
+    counts = [
+        n for n in range(1, most + 1)
+        if batch % n == 0 and batch // n >= FEW_IMAGES and (n <= each or n % each == 0)
+    ]  # fmt: skip
+    empty_gb, memory_gb = needed_gb(recipe, device, 0), device.memory_gb or math.inf
+    fit = max(0, (memory_gb - empty_gb) / (needed_gb(recipe, device, 1) - empty_gb))
+    for gpus in counts:
+        share = batch // gpus
+        micro = max((n for n in range(FEW_IMAGES, share + 1) if share % n == 0 and n <= fit), default=None)
+        if micro is not None:
+            idle = 1 - gpus / most if gpus == counts[-1] and share < 2 * FEW_IMAGES else 0.0
+            plans.append(_Plan(recipe, cluster, Batching(gpus, micro, share // micro), training, idle, cheapest))
+    if not plans:
+        raise UserError(f"{memory_gb:g} GB of a GPU hold {fit:.0f} of its images, and norms need {FEW_IMAGES}")
+    return sorted(plans, key=lambda plan: plan.cost(plan.slowest_s))
+
+
+def _best(plans: Sequence[_Plan], groups: Iterable[Sequence[Sync]]) -> Iterator[Way]:
+    """Yield the best way with an engine of each group, if it costs less than that of the group before by the error."""
+    limit = math.inf
+    for engines in groups:
         best = None
         for plan in plans:
             if plan.cost(plan.slowest_s) >= limit:
@@ -199,83 +247,9 @@ class Search:
             engine, result = plan.fastest(engines)
             if plan.cost(result.step_s) < limit:
                 limit, best = plan.cost(result.step_s), plan.way(engine, result)
-        return best
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """A training on a number of GPUs."""
-
-    search: Search
-    training: Training
-    gpus: int
-    step: Step
-    slowest_s: float
-    """Seconds that a step computes on the slowest rank: no engine is faster."""
-    node_images: int
-    """Images of a step that a node's loaders must give."""
-    loading_s: float
-    """The seconds in which they give them; 0 if their rate is not known."""
-    idle: float
-    """Share of the GPUs that norms of too few images leave idle."""
-
-    def cost(self, step_s: float) -> float:
-        """Return the search's cost of a way with steps of ``step_s``."""
-        minutes = self.minutes(step_s, self.training.epochs[0])
-        return self.gpus * minutes / 60 if self.search.cheapest else minutes
-
-    def minutes(self, step_s: float, epochs: float) -> float:
-        """Return the minutes up to the evaluation that shows what ``epochs`` have reached."""
-        recipe, device, last = self.training.recipe, self.search.device, self.shown(epochs)
-        evaluations = sum(map(recipe.evaluates_after, range(1, last + 1)))
-        images = math.ceil(EVALUATED / self.gpus)
-        forward_s = device.compute(recipe.model.kind).seconds(images, recipe.data.evaluated_size) / 3
-        steps = last * (training_images(recipe) // recipe.global_batch)
-        return (steps * max(step_s, self.loading_s) + evaluations * forward_s) / 60
-
-    def shown(self, epochs: float) -> int:
-        """Return the first epoch after ``epochs`` that an evaluation follows."""
-        recipe = self.training.recipe
-        return next(n for n in range(math.ceil(epochs), recipe.epochs + 1) if recipe.evaluates_after(n))
-
-    def _predicted(self, engine: Sync, which: int, sigma: float, fuse: float | None = None) -> Result:
-        cluster = self.search.cluster
-        layout = cluster.layout(self.gpus, self.search.device.on_gpu)
-        return predict_step(engine, self.step, cluster.network(layout, which), sigma, fuse)
-
-    def fastest(self, engines: Sequence[Sync]) -> tuple[Sync, Result]:
-        """Return the first of ``engines`` than which no other is faster by more than the model's error."""
-        found: tuple[Sync, Result] | None = None
-        for engine in engines:
-            result = self._predicted(engine, 1, self.search.cluster.stragglers.sigma[1])
-            if found is None or result.step_s < (1 - MODEL_ERROR) * found[1].step_s:
-                found = engine, result
-            if (1 - MODEL_ERROR) * found[1].step_s <= self.slowest_s:
-                break
-        assert found is not None
-        return found
-
-    def way(self, engine: Sync, result: Result) -> Way:
-        """Return the way with an engine whose step is predicted as ``result``."""
-        recipe, cluster, gpus = self.training.recipe, self.search.cluster, self.gpus
-        low, _, high = cluster.stragglers.sigma
-        mean, fewest, most = self.training.epochs
-        worst, best = (self._predicted(engine, *end, result.fuse).step_s for end in ((0, high), (2, low)))
-        minutes = self.minutes(result.step_s, mean)
-        hours = gpus * minutes / 60
-        accumulated = self.search.device.compute(recipe.model.kind).c0 / 1e3 * (self.step.accumulation - 1)
-        costs: dict[HeldBack, float] = {
-            "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - self.step.compute_s,
-            "input": self.loading_s - result.step_s, "memory": accumulated,
-            "batch-norm span": self.idle * self.step.compute_s, "compute": MODEL_ERROR * self.step.compute_s,
-        }  # fmt: skip
-        return Way(
-            self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
-            recipe.global_batch, self.step.batch, self.shown(mean), minutes, self.minutes(best, fewest),
-            self.minutes(worst, most), hours,
-            None if cluster.usd_per_gpu_hour is None else hours * cluster.usd_per_gpu_hour,
-            self.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
-        )  # fmt: skip
+        if best is not None:
+            yield best
+        limit *= 1 - MODEL_ERROR
 
 
 def first_exact(ways: Sequence[Way]) -> Way:

@@ -37,8 +37,6 @@ class StatedNetwork(Links):
     """Seconds of a hop inside a node."""
     between_s: float = BETWEEN_S
     """Seconds of a hop between nodes; where ranks are on CPUs, of a whole all-reduce, as gloo's are measured."""
-    call_s: float = CALL_S
-    """Seconds that a launch keeps the host."""
     in_switches: bool = False
     """Whether NVLink's switches can add up (NVLS)."""
     servers: int = 1
@@ -48,6 +46,8 @@ class StatedNetwork(Links):
     typical_bytes_per_s: float | None = None
     """Payload of the NICs for which NCCL's algorithm is chosen, so that it stays the same at a better or worse rate;
     None: ``nic_bytes_per_s``."""
+    sigma: float = 0.0
+    """Standard deviation of a rank's compute over its mean."""
 
     def link(self, collective: Collective) -> LinkModel:
         """Return latency and seconds per byte, for bytes counted as in a ring.
@@ -70,21 +70,20 @@ class StatedNetwork(Links):
             fastest = min(typical, key=lambda name: typical[name].seconds(_LONG))
             return self._algorithms(between, inside)[fastest]
         hops_s = (each - 1) * self.inside_s + math.ceil(math.log2(len(layout.nodes))) * self.between_s
-        return LinkModel(self.call_s + 2 * hops_s, max(between, inside) / cost, self.call_s)
+        return LinkModel(CALL_S + 2 * hops_s, max(between, inside) / cost, CALL_S)
 
     def _algorithms(self, between: float, inside: float) -> dict[str, LinkModel]:
-        nodes, each, call_s = len(self.layout.nodes), self.layout.nodes[0], self.call_s
-        ring_s = call_s + 2 * (self.layout.size - nodes) * self.inside_s + 2 * (nodes - 1) * self.between_s
+        nodes, each = len(self.layout.nodes), self.layout.nodes[0]
+        ring_s = CALL_S + 2 * (self.layout.size - nodes) * self.inside_s + 2 * (nodes - 1) * self.between_s
         levels = math.ceil(math.log2(nodes))
-        tree_s = call_s + 2 * ((each - 1) * (self.inside_s + _TREE_INSIDE_S - INSIDE_S) + levels * self.between_s)
+        tree_s = CALL_S + 2 * ((each - 1) * (self.inside_s + _TREE_INSIDE_S - INSIDE_S) + levels * self.between_s)
         found = {
-            "ring": LinkModel(ring_s, max(between, inside), call_s),
-            "tree": LinkModel(tree_s, max(between, inside) / _TREE_SHARE, call_s),
+            "ring": LinkModel(ring_s, max(between, inside), CALL_S),
+            "tree": LinkModel(tree_s, max(between, inside) / _TREE_SHARE, CALL_S),
         }
         if self.in_switches and each > 1:
-            found["NVLS"] = LinkModel(
-                call_s + _NVLS_S + 2 * levels * self.between_s, max(between, inside / _NVLS_GAIN), call_s
-            )  # fmt: skip
+            nvls_s = CALL_S + _NVLS_S + 2 * levels * self.between_s
+            found["NVLS"] = LinkModel(nvls_s, max(between, inside / _NVLS_GAIN), CALL_S)
         return found
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -21,13 +22,15 @@ from imagenet_fast.cost_model.messages import Slot, places_in_pool
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.devices import Device
+from imagenet_fast.plan.devices import Compute
 from imagenet_fast.plan.network import StatedNetwork, nic_share, straggling
 from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import AllReduceSync, SparseSync, Sync
+from imagenet_fast.units import three_digits
 
 ENGINES = "ddp,allreduce,ring,lazy,hybrid,dear,lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
 IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
@@ -41,45 +44,55 @@ Scaling = Literal["weak", "strong"]
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Row):
     """One engine's step on a number of GPUs."""
 
-    engine: str
+    note = (
+        "+: communication that nothing hides. NIC: out of a node. eff.: against as many single GPUs, with its band. "
+        "*: what auto would take."
+    )
+
+    engine: str = field(metadata=column("engine"))
     """Name of the engine; ``allreduce fused`` sends one message after backward."""
-    wire: str
+    wire: str = field(metadata=column("wire"))
     """Wire dtype."""
-    gpus: int
+    gpus: int = field(metadata=column("GPUs"))
     """Number of GPUs."""
-    nic_gbit: float | None
+    nic_gbit: float | None = field(metadata=column("Gbit/s", form="g"))
     """Rate of all NICs of a node together, in Gbit/s."""
     batch: int
     """Images a step of one GPU, accumulation included."""
-    step_s: float
+    step_s: float = field(metadata=column("", "ms/step", ".2f"))
     """Seconds of a step, with the wait for the slowest rank."""
-    compute_s: float
+    compute_s: float = field(metadata=column("compute", "ms", ".2f"))
     """Seconds of a step that one GPU computes alone."""
-    exposed_s: float
+    exposed_s: float = field(metadata=column("+", "ms", ".2f"))
     """Communication that nothing hides: ``step_s`` less the slowest rank's compute."""
-    nic_bytes: float
+    nic_bytes: float = field(metadata=column("NIC", "MB", ".1f"))
     """Bytes that the busiest node sends to others in a step."""
     bucket_bytes: float | None
     """Bucket size that the cost model chooses, in bytes on the wire; None: everything at once."""
-    images_per_s: float
+    images_per_s: float = field(metadata=column("images/s", form=",.0f"))
     """Images a second of all GPUs."""
-    efficiency: float
+    efficiency: float = field(metadata=column("eff.", form=".1%"))
     """Images a second over those of as many single GPUs."""
-    efficiency_low: float
+    efficiency_low: float = field(metadata=column("low", form=".0%"))
     """With the low efficiency of the NICs and the high sigma of the stragglers."""
-    efficiency_high: float
+    efficiency_high: float = field(metadata=column("high", form=".0%"))
     """With the high efficiency of the NICs and the low sigma of the stragglers."""
-    steps: int
+    steps: int = field(metadata=column("steps"))
     """Steps of the recipe's epochs."""
-    train_s: float
+    train_s: float = field(metadata=column("train", "min", three_digits))
     """Seconds of these steps, without evaluation and start."""
     exact: bool
     """Whether every step is synchronous SGD but for rounding to the wire dtype."""
-    chosen: bool
+    chosen: bool = field(metadata=column("auto", form=lambda chosen: "*" if chosen else ""))
     """Whether ``auto`` would take it: the fastest exact engine of ours."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is one of those among which ``auto`` chooses."""
+        return self.exact and self.engine not in ("ddp", "allreduce fused")
 
 
 def label(settings: Sync) -> str:
@@ -87,13 +100,13 @@ def label(settings: Sync) -> str:
     return f"{settings.kind} fused" if isinstance(settings, AllReduceSync) and settings.fused else settings.kind
 
 
-def planned_engines(text: str | None, wire: str, overrides: Sequence[str] = ()) -> list[Sync]:
-    """Parse the engines to predict; None: all of them, and one message after backward.
+def planned_engines(text: str | None, overrides: Sequence[str] = ()) -> list[Sync]:
+    """Parse the engines to predict, in bf16 unless they say otherwise; None: all, and one message after backward.
 
     Raises:
         UserError: A name or a value is wrong, or an engine chooses another.
     """
-    engines = parse_engines(ENGINES if text is None else text, wire, overrides)
+    engines = parse_engines(ENGINES if text is None else text, "bf16", overrides)
     if text is None:
         engines.insert(2, AllReduceSync(wire="bf16", fused=True))
     for engine in engines:
@@ -120,12 +133,10 @@ class Step:
 
     profile: Profile
     """Layers with their shares of the time."""
-    batch: int
-    """Images of a micro-batch."""
-    accumulation: int
-    """Micro-batches of a step."""
     micro_s: float
     """Seconds that a micro-batch computes."""
+    accumulation: int = 1
+    """Micro-batches of a step."""
 
     @property
     def compute_s(self) -> float:
@@ -162,18 +173,17 @@ class Result(NamedTuple):
     nic_bytes: float
 
 
-def predict_step(settings: Sync, step: Step, network: StatedNetwork, sigma: float, fuse: float | None = None) -> Result:
+def predict_step(settings: Sync, step: Step, network: StatedNetwork, fuse: float | None = None) -> Result:
     """Predict one engine's step.
 
     Args:
         settings: The engine.
         step: Gradients and compute.
-        network: The costs of collectives.
-        sigma: Standard deviation of a rank's compute over its mean.
+        network: The costs of collectives, and the stragglers.
         fuse: Bucket size in bytes on the wire; None: the best by the cost model.
     """
     layout = network.layout
-    timing = step.timing(straggling(sigma, layout.size))
+    timing = step.timing(straggling(network.sigma, layout.size))
     if layout.size == 1:
         return Result(timing.compute_s, math.inf, 0.0)
     wire = wire_format(settings.wire)
@@ -208,102 +218,84 @@ class Situation:
 
     recipe: Recipe
     cluster: Cluster
-    device: Device
-    scaling: Scaling
+    batching: Batching
+    """How its batch is divided over GPUs."""
 
-    def batching(self, gpus: int) -> Batching:
-        """Return how the batch is divided over ``gpus``: each GPU's share is kept (weak), or the global batch (strong).
+    @property
+    def node_images(self) -> int:
+        """Images of a step that a node's loaders must give."""
+        gpus = self.batching.ranks
+        return self.batching.global_batch // gpus * min(gpus, self.cluster.gpus_per_node)
 
-        Raises:
-            UserError: The global batch does not divide.
-        """
-        recipe = self.recipe if self.scaling == "strong" else scale_recipe(self.recipe, gpus)
-        return split_batch(recipe, gpus)
+    @property
+    def compute(self) -> Compute:
+        """What is known about the model's step on the device."""
+        return self.cluster.gpu.compute(self.recipe.model.kind)
 
-    def step(self, batching: Batching) -> Step:
-        """Return the step of one GPU; if images grow with the epochs, their mean step."""
-        compute, data, epochs = self.device.compute(self.recipe.model.kind), self.recipe.data, self.recipe.epochs
+    @cached_property
+    def step(self) -> Step:
+        """The step of one GPU; if images grow with the epochs, their mean step."""
+        data, epochs, images = self.recipe.data, self.recipe.epochs, self.batching.micro_batch
         knots = [(1.0, data.image_size), *data.sizes, (epochs + 1.0, 0)]
         reached = [(min(max(1.0, epoch), epochs + 1.0), pixels) for epoch, pixels in knots]
         lasting = [(end - begin, pixels) for (begin, pixels), (end, _) in pairwise(reached)]
-        micro_s = sum(share * compute.seconds(batching.micro_batch, pixels) for share, pixels in lasting) / epochs
-        layers = self.device.layers(self.recipe.model.kind)
-        return Step(layers, batching.micro_batch, batching.accumulation, micro_s)
+        micro_s = sum(share * self.compute.seconds(images, pixels) for share, pixels in lasting) / epochs
+        return Step(self.cluster.gpu.layers(self.recipe.model.kind), micro_s, self.batching.accumulation)
 
-    def rows(self, engines: Sequence[Sync], gpus: int, gbit: float | None = None) -> list[Planned]:
-        """Predict every engine on ``gpus`` GPUs.
+    @cached_property
+    def slowest_s(self) -> float:
+        """Seconds that a step computes on the slowest rank: no engine is faster."""
+        return self.step.compute_s * straggling(self.cluster.stragglers.sigma[1], self.batching.ranks)
 
-        Args:
-            engines: The engines.
-            gpus: Number of GPUs.
-            gbit: Rate of all NICs of a node together, instead of the cluster's.
+    def predict(self, engine: Sync, case: int = 1, fuse: float | None = None) -> Result:
+        """Predict one engine's step; ``case`` is that of ``Cluster.network``, ``fuse`` that of ``predict_step``."""
+        return predict_step(engine, self.step, self.cluster.network(self.batching.ranks, case), fuse)
+
+    def rows(self, engines: Sequence[Sync]) -> list[Planned]:
+        """Predict every engine.
 
         Raises:
-            UserError: The GPUs are no whole nodes, the batch does not divide or is larger than the training set, or a
-                value is unknown.
+            UserError: The GPUs are no whole number of nodes, or a value of the cluster is unknown.
         """
-        if self.recipe.parallel.ranks > 1:
-            raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
-        cluster, on_gpu = self.cluster, self.device.on_gpu
-        layout = cluster.layout(gpus, on_gpu)
-        batching = self.batching(gpus)
-        step = self.step(batching)
-        images, batch = training_images(self.recipe), batching.global_batch
-        if images < batch:
-            strong = ", or --scaling strong" if self.scaling == "weak" else ""
-            raise UserError(
-                f"{gpus} GPUs have a global batch of {batch}, more than the {images} training images; take fewer GPUs "
-                f"or a smaller --set global_batch{strong}"
-            )
-        steps = self.recipe.epochs * (images // batch)
-        low, used, high = cluster.stragglers.sigma
-        total = gbit if gbit is not None else cluster.nic.gbit and cluster.nic.gbit * cluster.nic.count
+        gpus, batch, step = self.batching.ranks, self.batching.global_batch, self.step
+        steps = self.recipe.epochs * (training_images(self.recipe) // batch)
         rows = []
         for settings in engines:
-            found = predict_step(settings, step, cluster.network(layout, 1, gbit), used)
-            worst = predict_step(settings, step, cluster.network(layout, 0, gbit), high, found.fuse).step_s
-            best = predict_step(settings, step, cluster.network(layout, 2, gbit), low, found.fuse).step_s
-            bucket_bytes = found.fuse if math.isfinite(found.fuse) else None
-            exposed = found.step_s - step.compute_s * straggling(used, gpus)
+            found = self.predict(settings)
+            worst, best = (self.predict(settings, case, found.fuse).step_s for case in (0, 2))
             rows.append(
                 Planned(
-                    label(settings), settings.wire, gpus, total, batch // gpus, found.step_s, step.compute_s,
-                    max(0.0, exposed), found.nic_bytes, bucket_bytes, batch / found.step_s,
+                    label(settings), settings.wire, gpus, self.cluster.nic.node_gbit, batch // gpus, found.step_s,
+                    step.compute_s, max(0.0, found.step_s - self.slowest_s), found.nic_bytes,
+                    found.fuse if math.isfinite(found.fuse) else None, batch / found.step_s,
                     step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
                     steps, steps * found.step_s, settings.exact, False,
                 )
             )  # fmt: skip
-        return marked(rows)
+        fastest = min((row for row in rows if row.ours), key=lambda row: row.step_s, default=None)
+        return [replace(row, chosen=row is fastest) for row in rows]
+
+
+def situation_of(written: Recipe, cluster: Cluster, gpus: int, scaling: Scaling) -> Situation:
+    """Return a recipe on ``gpus`` GPUs; kept is each one's share of the batch (weak), or the global batch (strong).
+
+    Raises:
+        UserError: The batch does not divide, or it is larger than the training set.
+    """
+    if written.parallel.ranks > 1:
+        raise UserError("plan predicts data parallelism alone; --set parallel.tensor=1 and parallel.pipeline=1")
+    recipe = written if scaling == "strong" else scale_recipe(written, gpus)
+    batching, images = split_batch(recipe, gpus), training_images(recipe)
+    if images < batching.global_batch:
+        strong = ", or --scaling strong" if scaling == "weak" else ""
+        raise UserError(
+            f"{gpus} GPUs have a global batch of {batching.global_batch}, more than the {images} training images; take "
+            f"fewer GPUs or a smaller --set global_batch{strong}"
+        )
+    return Situation(recipe, cluster, batching)
 
 
 def training_images(recipe: Recipe) -> int:
     """Return the number of training images of the recipe's data."""
     dataset = getattr(recipe.data, "dataset", None)
     return IMAGES[dataset] if dataset in IMAGES else int(getattr(recipe.data, "train_images", IMAGES["imagenet"]))
-
-
-def marked(rows: Sequence[Planned]) -> list[Planned]:
-    """Mark the fastest exact engine of ours: ``auto`` takes it."""
-    ours = [row for row in rows if row.exact and row.engine not in ("ddp", "allreduce fused")]
-    best = min(ours, key=lambda row: row.step_s, default=None)
-    return [replace(row, chosen=row is best) for row in rows]
-
-
-def rivals(rows: Sequence[Planned]) -> list[str]:
-    """Return the other exact engines that may be as fast as the chosen one; with any, there is no clear winner.
-
-    What is not known of a cluster is the same for all engines: its NICs and its stragglers. So engines are compared in
-    each of three cases, with low, used and high inputs for both, and not by whether their bands overlap.
-    """
-    best = next((row for row in rows if row.chosen), None)
-    if best is None:
-        return []
-    return [
-        f"{row.engine} {row.wire}" for row in rows
-        if row is not best and row.exact and row.engine not in ("ddp", "allreduce fused")
-        and any(own > (1 - MODEL_ERROR) * its for own, its in zip(_cases(row), _cases(best), strict=True))
-    ]  # fmt: skip
-
-
-def _cases(row: Planned) -> tuple[float, float, float]:
-    return row.efficiency_low, row.efficiency, row.efficiency_high

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import get_args
 
-from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, rivals, training_images
-from imagenet_fast.recipe.batching import explain, scale_recipe
+from imagenet_fast.plan.cluster import Cluster, Shown
+from imagenet_fast.plan.devices import Device
+from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, training_images
+from imagenet_fast.recipe.batching import explain
 from imagenet_fast.recipe.schema import Recipe
 
 ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50": 57.0}
@@ -20,17 +23,11 @@ HOST_S = 150e-6
 """Assumed seconds that eager PyTorch's host needs a layer, for forward, backward and update."""
 CONTEXT_GB = 1.5
 """Assumed memory of a CUDA context, NCCL and the allocator's rest."""
-_INPUTS = (
-    ("nodes", "nic.gbit", "nic.count", "nic.efficiency", "nic.latency_us"),
-    ("inside.gb_per_s", "inside.latency_us", "stragglers.sigma", "input.images_per_s"),
-)
 
 
-def dry_run(situation: Situation, row: Planned) -> Iterator[str]:
+def dry_run(written: Recipe, situation: Situation, row: Planned) -> Iterator[str]:
     """Yield lines about the job that ``row`` predicts: ranks, batch, schedule, memory and input."""
-    written, gpus, device = situation.recipe, row.gpus, situation.device
-    recipe = written if situation.scaling == "strong" else scale_recipe(written, gpus)
-    batching = situation.batching(gpus)
+    recipe, batching, device = situation.recipe, situation.batching, situation.cluster.gpu
     images = training_images(recipe)
     per_epoch = images // batching.global_batch
     warmup = round(getattr(recipe.schedule, "warmup_epochs", 0) * per_epoch)
@@ -45,11 +42,11 @@ def dry_run(situation: Situation, row: Planned) -> Iterator[str]:
     )
     held = "" if device.memory_gb is None else f" of {device.memory_gb:g} GB"
     yield (
-        f"memory a GPU: about {needed_gb(situation, batching.micro_batch):.1f} GB{held} for {batching.micro_batch} "
-        f"images of {recipe.model.kind} (weights, gradients and momentum in fp32, messages, activations in "
-        f"{16 * _wide(recipe)} bits)"
+        f"memory a GPU: about {needed_gb(recipe, device, batching.micro_batch):.1f} GB{held} for "
+        f"{batching.micro_batch} images of {recipe.model.kind} (weights, gradients and momentum in fp32, messages, "
+        f"activations in {16 * _wide(recipe)} bits)"
     )
-    rate = _images_of_node(situation, row)
+    rate = situation.node_images / row.step_s
     yield (
         f"input: {rate:,.0f} images/s a node, {rate * JPEG_BYTES / 1e9:.2f} GB/s of JPEGs of {JPEG_BYTES // 1000} kB "
         "(published mean); `bench data` shows what a node's loader gives"
@@ -58,10 +55,9 @@ def dry_run(situation: Situation, row: Planned) -> Iterator[str]:
         yield f"top-1 of {recipe.target_top1:g} % is assumed to be reached: no prediction is made of accuracy"
 
 
-def needed_gb(situation: Situation, micro_batch: int) -> float:
+def needed_gb(recipe: Recipe, device: Device, micro_batch: int) -> float:
     """Return the gigabytes of a GPU's memory that training on ``micro_batch`` images at once needs, about."""
-    recipe = situation.recipe
-    elements = situation.device.layers(recipe.model.kind).elements * situation.device.scale
+    elements = device.layers(recipe.model.kind).elements * device.scale
     state = elements * (4 + 4 + 4 + 2)
     area = (max(recipe.data.training_sizes) / 224) ** 2
     return (state + _wide(recipe) * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
@@ -72,69 +68,69 @@ def _wide(recipe: Recipe) -> int:
     return 1 if recipe.precision.kind in ("bf16", "fp16") else 2
 
 
-def _images_of_node(situation: Situation, row: Planned) -> float:
-    """Return the images a second that a node takes."""
-    return row.images_per_s / row.gpus * min(row.gpus, situation.cluster.gpus_per_node)
-
-
 def warnings(situation: Situation, row: Planned) -> Iterator[str]:
     """Yield what to beware of."""
-    device, given, rate = situation.device, situation.cluster.input, _images_of_node(situation, row)
-    micro_batch = situation.batching(row.gpus).micro_batch
-    if given.images_per_s is not None and given.images_per_s < rate:
-        yield (
-            f"the input gives {given.images_per_s:,.0f} images/s a node, and {rate:,.0f} are needed: steps would take "
-            f"{rate / given.images_per_s:.1f} times as long; shrink images by `data prepare --resize`, or decode "
-            "them by `--format pixels`"
-        )
-    if given.gb_per_s is not None and given.gb_per_s < rate * JPEG_BYTES / 1e9:
-        yield (
-            f"storage gives {given.gb_per_s:g} GB/s a node, and {rate * JPEG_BYTES / 1e9:.2f} are needed; "
-            "copy the data to local disks, or shrink images by `data prepare --resize`"
-        )
-    if given.images_per_s is None:
+    recipe, device, micro_batch = situation.recipe, situation.cluster.gpu, situation.batching.micro_batch
+    given, rate = situation.cluster.input.images_per_s, situation.node_images / row.step_s
+    if given is None:
         yield "input.images_per_s of the cluster is unknown, so a slow input is not seen; measure it by `bench data`"
-    if device.on_gpu and device.profile is None and _wide(situation.recipe) > 1:
+    elif given < rate:
         yield (
-            f"the step times of {device.name} are of 16 bits, so with precision.kind {situation.recipe.precision.kind} "
-            "a step takes longer"
+            f"the input gives {given:,.0f} images/s a node, and {rate:,.0f} are needed: steps would take "
+            f"{rate / given:.1f} times as long; shrink images by `data prepare --resize`, or decode them by "
+            "`--format pixels`"
         )
-    layers = len(device.layers(situation.recipe.model.kind).layers)
-    micro_s = row.compute_s * micro_batch / row.batch
+    if device.on_gpu and device.profile is None and _wide(recipe) > 1:
+        yield (
+            f"the step times of {device.name} are of 16 bits, so with precision.kind {recipe.precision.kind} a step "
+            "takes longer"
+        )
+    layers, micro_s = len(situation.step.profile.layers), situation.step.micro_s
     if device.on_gpu and layers * HOST_S > micro_s:
         yield (
             f"a micro-batch of {micro_batch} computes {1e3 * micro_s:.1f} ms, and eager PyTorch's host needs about "
             f"{1e3 * layers * HOST_S:.0f} ms (assumed, {layers} layers): "
             "the host sets the pace; compile, or take more images a GPU"
         )
-    if device.memory_gb is not None and (needed := needed_gb(situation, micro_batch)) > device.memory_gb:
+    if device.memory_gb is not None and (needed := needed_gb(recipe, device, micro_batch)) > device.memory_gb:
         yield f"{needed:.1f} GB do not fit into {device.memory_gb:g} GB; --set micro_batch={max(1, micro_batch // 2)}"
 
 
 def verdict(rows: Sequence[Planned]) -> str:
-    """Return what ``auto`` would take on the GPUs of ``rows``, or that there is no clear winner."""
+    """Return what ``auto`` would take on the GPUs of ``rows``, or that there is no clear winner.
+
+    What is not known of a cluster is the same for all engines: its NICs and its stragglers. So engines are compared in
+    each of three cases, with low, used and high inputs for both, and not by whether their bands overlap.
+    """
     best = next((row for row in rows if row.chosen), None)
     if best is None:
         return "auto takes exact engines of ours only, and none was asked for"
-    name = f"{best.engine} {best.wire}"
-    if others := rivals(rows):
-        near = f"within {MODEL_ERROR:.0%} of it under the same inputs"
-        return f"no clear winner: auto would take {name}, and {', '.join(others)} come{'s' * (len(others) == 1)} {near}"
-    return f"auto would take {name}"
+    others = [
+        f"{row.engine} {row.wire}" for row in rows
+        if row is not best and row.ours
+        and any(own > (1 - MODEL_ERROR) * its for own, its in zip(_cases(row), _cases(best), strict=True))
+    ]  # fmt: skip
+    taken = f"auto would take {best.engine} {best.wire}"
+    if not others:
+        return taken
+    near = f"within {MODEL_ERROR:.0%} of it under the same inputs"
+    return f"no clear winner: {taken}, and {', '.join(others)} come{'s' * (len(others) == 1)} {near}"
 
 
-def inputs(situation: Situation) -> Iterator[str]:
+def _cases(row: Planned) -> tuple[float, float, float]:
+    return row.efficiency_low, row.efficiency, row.efficiency_high
+
+
+def inputs(cluster: Cluster, model: str) -> Iterator[str]:
     """Yield each input with its kind: measured, published, fitted or assumed."""
-    cluster, model = situation.cluster, situation.recipe.model.kind
     yield f"cluster: {cluster.source}"
-    for keys in _INPUTS:
-        values = zip(keys, attrgetter(*keys)(cluster), strict=True)
-        yield ", ".join(
-            f"{key} {'unknown' if value is None else value} ({cluster.kinds.get(key, 'assumed')})"
-            for key, value in values
-        )
-    compute = situation.device.compute(model)
+    yield ", ".join(
+        f"{key} {'unknown' if value is None else value} ({cluster.kinds.get(key, 'assumed')})"
+        for key in get_args(Shown)
+        for value in [attrgetter(key)(cluster)]
+    )
+    compute = cluster.gpu.compute(model)
     yield (
-        f"device {situation.device.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of {model} "
+        f"device {cluster.gpu.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of {model} "
         f"({compute.kind}: {compute.source})"
     )

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from operator import itemgetter
 from statistics import fmean
-from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import Field
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
+from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import cluster_folder, load_cluster
-from imagenet_fast.plan.devices import DEVICES, Compute
+from imagenet_fast.plan.devices import Compute
 from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.plan.prediction import Step, label, planned_engines, predict_step
+from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.load import parse_engines
-from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_config import AllReduceSync, Sync
 
 TCP_PAYLOAD = 1448 / 1514
 """Share of a frame that TCP leaves for data."""
@@ -33,36 +36,50 @@ LARGE_MISS = 0.10
 
 
 @dataclass(frozen=True)
-class Row:
+class Compared(Row):
     """A published or measured step beside its prediction."""
 
-    name: str
+    name: str = field(metadata=column("row"))
     """Who, or what was measured."""
-    gpus: int
+    gpus: int = field(metadata=column("GPUs"))
     """GPUs, or ranks."""
-    batch: int | None
+    batch: int | None = field(metadata=column("batch"))
     """Images of one GPU in a step."""
-    engine: str
+    engine: str = field(metadata=column("engine"))
     """Engine and wire dtype that stand for theirs."""
-    reported: float
+    reported: float = field(metadata=column("reported", "ms", ".2f"))
     """Seconds of a step, as reported or measured."""
-    predicted: float
+    predicted: float = field(metadata=column("predicted", "ms", ".2f"))
     """Seconds of a step by the model."""
-    error: float
+    error: float = field(metadata=column("error", form="+.1%"))
     """``predicted`` over ``reported``, less 1."""
-    calibrated_on: str
+    calibrated_on: str = field(metadata=column("calibrated on"))
     """``itself`` where the compute was fitted to this row; ``circular`` where it follows from the paper's own
     speed-up, so that the row cannot test the model; ``nothing`` for a nominal link; else ``held out``."""
-    ours: str
+    ours: str = field(metadata=column("ours"))
     """The fastest exact engine of ours at their batch, and its wire dtype."""
-    ours_s: float
+    ours_s: float = field(metadata=column("ours", "ms", ".2f"))
     """Seconds of a step with it."""
     left: str
     """The part that the model leaves unexplained, where it misses by over 10 %."""
 
 
 @dataclass(frozen=True)
-class Published:
+class Validated(Row):
+    """An engine's step measured between shaped hosts, beside its predictions."""
+
+    engine: str = field(metadata=column("engine"))
+    wire: str = field(metadata=column("wire"))
+    nominal_s: float = field(metadata=column("nominal link", "s", ".3f"))
+    """Seconds predicted from the nominal rate of the links."""
+    fitted_s: float | None = field(metadata=column("fitted link", "s", ".3f"))
+    """Seconds predicted from the measured costs of the link."""
+    measured_s: float = field(metadata=column("measured", "s", ".3f"))
+    error: float = field(metadata=column("nominal's error", form="+.1%"))
+    """``nominal_s`` over ``measured_s``, less 1."""
+
+
+class Published(Table):
     """A published result; ``clusters/published.toml`` says what its fields are."""
 
     name: str
@@ -70,17 +87,37 @@ class Published:
     gpus: int
     batch: int
     step_ms: float
-    compute: Compute
-    engine: Sync
+    engine: Sync = AllReduceSync(wire="bf16", fused=True)
+    compute: tuple[float, float] | None = None
     model: str = "resnet50"
     calibrated_on: str = "held out"
     gbit: float | None = None
     minutes: float | None = None
     left: str = ""
 
+    def compute_s(self) -> float:
+        """Return the seconds of a step that a GPU computes alone."""
+        device = load_cluster(self.cluster).gpu
+        compute = device.compute(self.model) if self.compute is None else Compute(*self.compute, "fitted", "")
+        return compute.seconds(self.batch)
 
-@dataclass(frozen=True)
-class Shaped:
+    def compared(self) -> Compared:
+        """Predict it on its cluster, and the fastest exact engine of ours there."""
+        cluster = load_cluster(self.cluster)
+        network = (cluster if self.gbit is None else cluster.with_nics(self.gbit)).network(self.gpus)
+        step = Step(cluster.gpu.layers(self.model), self.compute_s())
+        engines = [self.engine, *planned_engines("ring,lazy,hybrid,dear")]
+        predicted, *others = (predict_step(engine, step, network).step_s for engine in engines)
+        ours_s, best = min(zip(others, engines[1:], strict=True), key=itemgetter(0))
+        reported = self.step_ms / 1e3
+        error = predicted / reported - 1
+        return Compared(
+            self.name, self.gpus, self.batch, f"{label(self.engine)} {self.engine.wire}", reported, predicted, error,
+            self.calibrated_on, f"{best.kind} {best.wire}", ours_s, self.left if abs(error) > LARGE_MISS else "",
+        )  # fmt: skip
+
+
+class Shaped(Table):
     """Steps that `bench sync` measured, or will, between hosts in network namespaces."""
 
     profile: str
@@ -89,101 +126,64 @@ class Shaped:
     mbit: float
     compute_s: float
     """Measured seconds of a step without synchronisation."""
-    seconds: Sequence[tuple[Sync, float]] = ()
-    """Engines, and measured seconds."""
+    seconds: dict[str, float] = Field(default_factory=dict)
+    """Measured seconds of a step by engine, as in `--sync`."""
     ranks_per_host: int = 1
 
+    def engines(self) -> list[Sync]:
+        """Return the engines that were measured."""
+        return parse_engines(",".join(self.seconds), "bf16")
 
-def _tables() -> dict[str, Any]:
-    return tomllib.loads((cluster_folder() / "published.toml").read_text(encoding="utf-8"))
+    def predicted_s(self, engine: Sync) -> float:
+        """Return the predicted seconds of a step, by the nominal rate of the hosts' links."""
+        profile = load_profile(self.profile).downscaled(self.scale)
+        layout = RankLayout((self.ranks_per_host,) * self.hosts, on_gpu=False)
+        latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
+        network = StatedNetwork(layout, TCP_PAYLOAD * self.mbit * 1e6 / 8, between_s=latency_s)
+        return predict_step(engine, Step(profile, self.compute_s), network).step_s
+
+    def compared(self) -> Iterator[Compared]:
+        """Predict every step that was measured."""
+        name = f"{self.profile}/{self.scale}, {self.hosts} x {self.mbit:g} Mbit/s, {self.compute_s:g} s"
+        ranks = self.hosts * self.ranks_per_host
+        for engine, measured in zip(self.engines(), self.seconds.values(), strict=True):
+            predicted = self.predicted_s(engine)
+            yield Compared(
+                name, ranks, None, f"{engine.kind} {engine.wire}", measured, predicted, predicted / measured - 1,
+                "nothing", "", predicted, "",
+            )  # fmt: skip
+
+
+class Results(Table):
+    """What ``clusters/published.toml`` holds."""
+
+    published: tuple[Published, ...]
+    shaped: tuple[Shaped, ...]
 
 
 @cache
-def published() -> list[Published]:
-    """Return the published results."""
-    tables, found = _tables(), []
-    engines = {name: TypeAdapter(Sync).validate_python(table) for name, table in tables["engines"].items()}
-    for row in tables["published"]:
-        model, times = row.get("model", "resnet50"), row["compute"]
-        compute = (
-            DEVICES[times].computes[model] if isinstance(times, str) else Compute(times[0], times[1], "fitted", "")
-        )
-        found.append(Published(**row | {"compute": compute, "engine": engines[row.get("engine", "fused")]}))
-    return found
+def known_results() -> Results:
+    """Return the published and the measured results."""
+    text = (cluster_folder() / "published.toml").read_text(encoding="utf-8")
+    return Results.model_validate_json(json.dumps(tomllib.loads(text)))
 
 
 @cache
-def shaped() -> list[Shaped]:
-    """Return the steps measured between shaped hosts."""
-    found = []
-    for row in _tables()["shaped"]:
-        engines = parse_engines(",".join(row["seconds"]), "bf16")
-        found.append(Shaped(**row | {"seconds": [*zip(engines, row["seconds"].values(), strict=True)]}))
-    return found
-
-
-@cache
-def all_rows() -> list[Row]:
+def all_rows() -> list[Compared]:
     """Return the published rows, then the measured ones."""
-    return [*map(published_row, published()), *(row for steps in shaped() for row in shaped_rows(steps))]
+    found = known_results()
+    return [*(row.compared() for row in found.published), *(row for steps in found.shaped for row in steps.compared())]
 
 
-def published_row(row: Published) -> Row:
-    """Predict a published row on its cluster."""
-    cluster = load_cluster(row.cluster)
-    layout = cluster.layout(row.gpus, on_gpu=True)
-    network = cluster.network(layout, 1, row.gbit)
-    step = Step(DEVICES["v100"].layers(row.model), row.batch, 1, row.compute.seconds(row.batch))
-    sigma = cluster.stragglers.sigma[1]
-    predicted = predict_step(row.engine, step, network, sigma).step_s
-    engines = planned_engines("ring,lazy,hybrid,dear", "bf16")
-    ours = {engine.kind: predict_step(engine, step, network, sigma).step_s for engine in engines}
-    best = min(ours, key=ours.__getitem__)
-    reported = row.step_ms / 1e3
-    error = predicted / reported - 1
-    return Row(
-        row.name, row.gpus, row.batch, f"{label(row.engine)} {row.engine.wire}", reported, predicted, error,
-        row.calibrated_on, f"{best} bf16", ours[best], row.left if abs(error) > LARGE_MISS else "",
-    )  # fmt: skip
-
-
-def shaped_rows(steps: Shaped) -> list[Row]:
-    """Predict what was measured between shaped hosts, from their nominal link."""
-    rows = []
-    for engine, measured in steps.seconds:
-        predicted = shaped_step_s(steps, engine)
-        rows.append(
-            Row(
-                f"{steps.profile}/{steps.scale}, {steps.hosts} x {steps.mbit:g} Mbit/s, {steps.compute_s:g} s",
-                steps.hosts * steps.ranks_per_host, None, f"{engine.kind} {engine.wire}", measured, predicted,
-                predicted / measured - 1, "nothing", "", predicted, "",
-            )
-        )  # fmt: skip
-    return rows
-
-
-def shaped_step_s(steps: Shaped, engine: Sync) -> float:
-    """Return the predicted seconds of a step between shaped hosts, by the nominal rate of their links."""
-    profile = load_profile(steps.profile).downscaled(steps.scale)
-    layout = RankLayout((steps.ranks_per_host,) * steps.hosts, on_gpu=False)
-    latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
-    network = StatedNetwork(layout, TCP_PAYLOAD * steps.mbit * 1e6 / 8, between_s=latency_s)
-    return predict_step(engine, Step(profile, 1, 1, steps.compute_s), network, 0.0).step_s
-
-
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Return mean and worst error of the measured rows, and of MLPerf's systems by size, those held out apart."""
-    measured = [row for row in rows if row.calibrated_on == "nothing"]
+def summary(rows: Sequence[Compared]) -> Iterator[str]:
+    """Yield mean and worst error of the measured rows, and of MLPerf's systems by size, those held out apart."""
     held_out = [row for row in rows if row.name.startswith("MLPerf") and row.calibrated_on == "held out"]
     large = [row for row in held_out if row.gpus >= 512]
-    return [
-        _errors("measured between shaped hosts, nothing fitted", measured),
-        _errors("MLPerf systems of 512 GPUs and more, held out", large),
-        _errors("of these, without v0.5", [row for row in large if not row.name.startswith("MLPerf v0.5")]),
-        _errors("MLPerf systems of 1 to 64 GPUs, held out", [row for row in held_out if row.gpus <= 64]),
-    ]
-
-
-def _errors(name: str, rows: Iterable[Row]) -> str:
-    errors = [abs(row.error) for row in rows]
-    return f"{name}: {len(errors)} rows, mean error {fmean(errors):.1%}, worst {max(errors):.1%}"
+    for name, some in (
+        ("measured between shaped hosts, nothing fitted", [row for row in rows if row.calibrated_on == "nothing"]),
+        ("MLPerf systems of 512 GPUs and more, held out", large),
+        ("of these, without v0.5", [row for row in large if not row.name.startswith("MLPerf v0.5")]),
+        ("MLPerf systems of 1 to 64 GPUs, held out", [row for row in held_out if row.gpus <= 64]),
+    ):
+        errors = [abs(row.error) for row in some]
+        yield f"{name}: {len(errors)} rows, mean error {fmean(errors):.1%}, worst {max(errors):.1%}"

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.schema import Recipe, Timeout
+from imagenet_fast.recipe.schema import Recipe
 
 MAY_CHANGE = (
     "ranks", "micro_batch", "epochs", "target_top1", "target_mirrored", "eval_every", "first_eval", "eval_mirror",
@@ -126,7 +126,6 @@ class DoctorJob:
     """The image directory; None: no images are looked at."""
     out: Path
     """The directory of runs."""
-    timeout: Timeout
 
 
 AnyJob = Job | Evaluation | DoctorJob

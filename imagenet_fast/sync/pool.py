@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from imagenet_fast.distributed.consistency import compare_engines, compare_models
+from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import Elements, Engine, SyncEngine, SyncStats
@@ -92,10 +92,8 @@ class GradientPool:
         model, called, named = contract.named_parameters(parameters, model)
         ranks = topology.group if topology else group
         contract.check_engine(engine)
-        if not callable(engine):  # before checks that may fail on one rank
-            device = next(iter(named.values()), torch.empty(0)).device
-            compare_engines(engine, steps_per_epoch, ranks, device)
-        compare_models(named, model, ranks)
+        settings = None if callable(engine) else engine
+        compare_ranks(settings, steps_per_epoch, ranks, named, model)  # before checks that may fail on one rank
         trainable = contract.trainable(named)
         self._lockstep, self._own_topology = lockstep, topology is None
         self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)

@@ -15,7 +15,7 @@ from imagenet_fast.checkpoint.folder import Manifest, read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir, is_checkpoint, split_checkpoint, weights_file
+from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network, to_channels_last
@@ -132,19 +132,16 @@ def given_weights(given: Path) -> Weights:
     ``given`` is one of:
     - a file of weights;
     - the directory of a run, which stands for its final weights;
-    - a checkpoint of a run: ``RUN@best``, ``RUN@newest`` (or ``latest``), ``RUN@final``, ``RUN@step-1200``;
-    - the directory of a checkpoint.
+    - a checkpoint of a run: ``RUN@best``, ``RUN@newest``, ``RUN@step-1200``.
 
     Raises:
         UserError: There are no such weights. The message lists those that exist.
     """
     folder, which = split_checkpoint(given)
-    if which is not None and which != "final":
-        run = RunDir(folder)
-        return _saved_weights(chosen_checkpoint(run.checkpoints, which, run.final_weights.is_file()))
-    if which is None and is_checkpoint(folder):
-        return _saved_weights(open_checkpoint(folder))
-    return read_weights(weights_file(folder))
+    if which is None:
+        return read_weights(weights_file(folder))
+    run = RunDir(folder)
+    return _saved_weights(chosen_checkpoint(run.checkpoints, which, run.final_weights.is_file()))
 
 
 def chosen_checkpoint(root: Path, which: str, final: bool = False) -> Checkpoint:
@@ -152,18 +149,18 @@ def chosen_checkpoint(root: Path, which: str, final: bool = False) -> Checkpoint
 
     Args:
         root: The directory of the run's checkpoints.
-        which: ``best``, ``newest``, ``latest``, ``step-N``, ``N``, or the name of the checkpoint's directory. Of
-            several checkpoints of one step, the newest is taken.
-        final: Whether the run has final weights, which the message then lists.
+        which: ``best``, ``newest``, ``step-N``, or the name of the checkpoint's directory. Of several checkpoints of
+            one step, the newest is taken.
+        final: Whether the run has final weights, which the message names if there are no checkpoints.
 
     Raises:
         UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
     """
     found, _ = read_survey(root)
-    if which in ("best", "newest", "latest"):
+    if which in ("best", "newest"):
         chosen = newest(root, best=which == "best")
     else:
-        same = [f for f, manifest in found.items() if which in (f.name, f"step-{manifest.step}", str(manifest.step))]
+        same = [f for f, manifest in found.items() if which in (f.name, f"step-{manifest.step}")]
         chosen = open_checkpoint(same[0]) if same else None  # the survey lists the newest first
     if chosen is None:
         raise UserError(f"{root.parent} has no checkpoint '{which}'{_instead(found, which, final)}")
@@ -177,7 +174,7 @@ def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
     evaluated = any(manifest.top1 is not None for manifest in found.values())
     why = ": none of its checkpoints was evaluated" if which == "best" else ""
     steps = [f"step-{step}" for step in sorted({manifest.step for manifest in found.values()})]
-    return f"{why}; there are {', '.join([*['best'] * evaluated, 'newest', *['final'] * final, *steps])}"
+    return f"{why}; there are {', '.join([*['best'] * evaluated, 'newest', *steps])}"
 
 
 def _saved_weights(checkpoint: Checkpoint) -> Weights:

@@ -128,9 +128,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_ranks(line: str, port: int) -> tuple[int, str]:
     """Run a command on ranks that torchrun has started; return its exit code and output.
 
-    Its own launcher does nothing but to call what is to run on the ranks, and no loaders are tried.
+    Its own launcher does nothing but to call what is to run on the ranks.
     """
-    from imagenet_fast.doctor import loader_check
     from imagenet_fast.launch import launcher, rank
 
     def run_ranks(job: DoctorJob, launcher_dir: Path, nodes: object) -> tuple[int, str]:
@@ -141,7 +140,7 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
 
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with patch.object(launcher, "run_ranks", run_ranks), patch.object(loader_check, "try_loaders", lambda *_: []):
+    with patch.object(launcher, "run_ranks", run_ranks):
         done = CliRunner(env={"COLUMNS": "80"}).invoke(app, line.split(), catch_exceptions=False)
     return done.exit_code, done.output
 

@@ -114,32 +114,26 @@ def chunk(layer: Any, collective: Collective = "pairwise", lane: str = "", after
     return BucketChunk([layer], slice(0, 1), collective, None, lane, Task(0, 1.0, (0,), after))
 
 
-def waits(awaits: Awaits, messages: list[Any], releases: list[list[int]], prioritized: bool = False) -> list[list[int]]:
-    return waits_for(Declaration("fp32", awaits, prioritized=prioritized), messages, releases)
+HALVES = [chunk(0), chunk(0, after=0), chunk(1), chunk(1, after=2)]
+PIECES = [chunk(layer) for layer in (0, 0, 1, 2, 2)]
+URGENT = [chunk(0), chunk(1, lane=HIGH_PRIORITY), chunk(2, lane=HIGH_PRIORITY), chunk(3)]
+MIXED = [chunk(n % 4, kind) for n, kind in enumerate(["ring"] * 3 + ["butterfly"] * 2 + ["ring"])]
+WAITS: list[tuple[str, Awaits, list[Any], list[list[int]], bool, list[list[int]]]] = [
+    ("a second half for its first alone", "backward", HALVES, [[0], [2, 1, 3]], False, [[], [0], [], [2]]),
+    ("all pieces of the bucket before", "each", PIECES, [[], [0, 1, 2, 3, 4]], False, [[], [], [0, 1], [2], [2]]),
+    ("the last urgent one, at the end", "read", URGENT, [[0], [1, 2, 3]], False, [[], [], [], [2]]),
+    ("before the end, urgent is only first", "read", URGENT, [[0], [1, 2], [3]], False, [[]] * 4),
+    # What is needed last does not share the wire with what is needed first.
+    ("collectives of a plan take turns", "read", MIXED, [[], [*range(6)]], True, [[], [], [], [1], [1], [3]]),
+    ("without a plan they do not", "read", MIXED, [[], [*range(6)]], False, [[]] * 6),
+    ("nor before the end", "read", MIXED, [[0, 1, 2, 3], [4, 5]], True, [[]] * 6),
+]
 
 
-def test_a_second_half_waits_for_its_first_alone():
-    halves = [chunk(0), chunk(0, after=0), chunk(1), chunk(1, after=2)]
-    assert waits("backward", halves, [[0], [2, 1, 3]]) == [[], [0], [], [2]]
-
-
-def test_one_by_one_a_bucket_waits_for_all_pieces_of_the_one_before():
-    pieces = [chunk(layer) for layer in (0, 0, 1, 2, 2)]
-    assert waits("each", pieces, [[], [0, 1, 2, 3, 4]]) == [[], [], [0, 1], [2], [2]]
-
-
-def test_at_the_end_of_backward_all_that_is_not_urgent_waits_for_the_last_that_is():
-    messages = [chunk(0), chunk(1, lane=HIGH_PRIORITY), chunk(2, lane=HIGH_PRIORITY), chunk(3)]
-    assert waits("read", messages, [[0], [1, 2, 3]]) == [[], [], [], [2]]
-    assert waits("read", messages, [[0], [1, 2], [3]]) == [[]] * 4, "before its end, what is urgent is only first"
-
-
-def test_at_the_end_of_backward_collectives_of_a_plan_take_turns():
-    """So what is needed last does not share the wire with what is needed first."""
-    messages = [chunk(n % 4, kind) for n, kind in enumerate(["ring"] * 3 + ["butterfly"] * 2 + ["ring"])]
-    assert waits("read", messages, [[], [0, 1, 2, 3, 4, 5]], True) == [[], [], [], [1], [1], [3]]
-    assert waits("read", messages, [[], [0, 1, 2, 3, 4, 5]]) == [[]] * 6
-    assert waits("read", messages, [[0, 1, 2, 3], [4, 5]], True) == [[]] * 6
+def test_what_a_message_waits_for():
+    for case, awaits, messages, releases, planned, expected in WAITS:
+        engine: Declaration[Any] = Declaration("fp32", awaits, prioritized=planned)
+        assert waits_for(engine, messages, releases) == expected, case
 
 
 def test_codec_time_overlaps_with_the_wire():
@@ -200,11 +194,6 @@ def test_what_is_needed_sooner_overtakes_what_is_held_back():
     small = [flat.index(n) for n, task in enumerate(tasks) if task.event >= 2]
     large = [flat.index(n) for n, task in enumerate(tasks) if task.event == 1]
     assert max(large) > max(small)
-
-
-def test_without_a_plan_all_leave_as_soon_as_they_can():
-    tasks = [Task(event, 1e6, (0,)) for event in (0, 2, 2, 3)]
-    assert as_ready(tasks, 5) == [[0], [], [1, 2], [3], []]
 
 
 QUARTER = Timing(needed=(0.2, 0.1, 0.0), forward_s=0.25, ready=(0.25, 0.5, 0.75), backward_s=0.75)

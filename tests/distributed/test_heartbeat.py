@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed import heartbeat, watchdog
-from imagenet_fast.distributed.groups import SLACK_S, record_flights, set_group_timeouts, write_flight_record
+from imagenet_fast.distributed.groups import SLACK_S, set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import (
     Heartbeat,
     Here,
@@ -196,20 +196,6 @@ def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.M
     assert sentence.endswith("; the store of all ranks, which could name others, has ended")
 
 
-def test_flight_recorder_dumps_into_the_run(tmp_path: Path):
-    found: dict[str, str] = {}
-    record_flights(tmp_path / "run", found)
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "run" / "nccl" / "rank-")
-    assert (tmp_path / "run" / "nccl").is_dir(), "which torch does not make"
-    own = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/var/flights/"}
-    given = dict(own)
-    record_flights(tmp_path / "other", given)
-    assert given == own
-    assert not (tmp_path / "other").exists()
-    record_flights(Path("/proc/nowhere"), {})
-
-
 @pytest.mark.parametrize("used", ["_dump_nccl_trace", "_dump_fr_trace"])
 def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """torch has two, and asked for the one that is not in use it answers with an empty one."""
@@ -217,8 +203,9 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
         record = pickle.dumps({"entries": [{"profiling_name": "nccl:all_reduce"}] if name == used else []})
         monkeypatch.setattr(torch._C._distributed_c10d, name, lambda record=record: record)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    write_flight_record(3, {"TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "rank-")})
-    assert len(pickle.loads((tmp_path / "rank-3").read_bytes())["entries"]) == 1
+    write_flight_record(3, tmp_path / "run")
+    assert len(pickle.loads((tmp_path / "run" / "nccl" / "rank-3").read_bytes())["entries"]) == 1
+    write_flight_record(3, Path("/proc/nowhere"))
 
 
 @with_ranks(2, fresh=True)

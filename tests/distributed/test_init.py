@@ -74,18 +74,14 @@ def test_nccl_launch_order_is_implicit_for_loops_of_users_too():
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.\nMore")
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", init)
     assert prepare_device(0)[0].type == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(UserError) as told:
         prepare_device(0)
     assert str(told.value) == (
-        "this node has 8 GPUs that torch cannot use (The NVIDIA driver on your system is too old (found version 11040))"
-        "; `imagenet-fast doctor` says what to do, and CUDA_VISIBLE_DEVICES= in the environment trains on the CPU"
+        "this node has 8 GPUs that torch cannot use; `imagenet-fast doctor` says why, and CUDA_VISIBLE_DEVICES= in the "
+        "environment trains on the CPU"
     )
 
 

@@ -12,12 +12,11 @@ from rich.console import Console
 
 import tests
 from imagenet_fast.distributed.ranks import rank_info_from_env
-from imagenet_fast.doctor import host_checks, loader_check
+from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results
 from imagenet_fast.launch.rank import examine_as_rank
 from imagenet_fast.recipe.job import DoctorJob
-from imagenet_fast.recipe.schema import Timeout
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
 
@@ -50,8 +49,8 @@ def _examined(port: int, handover: Path) -> None:
         time.sleep(1.5)
         return [CheckResult("data", "ok", "at last")]
 
-    with patch.object(host_checks, "examine", slowly), patch.object(loader_check, "try_loaders", lambda *_: []):
-        examine_as_rank(DoctorJob(None, handover, Timeout()), rank, 1.0, handover)
+    with patch.object(host_checks, "examine", slowly):
+        examine_as_rank(DoctorJob(None, handover), rank, 1.0, handover)
 
 
 def test_one_rank_alone_has_nobody_to_measure():

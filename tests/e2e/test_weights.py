@@ -54,10 +54,8 @@ def equal(tensors: dict[str, Tensor], others: dict[str, Tensor], but: tuple[str,
 @ci
 def test_the_checkpoint_after_the_last_evaluation_has_names_and_the_final_weights(smoke_run: Path):
     final = load_file(RunDir(smoke_run).final_weights)
-    for which in ("newest", "latest", "final", "step-16", "step-00000016", "16"):
-        assert (
-            which == "final" or chosen_checkpoint(RunDir(smoke_run).checkpoints, which).folder == steps(smoke_run)[-1]
-        )
+    for which in ("newest", "step-16", "step-00000016"):
+        assert chosen_checkpoint(RunDir(smoke_run).checkpoints, which).folder == steps(smoke_run)[-1]
         found = given_weights(Path(f"{smoke_run}@{which}")).tensors
         assert found.keys() == final.keys()
         assert equal(found, final)
@@ -92,7 +90,7 @@ def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path):
     saved(tmp_path / "checkpoints", 3)
     with pytest.raises(UserError, match="is a checkpoint of another version, or not of a training; give another"):
-        given_weights(tmp_path / "checkpoints" / "step-00000003")
+        given_weights(Path(f"{tmp_path}@step-3"))
 
 
 def test_a_name_with_an_at_sign_is_itself_where_it_exists(tmp_path: Path):
@@ -114,7 +112,7 @@ def test_what_there_is_not_is_refused_with_what_there_is(smoke_run: Path, tmp_pa
     for wrong in ("step-5", "beste", "5", ""):
         said = refused(f"{smoke_run}@{wrong}")
         assert f"{smoke_run} has no checkpoint '{wrong}'" in said
-        assert "; there are best, newest, final, step-6, step-8, step-12, step-16" in said
+        assert "; there are best, newest, step-6, step-8, step-12, step-16" in said
     assert f"there is no file {tmp_path}/none@best" in refused(f"{tmp_path}/none@best")
 
     run = tmp_path / "run"
@@ -302,11 +300,11 @@ def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_r
 
 
 @ci
-@pytest.mark.parametrize("by", ["run", "checkpoint", "folder of a checkpoint"])
+@pytest.mark.parametrize("by", ["run", "checkpoint"])
 def test_an_exported_file_carries_what_is_known_and_nothing_is_overwritten(
     by: str, smoke_run: Path, tmp_path: Path, refusal: Callable[..., str]
 ):
-    ways = {"run": smoke_run, "checkpoint": Path(f"{smoke_run}@step-6"), "folder of a checkpoint": steps(smoke_run)[0]}
+    ways = {"run": smoke_run, "checkpoint": Path(f"{smoke_run}@step-6")}
     weights, out, again = ways[by], tmp_path / "w.safetensors", tmp_path / "again.safetensors"
     expected = given_weights(weights).tensors
     assert f"written to {out}" in in_process("export", "--weights", str(weights), "--out", str(out))

@@ -211,7 +211,7 @@ def test_collectives_in_different_orders_are_found():
 
 def _unlike() -> None:
     mine = sync.LazySync(wire="fp32", threshold_mb=0 if dist.get_rank() else FUSED)
-    with patch("imagenet_fast.sync.pool.compare_engines", lambda *_: None):
+    with patch("imagenet_fast.sync.pool.compare_ranks", lambda *_: None):
         _found([mine])
 
 

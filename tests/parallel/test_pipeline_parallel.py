@@ -12,15 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from imagenet_fast.distributed.groups import end_group, new_group
-from imagenet_fast.errors import UserError
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages, split_model
-from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.parallel.parallelize import join_stages
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.parallel_config import chunks_of
-from imagenet_fast.sync import DdpSync, GradientPool, ParamSlot, SyncEngine, SyncStats
+from imagenet_fast.sync import GradientPool, ParamSlot, SyncEngine, SyncStats
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.ranks import with_ranks
@@ -147,27 +145,3 @@ def test_a_scale_multiplies_gradients_and_not_the_loss() -> None:
         gradients.append([p.grad for p in part.parameters() if p.grad is not None])
     assert losses[0] == losses[1]
     assert all(torch.equal(8 * a, b) for a, b in zip(*gradients, strict=True))
-
-
-@with_ranks(2)
-def test_what_a_pipeline_cannot_do_is_refused_in_a_sentence_on_every_rank() -> None:
-    part = part_of("1f1b")
-    _, ddp = attach(convnet(), DdpSync())
-    pipeline = Pipeline(part, None, "1f1b", 2, F.cross_entropy)
-    images, labels = batch(0, 2)
-    for attempt, sentence in (
-        (
-            lambda: Pipeline(part, None, "1f1b", 1, F.cross_entropy),
-            "schedule 1f1b has a micro-batch for each of 2 stages at least, and 1 are fewer; raise .*, or take gpipe",
-        ),
-        (
-            lambda: Pipeline(part, None, "1f1b", 2, F.cross_entropy, ddp),
-            "the engine ddp watches the forward of a whole network, not stages; take another engine",
-        ),
-        (
-            lambda: pipeline(images[:7], labels[:7]),
-            "a batch of 7 images is not the 8 of 2 equal .* that the pipeline's ranks have agreed on; give it full",
-        ),
-    ):
-        with pytest.raises(UserError, match=f"^{sentence}"):
-            attempt()

@@ -16,11 +16,11 @@ from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.sync import AutoSync, DdpSync, DearSync, EngineSettings, HybridSync, LazySync
+from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
-from tests.ranks import run, with_ranks
+from tests.ranks import with_ranks
 
 
 def sharded(model: nn.Module, tensor: int = 2) -> ParallelModel:
@@ -114,22 +114,6 @@ def test_auto_defers_no_update_of_shards() -> None:
     )
     assert "read" in of_the_rest - of_shards
     pools.close()
-
-
-def test_what_cannot_be_sharded_is_refused_in_words():
-    run(2, _refused, fresh=True)
-
-
-def _refused() -> None:
-    odd = Tiny()
-    odd.classifier[1] = nn.Linear(36, 11)
-    for act, sentence in (
-        (lambda: sharded(nn.Sequential(nn.Linear(4, 4))), "this model has none"),
-        (lambda: sharded(odd), "11 units do not divide over 2 ranks"),
-        (lambda: sharded(Tiny()).synchronised(DdpSync()), "torch's DDP averages all parameters over the same ranks"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            act()
 
 
 ENGINES = (LazySync(wire="fp32"), HybridSync(wire="fp32"), DearSync(wire="fp32"))

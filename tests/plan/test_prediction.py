@@ -18,12 +18,12 @@ from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.plan.cluster import load_cluster
-from imagenet_fast.plan.devices import find_device
 from imagenet_fast.plan.network import StatedNetwork, expected_max, straggling
-from imagenet_fast.plan.prediction import Planned, Scaling, Situation, Step, planned_engines, predict_step, rivals
-from imagenet_fast.plan.rows import published, published_row
+from imagenet_fast.plan.prediction import Planned, Scaling, Step, planned_engines, predict_step, situation_of
+from imagenet_fast.plan.report import verdict
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
 from imagenet_fast.sync.bucket_scheduler import step_model
@@ -32,19 +32,20 @@ from tests.bench.small import SMALL
 from tests.conftest import refusal_of, tiers
 from tests.sync.test_step_prediction import Hosts
 
-ENGINES = planned_engines(None, "bf16")
+ENGINES = planned_engines(None)
 
 
-def situation(recipe: str = "alexnet-512gpu", cluster: str = "gradientflow-v", scaling: Scaling = "weak") -> Situation:
-    machine = load_cluster(cluster)
-    device = find_device(machine.device, machine.device_batch)
-    return Situation(load_recipe(find_recipe(recipe)), machine, device, scaling)
+def written(recipe: str = "alexnet-512gpu") -> Recipe:
+    return load_recipe(find_recipe(recipe))
 
 
 def by_engine(
-    gpus: int, gbit: float | None = None, engines: str | None = None, of: Situation | None = None
-) -> dict[str, Planned]:
-    rows = (of or situation()).rows(planned_engines(engines, "bf16"), gpus, gbit)
+    gpus: int, gbit: float | None = None, engines: str | None = None, recipe: Recipe | None = None,
+    cluster: str = "gradientflow-v", scaling: Scaling = "weak",
+) -> dict[str, Planned]:  # fmt: skip
+    machine = load_cluster(cluster)
+    machine = machine if gbit is None else machine.with_nics(gbit)
+    rows = situation_of(recipe or written(), machine, gpus, scaling).rows(planned_engines(engines))
     return {f"{row.engine} {row.wire}": row for row in rows}
 
 
@@ -61,7 +62,7 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
     for fuse in (2.0**20, math.inf):
         theirs = step_model(engine, pool, engine.wire, network).messages(fuse)
-        slots = Step(profile, 1, 1, 1.0).slots(pool.alignment)
+        slots = Step(profile, 1.0).slots(pool.alignment)
         ours = divide(declaration_of(settings), slots, pool.alignment, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
         assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [
             (m.part, m.collective, m.half, m.task.event) for m in theirs
@@ -84,7 +85,7 @@ def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: i
     """Of three nodes or five, one is a torus's busiest."""
     settings, layout = LazySync(wire=wire, threshold_mb=math.inf, collective=collective), RankLayout((each,) * nodes)
     (counted,) = bench_count(SMALL, [settings], str(layout.size), each, "56gbit")
-    planned = predict_step(settings, Step(SMALL, 1, 1, 0.1), StatedNetwork(layout, 7e9), 0.0)
+    planned = predict_step(settings, Step(SMALL, 0.1), StatedNetwork(layout, 7e9))
     assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.04)
 
 
@@ -97,27 +98,23 @@ def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: i
     ids=["small", "alexnet"],
 )
 def test_engines_bytes_are_those_that_bench_sync_counts(profile: Profile, names: str, ranks: int, error: float):
-    engines = planned_engines(names, "bf16")
+    engines = planned_engines(names)
     network = StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
     for row, settings in zip(bench_count(profile, engines, str(ranks), 8, "56gbit"), engines, strict=True):
-        planned = predict_step(settings, Step(profile, 1, 1, 0.1), network, 0.0)
+        planned = predict_step(settings, Step(profile, 0.1), network)
         assert planned.nic_bytes == pytest.approx(row.nic_bytes, rel=error), (row.engine, row.wire)
 
 
 @pytest.mark.parametrize("ranks", [16, 120])
-def test_padding_of_codes_is_not_sent(ranks: int):
+def test_padding_of_codes_is_not_sent_and_codes_go_as_16_bits_inside_a_node(ranks: int):
     """The line of 120 ranks is 15 360 values, and ResNet-50 has many gradients of 64."""
-    profile, network = load_profile("resnet50"), StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
-    plain, coded = (predict_step(LazySync(wire=w), Step(profile, 1, 1, 0.1), network, 0.0) for w in ("bf16", "int8"))
+    step, layout = Step(load_profile("resnet50"), 0.001), RankLayout((8,) * (ranks // 8))
+    networks = StatedNetwork(layout, 7e9), StatedNetwork(layout, 1e12, inside_bytes_per_s=1e9)
+    (plain, slow), (coded, coded_slow) = (
+        [predict_step(LazySync(wire=wire), step, network) for network in networks] for wire in ("bf16", "int8")
+    )
     assert coded.nic_bytes == pytest.approx(plain.nic_bytes / 2, rel=0.02)
-
-
-def test_codes_go_as_16_bits_inside_a_node():
-    """So 8-bit wires gain nothing where the node's own links are the slower ones."""
-    network = StatedNetwork(RankLayout((8, 8)), 1e12, inside_bytes_per_s=1e9)
-    step = Step(load_profile("resnet50"), 1, 1, 0.001)
-    plain, coded = (predict_step(LazySync(wire=w), step, network, 0.0).step_s for w in ("bf16", "int8"))
-    assert coded >= 0.95 * plain
+    assert coded_slow.step_s >= 0.95 * slow.step_s, "8-bit wires gain nothing where the node's own links are slower"
 
 
 def test_on_one_node_a_single_server_is_slower_than_a_ring():
@@ -139,10 +136,10 @@ def test_nccls_algorithm_is_that_of_the_typical_rate():
 
 def test_of_growing_images_the_mean_step_is_predicted():
     def compute_s(*sizes: tuple[float, int], pixels: int = 160) -> float:
-        of = situation("resnet50-8gpu", "dgx-a100")
-        data = of.recipe.data.model_copy(update={"image_size": pixels, "sizes": sizes})
-        of = replace(of, recipe=of.recipe.model_copy(update={"data": data, "epochs": 10}))
-        return by_engine(8, engines="lazy", of=of)["lazy bf16"].compute_s
+        recipe = written("resnet50-8gpu")
+        data = recipe.data.model_copy(update={"image_size": pixels, "sizes": sizes})
+        recipe = recipe.model_copy(update={"data": data, "epochs": 10})
+        return by_engine(8, engines="lazy", recipe=recipe, cluster="dgx-a100")["lazy bf16"].compute_s
 
     small, large = compute_s(pixels=128), compute_s(pixels=288)
     assert compute_s((1, 128), (6, 288)) == pytest.approx((small + large) / 2)
@@ -165,27 +162,23 @@ def test_more_bandwidth_never_hurts_and_bands_hold_the_value():
 
 
 def test_more_gpus_take_longer_a_step_and_less_to_train():
-    few, many = (by_engine(gpus, engines="lazy,sparse") for gpus in (64, 512))
+    few, some, many = (by_engine(gpus, engines="dear,lazy,sparse") for gpus in (64, 512, 4096))
     for name, row in few.items():
-        assert many[name].step_s >= row.step_s
-        assert many[name].train_s < row.train_s
+        assert some[name].step_s >= row.step_s
+        assert some[name].train_s < row.train_s
+    assert many["dear bf16"].efficiency > some["dear bf16"].efficiency - 0.03, "its halves still overlap"
 
 
-def test_strong_scaling_keeps_the_batch():
-    rows = [by_engine(gpus, engines="lazy", of=situation(scaling="strong"))["lazy bf16"] for gpus in (256, 512)]
+def test_strong_scaling_keeps_the_batch_and_refuses_one_that_does_not_divide():
+    rows = [by_engine(gpus, engines="lazy", scaling="strong")["lazy bf16"] for gpus in (256, 512)]
     assert [row.gpus * row.batch for row in rows] == [65536, 65536]
     assert rows[0].steps == rows[1].steps
+    assert "does not divide over 24 ranks" in refusal_of(by_engine, 24, scaling="strong")
 
 
 def test_one_gpu_sends_nothing():
     for row in by_engine(1).values():
         assert (row.nic_bytes, row.efficiency) == (0, pytest.approx(1))
-
-
-def test_auto_takes_the_fastest_exact_engine_of_ours():
-    rows = by_engine(512)
-    exact = [row for name, row in rows.items() if row.exact and not name.startswith(("ddp", "allreduce f"))]
-    assert [row for row in rows.values() if row.chosen] == [min(exact, key=lambda row: row.step_s)]
 
 
 def test_pieces_grow_with_the_ranks_up_to_a_limit():
@@ -195,23 +188,16 @@ def test_pieces_grow_with_the_ranks_up_to_a_limit():
     assert [piece_bytes(RankLayout((ranks,), False)) / 2**20 for ranks in (2, 8, 64, 512)] == [8, 8, 8, 32]
 
 
-def test_dear_still_overlaps_on_4096_gpus():
-    found = {gpus: by_engine(gpus, engines="dear")["dear bf16"] for gpus in (512, 4096)}
-    assert found[4096].efficiency > found[512].efficiency - 0.03
-
-
-def test_engines_are_compared_under_the_same_inputs():
+def test_auto_takes_the_fastest_exact_engine_of_ours_and_engines_are_compared_under_the_same_inputs():
     """Bands overlap where all engines wait for the same NICs; a winner in each case is a winner."""
-    rows = list(by_engine(512, engines="lazy,hybrid,dear").values())
-    by_name = {row.engine: row for row in rows}
-    assert by_name["hybrid"].efficiency_high > by_name["dear"].efficiency_low
-    assert rivals(rows) == []
-    slower = replace(by_name["dear"], engine="near", chosen=False, efficiency=0.9 * by_name["dear"].efficiency)
-    assert rivals([*rows, slower]) == ["near bf16"], "as fast with low inputs"
-
-
-def test_a_batch_that_does_not_divide_is_refused():
-    assert "does not divide over 24 ranks" in refusal_of(by_engine, 24, of=situation(scaling="strong"))
+    by_name = by_engine(512)
+    dear, rows = by_name["dear bf16"], list(by_name.values())
+    assert [row for row in rows if row.chosen] == [dear]
+    assert all(row.step_s >= dear.step_s for row in rows if row.ours)
+    assert by_name["hybrid bf16"].efficiency_high > dear.efficiency_low
+    assert verdict(rows) == "auto would take dear bf16"
+    slower = replace(dear, engine="near", chosen=False, efficiency=0.9 * dear.efficiency)
+    assert "no clear winner: auto would take dear bf16, and near bf16 comes within" in verdict([*rows, slower])
 
 
 def test_the_mean_of_the_largest_is_that_of_draws_and_of_two_ranks_by_the_formula():
@@ -222,9 +208,3 @@ def test_the_mean_of_the_largest_is_that_of_draws_and_of_two_ranks_by_the_formul
     assert expected_max(1) == pytest.approx(0, abs=1e-9)
     assert expected_max(2) == pytest.approx(1 / np.sqrt(np.pi), abs=1e-6)
     assert straggling(0.01, 2) == pytest.approx(1 + 0.01 / np.sqrt(np.pi), abs=1e-8)
-
-
-def test_rows_that_calibrate_are_small_systems():
-    fitted = [published_row(row) for row in published() if row.calibrated_on == "itself"]
-    assert all(row.gpus <= 64 for row in fitted)
-    assert max(abs(row.error) for row in fitted) < 0.01

@@ -26,12 +26,14 @@ def test_measured_steps_follow_from_the_nominal_link():
     assert max(measured) < 0.05
 
 
-def test_large_systems_are_held_out():
+def test_large_systems_are_held_out_and_those_that_calibrate_are_small():
     large = [row for row in all_rows() if row.name.startswith("MLPerf") and row.gpus >= 512]
     assert len(large) == 16
     assert {row.calibrated_on for row in large} == {"held out"}
     assert fmean(abs(row.error) for row in large if not row.name.startswith("MLPerf v0.5")) < 0.09
     assert fmean(abs(row.error) for row in large) < 0.13, "v0.5 is older than trees and fused messages"
+    fitted = [row for row in all_rows() if row.calibrated_on == "itself"]
+    assert all(row.gpus <= 64 and abs(row.error) < 0.01 for row in fitted)
 
 
 def test_a_row_that_is_missed_says_what_is_left():

@@ -14,7 +14,7 @@ from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_mov
 from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
-from imagenet_fast.plan.rows import TCP_PAYLOAD, Shaped, shaped
+from imagenet_fast.plan.rows import TCP_PAYLOAD, Shaped, known_results
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import Engine, GradientPool, LazySync, declare
 from imagenet_fast.sync.bucket_scheduler import step_model
@@ -73,12 +73,12 @@ def transformer(blocks: int = 24) -> Profile:
     return Profile("transformer", "by hand", (first, *rest))
 
 
-@pytest.mark.parametrize("steps", shaped(), ids=lambda s: f"{s.profile}-{s.hosts}-{s.mbit}-{s.compute_s}")
+@pytest.mark.parametrize("steps", known_results().shaped, ids=lambda s: f"{s.profile}-{s.hosts}-{s.mbit}-{s.compute_s}")
 def test_steps_take_what_was_measured(steps: Shaped):
     """With 3 ms of gloo's latency; `dear` on eight hosts is farther off."""
     profile = load_profile(steps.profile).downscaled(steps.scale).scaled_to(steps.compute_s)
-    engines = {engine.kind: engine for engine, _ in steps.seconds}
-    measured = {engine.kind: seconds for engine, seconds in steps.seconds}
+    engines = {engine.kind: engine for engine in steps.engines()}
+    measured = {name.partition(":")[0]: seconds for name, seconds in steps.seconds.items()}
     bits = 2 * (steps.hosts - 1) / steps.hosts * 16 * profile.elements
     link = link_of(bits / (1e6 * steps.mbit * TCP_PAYLOAD), profile)
     if steps.hosts == 8:
