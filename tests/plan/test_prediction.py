@@ -84,7 +84,7 @@ MORE = [
 def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: int, each: int, wire: Wire):
     """Of three nodes or five, one is a torus's busiest."""
     settings, layout = LazySync(wire=wire, threshold_mb=math.inf, collective=collective), RankLayout((each,) * nodes)
-    (counted,) = bench_count(SMALL, [settings], str(layout.size), each, "56gbit")
+    (counted,) = bench_count(SMALL, [settings], [layout.size], each, "56gbit")
     planned = predict_step(settings, Step(SMALL, 0.1), StatedNetwork(layout, 7e9))
     assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.04)
 
@@ -100,7 +100,7 @@ def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: i
 def test_engines_bytes_are_those_that_bench_sync_counts(profile: Profile, names: str, ranks: int, error: float):
     engines = planned_engines(names)
     network = StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
-    for row, settings in zip(bench_count(profile, engines, str(ranks), 8, "56gbit"), engines, strict=True):
+    for row, settings in zip(bench_count(profile, engines, [ranks], 8, "56gbit"), engines, strict=True):
         planned = predict_step(settings, Step(profile, 0.1), network)
         assert planned.nic_bytes == pytest.approx(row.nic_bytes, rel=error), (row.engine, row.wire)
 
