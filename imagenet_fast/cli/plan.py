@@ -6,7 +6,7 @@ Options of several commands:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -18,10 +18,7 @@ from imagenet_fast.errors import UserError, warn
 
 if TYPE_CHECKING:
     from imagenet_fast.plan.cluster import Cluster
-    from imagenet_fast.plan.fastest import Way
-    from imagenet_fast.plan.prediction import Planned
-    from imagenet_fast.plan.sweep import Sweep
-    from imagenet_fast.recipe.schema import Recipe
+    from imagenet_fast.plan.prediction import Planned, Situation
 
 T = TypeVar("T")
 ClusterOption = Annotated[str | None, typer.Option(metavar="NAME|FILE")]
@@ -53,41 +50,39 @@ def plan(
         scaling: Keep each GPU's share of the batch, or the global batch.
         keys: Keys to change, as in train. ENGINE.KEY=VALUE changes a key of that engine only.
     """
-    from imagenet_fast.plan.prediction import ENGINES, planned_engines, situation_of
-    from imagenet_fast.recipe.load import find_recipe, load_recipe
+    from imagenet_fast.metrics.tables import table
+    from imagenet_fast.plan.prediction import planned_engines, situation_of
+    from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
+    from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
 
-    points = _parsed(sweep, gpus, png)
-    name, machine, gpus = _asked(cluster, gpus)
-    named = {engine.partition(":")[0].strip() for engine in (ENGINES if sync is None else sync).split(",")}
-    own = [override for override in keys if override.partition(".")[0] in named]
-    for override in keys:
-        if override.partition("=")[0].partition(".")[0].strip() == "sync":
-            raise UserError(
-                f"--set {override} is of the recipe's engine, and plan predicts those of --sync; write --sync "
-                "NAME:WIRE, or --set NAME.KEY=VALUE with the engine's name"
-            )
+    of_engines = [key for key in keys if key.partition("=")[0].partition(".")[0].strip() in ("sync", *engine_names())]
+    engines = planned_engines(sync, of_engines)
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
-    written = load_recipe(find_recipe(recipe), "lazy", [other for other in keys if other not in own])
-    try:
-        engines = planned_engines(sync, own)
-        if points is not None and points.key == "gpus":
-            predicted = _over_gpus(points.values, lambda n: situation_of(written, machine, n, scaling).rows(engines))
-        else:
-            machines = [machine] if points is None else [machine.with_nics(float(gbit)) for gbit in points.values]
-            situations = [situation_of(written, one, gpus or written.ranks, scaling) for one in machines]
-            predicted = [row for situation in situations for row in situation.rows(engines)]
-    except UserError as error:
-        of_cluster = str(error).startswith(("nic.", "inside.", "device"))
-        raise UserError(f"{name}: {error}" if of_cluster else str(error)) from None
-    _print_plan(written, machine, scaling, predicted, points is None, json_file)
-    if png is not None and points is not None:
+    written = load_recipe(find_recipe(recipe), "lazy", [key for key in keys if key not in of_engines])
+
+    def predict(machine: Cluster, count: int) -> tuple[Situation, list[Planned]]:
+        situation = situation_of(written, machine, count, scaling)
+        return situation, situation.rows(engines)
+
+    predicted = _each(_places(cluster, gpus, written.ranks, sweep, png), predict)
+    rows = [row for _, planned in predicted for row in planned]
+    opt.show(table(rows), [asdict(row) for row in rows], json_file)
+    print()
+    for situation, planned in predicted:
+        rate = situation.cluster.nic.node_gbit
+        place = f"{situation.batching.ranks} GPUs{'' if rate is None else f', {rate:g} Gbit/s'}: "
+        print(("" if sweep is None else place) + verdict(planned))
+    print()
+    last = next((row for row in planned if row.chosen), planned[-1])
+    print(*dry_run(written, situation, last), *inputs(situation.cluster, written.model.kind), sep="\n")
+    for doubt in warnings(situation, last):
+        warn(doubt)
+    if png is not None:
         from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.sweep import draw_plan
 
         figure = new_figure()
-        kind = "alexnet" if written.model.kind == "alexnet_bn" else written.model.kind
-        title = f"{Path(recipe).stem} on {Path(name).stem}, {scaling} scaling"
-        draw_plan(predicted, title, Path(name).stem, kind, points.key == "nic", figure)
+        draw_plan(predicted, f"{Path(recipe).stem} on {situation.cluster.name}, {scaling} scaling", figure)
         figure.savefig(png)
 
 
@@ -116,34 +111,32 @@ def plan_fastest(
     from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, first_exact, published_trainings, remarks
 
-    points = _parsed(sweep, gpus, png)
-    name, machine, gpus = _asked(cluster, gpus)
-    if points is not None and (points.key == "nic" or write is not None):
+    if sweep is not None and (write is not None or sweep.startswith("nic")):
         option = "--write" if write is not None else "--sweep nic="
         raise UserError(f"{option} does not go with --fastest over several numbers of GPUs; write --gpus instead")
     known = published_trainings(model)
-    swept: list[tuple[int, Way]] = []
-    if points is None:
-        found, left_out = fastest_ways(machine, known, gpus or machine.nodes * machine.gpus_per_node, cheapest)
-        below = list(remarks(machine, found, left_out, cheapest))
+    places = _places(cluster, gpus, None, sweep, png)
+    machine = places[0][0]
+    predicted = _each(places, lambda machine, count: (count, *fastest_ways(machine, known, count, cheapest)))
+    swept = [(count, first_exact(ways)) for count, ways, _ in predicted]
+    if sweep is None:
+        ((_, found, left_out),) = predicted
+        below = [*remarks(machine, found, left_out, cheapest)]
     else:
-        swept = _over_gpus(
-            points.values, lambda count: [(count, first_exact(fastest_ways(machine, known, count, cheapest)[0]))]
-        )
         found = [way for _, way in swept]
         below = ["the best exact way on up to so many GPUs each: predicted, not run"]
     opt.show(table(found[:SHOWN]), [asdict(way) for way in found], json_file)
     print()
     print(*below, sep="\n")
     if write is not None:
-        write.write_text(as_recipe(known, first_exact(found), Path(name).stem), encoding="utf-8")
+        write.write_text(as_recipe(known, first_exact(found), machine.name), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     if png is not None:
         from imagenet_fast.metrics.figures import new_figure
         from imagenet_fast.plan.sweep import draw_fastest
 
         figure = new_figure()
-        draw_fastest(swept, Path(name).stem, figure)
+        draw_fastest(swept, machine.name, figure)
         figure.savefig(png)
 
 
@@ -204,61 +197,37 @@ def plan_validate(
     opt.show(table(found), [asdict(row) for row in found], json_file)
 
 
-def _parsed(sweep: str | None, gpus: int | None, png: Path | None) -> Sweep | None:
-    """Parse --sweep; refuse what does not go with it, and a picture without it."""
+def _places(
+    cluster: str | None, gpus: int | None, ranks: int | None, sweep: str | None, png: Path | None
+) -> list[tuple[Cluster, int]]:
+    """Return the clusters and numbers of GPUs that options ask for; without --gpus ``ranks``, or all of a machine."""
+    from imagenet_fast.plan.cluster import load_cluster, this_machine
     from imagenet_fast.plan.sweep import parse_sweep
 
     if sweep is None and png is not None:
         raise UserError(f"--png {png} draws a sweep; add --sweep gpus=8..4096 or nic=10..400")
-    points = parse_sweep(sweep) if sweep is not None else None
-    if points is not None and points.key == "gpus" and gpus is not None:
-        raise UserError("--gpus does not go with --sweep gpus=...; leave one of them out")
-    return points
+    key, values = ("", ()) if sweep is None else parse_sweep(sweep)
+    machine = this_machine() if cluster is None else load_cluster(cluster)
+    if key == "gpus":
+        if gpus is not None:
+            raise UserError("--gpus does not go with --sweep gpus=...; leave one of them out")
+        return [(machine, count) for count in values]
+    every = machine.nodes * machine.gpus_per_node
+    count = gpus or (every if cluster is None or ranks is None else ranks)
+    return [(machine.with_nics(float(gbit)), count) for gbit in values] or [(machine, count)]
 
 
-def _asked(name: str | None, gpus: int | None) -> tuple[str, Cluster, int | None]:
-    """Return the cluster's name, itself, and the number of GPUs: of this machine all, unless another is asked for."""
-    from imagenet_fast.plan.cluster import load_cluster, this_machine
-
-    if name is not None:
-        return name, load_cluster(name), gpus
-    machine = this_machine()
-    return "this machine", machine, gpus or machine.gpus_per_node
-
-
-def _over_gpus(values: tuple[int, ...], predict: Callable[[int], list[T]]) -> list[T]:
-    """Predict each number of GPUs; one that cannot be is left out with a warning, unless all are."""
+def _each(places: Sequence[tuple[Cluster, int]], predict: Callable[[Cluster, int], T]) -> list[T]:
+    """Predict each place; one that cannot be is left out with a warning, unless all are."""
     predicted: list[T] = []
-    refused = None
-    for count in values:
+    refused: list[tuple[int, UserError]] = []
+    for cluster, gpus in places:
         try:
-            predicted += predict(count)
+            predicted.append(predict(cluster, gpus))
         except UserError as error:
-            refused = error
-            warn(f"{count} GPUs are left out: {error}")
-    if refused is not None and not predicted:
-        raise refused
+            refused.append((gpus, error))
+    if not predicted:
+        raise refused[0][1]
+    for gpus, sentence in refused:
+        warn(f"{gpus} GPUs are left out: {sentence}")
     return predicted
-
-
-def _print_plan(
-    written: Recipe, machine: Cluster, scaling: Literal["weak", "strong"], predicted: list[Planned], alone: bool,
-    json_file: Path | None,
-) -> None:  # fmt: skip
-    from imagenet_fast.metrics.tables import table
-    from imagenet_fast.plan.prediction import situation_of
-    from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
-
-    opt.show(table(predicted), [asdict(row) for row in predicted], json_file)
-    print()
-    for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
-        own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
-        rate = "" if place[1] is None else f", {place[1]:g} Gbit/s"
-        prefix = "" if alone else f"{place[0]} GPUs{rate}: "
-        print(prefix + verdict(own))
-    last = next((row for row in reversed(predicted) if row.chosen), predicted[-1])
-    print()
-    situation = situation_of(written, machine, last.gpus, scaling)
-    print(*dry_run(written, situation, last), *inputs(machine, written.model.kind), sep="\n")
-    for doubt in warnings(situation, last):
-        warn(doubt)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.recipe.key_reference import Key
-from imagenet_fast.recipe.load import load_recipe, recipe_folder, recipe_names
+from imagenet_fast.recipe.load import load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 
 
@@ -20,7 +20,7 @@ def recipe_table() -> Table:
 
     Before the ranks stands their layout: ``tp4`` is four shards, ``pp4`` four stages, ``dp`` data parallelism alone.
     """
-    recipes = {name: load_recipe(recipe_folder() / f"{name}.toml") for name in recipe_names()}
+    recipes = {name: load_recipe(path) for name, path in shipped("recipe").items()}
     return compact_table(
         ("recipe", "model", "optim", "engine"),
         ("ranks", "batch", "epochs", "target"),

@@ -13,7 +13,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.recipe.load import find_recipe, load_recipe, recipe_folder
+from imagenet_fast.recipe.load import find_recipe, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import lint
 
@@ -36,7 +36,7 @@ class ClusterJob:
     @property
     def shipped(self) -> bool:
         """True if every installation has the recipe, and finds it by its name."""
-        return self.path.parent == recipe_folder()
+        return self.path in shipped("recipe").values()
 
     def folder(self, out: Path | None) -> Path:
         """Return the run directory: ``out``, or a new one."""

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import subprocess
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagenet_fast.cost_model.collectives import RankLayout
-from imagenet_fast.errors import UserError, did_you_mean
-from imagenet_fast.plan.devices import Device, find_device
-from imagenet_fast.plan.network import StatedNetwork
+from imagenet_fast.errors import UserError
+from imagenet_fast.plan.devices import Device, Kind, find_device
+from imagenet_fast.plan.network import StatedNetwork, straggling
 from imagenet_fast.recipe.base import Table
-from imagenet_fast.recipe.load import recipe_folder
+from imagenet_fast.recipe.load import find_file, read_toml, shipped, validated
 
 Positive = Annotated[float, Field(ge=1e-6, le=1e6)]
 Known = Annotated[Positive | None, BeforeValidator(lambda value: None if value == "unknown" else value)]
@@ -86,6 +83,8 @@ class Input(Table):
 class Cluster(Table):
     """A cluster of equal nodes."""
 
+    name: str
+    """Its name in messages and pictures. Default: that of its file."""
     source: str
     """The source of its figures."""
     nodes: Count
@@ -96,7 +95,7 @@ class Cluster(Table):
     """Images of a step in that layer profile."""
     usd_per_gpu_hour: Annotated[float, Field(gt=0, le=1e4)] | None = None
     """The price of a GPU for an hour, for `plan --fastest`."""
-    kinds: dict[Shown, Literal["measured", "published", "assumed"]] = Field(default_factory=dict)
+    kinds: dict[Shown, Kind] = Field(default_factory=dict)
     """The kind of each value, by its key."""
     nic: Nic
     inside: Inside = Inside(gb_per_s=None)
@@ -110,14 +109,25 @@ class Cluster(Table):
 
     def with_nics(self, gbit: float) -> Cluster:
         """Return the cluster with another rate of all NICs of a node together."""
-        return self.model_copy(update={"nic": self.nic.model_copy(update={"gbit": gbit, "count": 1})})
+        assumed: dict[Shown, Kind] = {"nic.gbit": "assumed", "nic.count": "assumed"}
+        nic = self.nic.model_copy(update={"gbit": gbit, "count": 1})
+        return self.model_copy(update={"nic": nic, "kinds": self.kinds | assumed})
+
+    def slowest(self, ranks: int, case: int = 1) -> float:
+        """Return how many times as long as one rank alone the slowest of ``ranks`` computes.
+
+        Args:
+            ranks: Number of ranks.
+            case: 0, 1 or 2: with the high, used or low sigma.
+        """
+        return straggling(self.stragglers.sigma[2 - case], ranks)
 
     def network(self, gpus: int, case: int = 1) -> StatedNetwork:
         """Return the network between ``gpus`` ranks, on whole nodes or on a part of one.
 
         Args:
             gpus: Number of ranks.
-            case: 0, 1 or 2: the low, used or high efficiency of the NICs, with the high, used or low sigma.
+            case: 0, 1 or 2: the low, used or high efficiency of the NICs.
 
         Raises:
             UserError: They are no whole number of nodes, or a value that is needed is unknown.
@@ -129,25 +139,24 @@ class Cluster(Table):
                 f"{gpus} GPUs are no whole number of nodes of {each}; take {gpus - rest} or {gpus - rest + each}"
             )
         if nodes > 1 and gbit is None:
-            raise UserError("nic.gbit is unknown, and several nodes exchange gradients; write the rate, or sweep nic=")
+            raise UserError(
+                f"{self.name}: nic.gbit is unknown, and several nodes exchange gradients; write the rate, or sweep nic="
+            )
         if each > 1 and inside is None:
-            raise UserError(f"inside.gb_per_s is unknown, and {each} GPUs of a node exchange gradients; write it")
+            raise UserError(
+                f"{self.name}: inside.gb_per_s is unknown, and {each} GPUs of a node exchange gradients; write it"
+            )
         payload = [share * (gbit or math.inf) * 1e9 / 8 for share in self.nic.efficiency]
         return StatedNetwork(
             RankLayout((each,) * nodes, self.gpu.on_gpu), payload[case], (inside or math.inf) * 1e9,
             self.inside.latency_us * 1e-6, self.nic.latency_us * 1e-6, self.inside.in_switches,
-            typical_bytes_per_s=payload[1], sigma=self.stragglers.sigma[2 - case],
+            typical_bytes_per_s=payload[1],
         )  # fmt: skip
 
 
-def cluster_folder() -> Path:
-    """Return the directory of the shipped clusters, beside that of the recipes."""
-    return recipe_folder().with_name("clusters")
-
-
-def cluster_names() -> list[str]:
-    """Return the names of the shipped clusters."""
-    return sorted(path.stem for path in cluster_folder().glob("*.toml") if path.stem != "published")
+def clusters() -> dict[str, Path]:
+    """Return the files of the shipped clusters by name."""
+    return {name: path for name, path in shipped("cluster").items() if name != "published"}
 
 
 def load_cluster(name: str) -> Cluster:
@@ -156,21 +165,8 @@ def load_cluster(name: str) -> Cluster:
     Raises:
         UserError: There is none, or a value is wrong. The message names the key and a fix.
     """
-    path, names = Path(name), cluster_names()
-    if path.suffix != ".toml" and len(path.parts) <= 1:
-        if name not in names:
-            otherwise = f"there are {', '.join(names)}, or give a .toml file"
-            raise UserError(f"there is no cluster '{name}'; {did_you_mean(name, names, otherwise, 2, 0.4)}")
-        path = cluster_folder() / f"{name}.toml"
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        cluster = Cluster.model_validate_json(json.dumps(tables, default=str))
-    except FileNotFoundError:
-        raise UserError(f"there is no file {path}; correct the path, or take one of {', '.join(names)}") from None
-    except ValidationError as error:
-        raise UserError(f"{path.name}: {_explain(error.errors()[0])}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
+    path = find_file("cluster", name, clusters())
+    cluster = validated(Cluster, path.name, {"name": path.stem} | read_toml(path))
     beside = path.parent / cluster.device
     recorded = beside.suffix == ".json" and beside.exists()
     return cluster.model_copy(update={"device": str(beside)}) if recorded else cluster
@@ -188,31 +184,21 @@ def this_machine() -> Cluster:
     except (OSError, subprocess.SubprocessError):
         gpus = []
     words = set(re.split(r"[^a-z0-9]+", gpus[0].lower())) if gpus else set()
-    for name in cluster_names():
+    for name in clusters():
         like = load_cluster(name)
         if words >= set(like.device.split("-")):
             source = f"this machine, {len(gpus)} x {gpus[0]}; its links are assumed to be those of {name}"
-            own = {"source": source, "nodes": 1, "gpus_per_node": len(gpus), "nic": Nic(gbit=None), "kinds": {}}
+            own = {
+                "name": "this machine",
+                "source": source,
+                "nodes": 1,
+                "gpus_per_node": len(gpus),
+                "nic": Nic(gbit=None),
+                "kinds": {},
+            }
             return like.model_copy(update=own)
     found = f"nothing is known of its {gpus[0]}" if gpus else "it has no GPUs that nvidia-smi shows"
     raise UserError(
-        f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(cluster_names())}, or "
+        f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(clusters())}, or "
         "give a .toml file"
     )
-
-
-def _explain(error: ErrorDetails) -> str:
-    """Return one pydantic error as a sentence with the key and a fix."""
-    key = ".".join(str(part) if str(part).isprintable() else repr(part) for part in error["loc"])
-    match error["type"]:
-        case "extra_forbidden":
-            table, *inside = error["loc"]
-            known: Any = Cluster.model_fields[str(table)].annotation if inside else Cluster
-            return f"unknown key {key}; the keys here are {', '.join(known.model_fields)}"
-        case "missing":
-            return f'{key} is missing; add it, or write "unknown" where it may be'
-        case "value_error":
-            return f"{key}: {error['ctx']['error']}"
-        case _:
-            found = json.dumps(error["input"], default=str)[:80]
-            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; correct it"

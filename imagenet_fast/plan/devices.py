@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.base import Table
+from imagenet_fast.recipe.load import read_toml, validated
 
 Kind = Literal["measured", "published", "fitted", "assumed"]
 
@@ -24,8 +24,7 @@ PIXELS = 224
 """Side of the images for which devices are described. If others differ by more than 8, time is scaled by their area."""
 
 
-@dataclass(frozen=True)
-class Compute:
+class Compute(Table):
     """The milliseconds of a step without any synchronisation: ``c0`` + ``c1`` x batch."""
 
     c0: float
@@ -39,8 +38,7 @@ class Compute:
         return (self.c0 + self.c1 * batch * area) / 1e3
 
 
-@dataclass(frozen=True)
-class Device:
+class Device(Table):
     """A GPU, or what stands in for one."""
 
     name: str
@@ -81,13 +79,9 @@ def _shipped(name: str, scale: int) -> Profile:
     return load_profile(name).downscaled(scale)
 
 
-def _device(name: str, computes: dict[str, Any], **settings: Any) -> Device:
-    return Device(name, {model: Compute(**times) for model, times in computes.items()}, **settings)
-
-
 DEVICES = {
-    name: _device(name, **table)
-    for name, table in tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8")).items()
+    name: validated(Device, name, {"name": name} | table)
+    for name, table in read_toml(Path(__file__).with_name("devices.toml")).items()
 }
 """The devices that a cluster can name."""
 
@@ -118,5 +112,5 @@ def find_device(name: str, batch: int | None) -> Device:
             f"device {name} is a profile of {profile.model}, which no prediction knows; record another model"
         )
     each_ms = 1e3 * profile.compute_s / batch * (PIXELS / profile.pixels) ** 2
-    times = Compute(0.0, each_ms, "measured", profile.source)
-    return Device(Path(name).stem, {layers: times}, profile=profile)
+    times = Compute(c0=0.0, c1=each_ms, kind="measured", source=profile.source)
+    return Device(name=Path(name).stem, computes={layers: times}, profile=profile)

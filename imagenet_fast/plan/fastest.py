@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ from imagenet_fast.plan.prediction import (
 )
 from imagenet_fast.plan.report import needed_gb
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
+from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml, to_toml
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.units import three_digits
@@ -87,15 +86,13 @@ class Way(Row):
 
 def published_trainings(model: str) -> list[Training]:
     """Return every published training of ``model``."""
-    tables = tomllib.loads(Path(__file__).with_name("points.toml").read_text(encoding="utf-8"))
-    return [_training(name, **table) for name, table in tables.items() if table.pop("model") == model]
-
-
-def _training(
-    name: str, recipe: str, epochs: tuple[float, float, float], source: str, settings: Sequence[str] = ()
-) -> Training:
-    overrides = ["ranks=1", "parallel.tensor=1", *settings]
-    return Training(name, load_recipe(find_recipe(recipe), "lazy", overrides), epochs, source)
+    found = []
+    for name, point in read_toml(Path(__file__).with_name("points.toml")).items():
+        if point["model"] == model:
+            settings = ["ranks=1", "parallel.tensor=1", *point.get("settings", ())]
+            recipe = load_recipe(find_recipe(point["recipe"]), "lazy", settings)
+            found.append(Training(name, recipe, tuple(point["epochs"]), point["source"]))
+    return found
 
 
 def fastest_ways(
@@ -193,15 +190,15 @@ class _Plan(Situation):
 
     def way(self, engine: Sync, result: Result) -> Way:
         """Return the way with an engine whose step is predicted as ``result``."""
-        recipe, step, gpus = self.recipe, self.step, self.batching.ranks
+        recipe, gpus = self.recipe, self.batching.ranks
         mean, fewest, most = self.training.epochs
         worst, best = (self.predict(engine, case, result.fuse).step_s for case in (0, 2))
         minutes = self.minutes(result.step_s, mean)
         hours, price = gpus * minutes / 60, self.cluster.usd_per_gpu_hour
         costs: dict[HeldBack, float] = {
-            "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - step.compute_s,
-            "input": self.loading_s - result.step_s, "memory": self.compute.c0 / 1e3 * (step.accumulation - 1),
-            "batch-norm span": self.idle * step.compute_s, "compute": MODEL_ERROR * step.compute_s,
+            "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - self.compute_s,
+            "input": self.loading_s - result.step_s, "memory": self.compute.c0 / 1e3 * (self.batching.accumulation - 1),
+            "batch-norm span": self.idle * self.compute_s, "compute": MODEL_ERROR * self.compute_s,
         }  # fmt: skip
         return Way(
             self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",

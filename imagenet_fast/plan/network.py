@@ -46,8 +46,6 @@ class StatedNetwork(Links):
     typical_bytes_per_s: float | None = None
     """Payload of the NICs for which NCCL's algorithm is chosen, so that it stays the same at a better or worse rate;
     None: ``nic_bytes_per_s``."""
-    sigma: float = 0.0
-    """Standard deviation of a rank's compute over its mean."""
 
     def link(self, collective: Collective) -> LinkModel:
         """Return latency and seconds per byte, for bytes counted as in a ring.

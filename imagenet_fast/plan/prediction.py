@@ -25,7 +25,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
 from imagenet_fast.plan.devices import Compute
-from imagenet_fast.plan.network import StatedNetwork, nic_share, straggling
+from imagenet_fast.plan.network import StatedNetwork, nic_share
 from imagenet_fast.recipe.batching import Batching, scale_recipe, split_batch
 from imagenet_fast.recipe.load import parse_engines
 from imagenet_fast.recipe.schema import Recipe
@@ -127,42 +127,25 @@ class PlannedSlot:
     stop: int
 
 
-@dataclass(frozen=True)
-class Step:
-    """A step's gradients and compute on one GPU."""
+def planned_slots(profile: Profile, alignment: int) -> list[PlannedSlot]:
+    """Return the slots of the gradients in the order in which they are ready."""
+    params = [(layer, shape) for layer in reversed(profile.layers) for shape in reversed(layer.shapes)]
+    places = places_in_pool((math.prod(shape) for _, shape in params), alignment)
+    return [
+        PlannedSlot(index, layer.name, shape, any(len(other) == 2 for other in layer.shapes), at.start, at.stop)
+        for index, ((layer, shape), at) in enumerate(zip(params, places, strict=True))
+    ]
 
-    profile: Profile
-    """Layers with their shares of the time."""
-    micro_s: float
-    """Seconds that a micro-batch computes."""
-    accumulation: int = 1
-    """Micro-batches of a step."""
 
-    @property
-    def compute_s(self) -> float:
-        """Seconds that the step computes."""
-        return self.accumulation * self.micro_s
-
-    def slots(self, alignment: int) -> list[PlannedSlot]:
-        """Return the slots of the gradients in the order in which they are ready."""
-        params = [(layer, shape) for layer in reversed(self.profile.layers) for shape in reversed(layer.shapes)]
-        places = places_in_pool((math.prod(shape) for _, shape in params), alignment)
-        return [
-            PlannedSlot(index, layer.name, shape, any(len(other) == 2 for other in layer.shapes), at.start, at.stop)
-            for index, ((layer, shape), at) in enumerate(zip(params, places, strict=True))
-        ]
-
-    def timing(self, factor: float) -> Timing:
-        """Return the course of the step on the slowest rank, whose compute lasts ``factor`` times as long.
-
-        Gradients of earlier micro-batches are added up; those of the last are sent.
-        """
-        layers = self.profile.scaled_to(self.micro_s * factor).timing
-        counts = [len(layer.shapes) for layer in reversed(self.profile.layers)]
-        needed = tuple(at for at, count in zip(layers.needed, counts, strict=True) for _ in range(count))
-        ready = tuple(at for at, count in zip(layers.ready, counts, strict=True) for _ in range(count))
-        before = (self.accumulation - 1) * self.micro_s * factor
-        return Timing(needed, layers.forward_s + before, ready, layers.backward_s)
+def _timing(profile: Profile, before_s: float) -> Timing:
+    """Return the course of a step by slot, after ``before_s`` seconds of earlier micro-batches."""
+    layers = profile.timing
+    counts = [len(layer.shapes) for layer in reversed(profile.layers)]
+    needed, ready = (
+        tuple(at for at, count in zip(times, counts, strict=True) for _ in range(count))
+        for times in (layers.needed, layers.ready)
+    )
+    return Timing(needed, layers.forward_s + before_s, ready, layers.backward_s)
 
 
 class Result(NamedTuple):
@@ -173,17 +156,19 @@ class Result(NamedTuple):
     nic_bytes: float
 
 
-def predict_step(settings: Sync, step: Step, network: StatedNetwork, fuse: float | None = None) -> Result:
+def predict_step(
+    settings: Sync, profile: Profile, network: StatedNetwork, fuse: float | None = None, before_s: float = 0.0
+) -> Result:
     """Predict one engine's step.
 
     Args:
         settings: The engine.
-        step: Gradients and compute.
-        network: The costs of collectives, and the stragglers.
+        profile: Gradients and compute of a micro-batch, on the slowest rank.
+        network: The costs of collectives.
         fuse: Bucket size in bytes on the wire; None: the best by the cost model.
+        before_s: Seconds of earlier micro-batches, whose gradients are added up and not sent.
     """
-    layout = network.layout
-    timing = step.timing(straggling(network.sigma, layout.size))
+    layout, timing = network.layout, _timing(profile, before_s)
     if layout.size == 1:
         return Result(timing.compute_s, math.inf, 0.0)
     wire = wire_format(settings.wire)
@@ -193,7 +178,7 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, fuse: float
         engine = replace(engine, bucket_bytes=piece_bytes(layout) / 4)  # its own, by which it packs chunks
     network = replace(network, servers=engine.servers, inside_scale=2.0 if wire.coded else 1.0)
     codec = GPU_CODEC if wire.coded and layout.on_gpu else CodecCost()
-    slots: Sequence[Slot] = step.slots(alignment)
+    slots: Sequence[Slot] = planned_slots(profile, alignment)
     model = StepModel(engine, slots, alignment, layout, wire, network, lambda: codec, settings.share)
     if fuse is None:
         fuse, step_s = model.best(timing)
@@ -208,7 +193,7 @@ def predict_step(settings: Sync, step: Step, network: StatedNetwork, fuse: float
     )
     sent *= settings.share * (1 + 2 / BLOCK if wire.coded else 1.0)  # codes have a bf16 scale a block
     if isinstance(settings, SparseSync):  # and chunks their norms in fp32
-        sent += 4.0 * math.ceil(step.profile.elements / settings.chunk) * nic_share("hierarchical", layout)
+        sent += 4.0 * math.ceil(profile.elements / settings.chunk) * nic_share("hierarchical", layout)
     return Result(step_s, fuse, sent)
 
 
@@ -233,23 +218,30 @@ class Situation:
         return self.cluster.gpu.compute(self.recipe.model.kind)
 
     @cached_property
-    def step(self) -> Step:
-        """The step of one GPU; if images grow with the epochs, their mean step."""
+    def micro_s(self) -> float:
+        """Seconds that a GPU computes a micro-batch alone; if images grow with the epochs, their mean."""
         data, epochs, images = self.recipe.data, self.recipe.epochs, self.batching.micro_batch
         knots = [(1.0, data.image_size), *data.sizes, (epochs + 1.0, 0)]
         reached = [(min(max(1.0, epoch), epochs + 1.0), pixels) for epoch, pixels in knots]
         lasting = [(end - begin, pixels) for (begin, pixels), (end, _) in pairwise(reached)]
-        micro_s = sum(share * self.compute.seconds(images, pixels) for share, pixels in lasting) / epochs
-        return Step(self.cluster.gpu.layers(self.recipe.model.kind), micro_s, self.batching.accumulation)
+        return sum(share * self.compute.seconds(images, pixels) for share, pixels in lasting) / epochs
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step that a GPU computes alone."""
+        return self.batching.accumulation * self.micro_s
 
     @cached_property
     def slowest_s(self) -> float:
         """Seconds that a step computes on the slowest rank: no engine is faster."""
-        return self.step.compute_s * straggling(self.cluster.stragglers.sigma[1], self.batching.ranks)
+        return self.compute_s * self.cluster.slowest(self.batching.ranks)
 
     def predict(self, engine: Sync, case: int = 1, fuse: float | None = None) -> Result:
         """Predict one engine's step; ``case`` is that of ``Cluster.network``, ``fuse`` that of ``predict_step``."""
-        return predict_step(engine, self.step, self.cluster.network(self.batching.ranks, case), fuse)
+        ranks, before_s = self.batching.ranks, (self.batching.accumulation - 1) * self.micro_s
+        slowest, network = self.cluster.slowest(ranks, case), self.cluster.network(ranks, case)
+        layers = self.cluster.gpu.layers(self.recipe.model.kind).scaled_to(self.micro_s * slowest)
+        return predict_step(engine, layers, network, fuse, before_s * slowest)
 
     def rows(self, engines: Sequence[Sync]) -> list[Planned]:
         """Predict every engine.
@@ -257,7 +249,7 @@ class Situation:
         Raises:
             UserError: The GPUs are no whole number of nodes, or a value of the cluster is unknown.
         """
-        gpus, batch, step = self.batching.ranks, self.batching.global_batch, self.step
+        gpus, batch = self.batching.ranks, self.batching.global_batch
         steps = self.recipe.epochs * (training_images(self.recipe) // batch)
         rows = []
         for settings in engines:
@@ -266,9 +258,9 @@ class Situation:
             rows.append(
                 Planned(
                     label(settings), settings.wire, gpus, self.cluster.nic.node_gbit, batch // gpus, found.step_s,
-                    step.compute_s, max(0.0, found.step_s - self.slowest_s), found.nic_bytes,
+                    self.compute_s, max(0.0, found.step_s - self.slowest_s), found.nic_bytes,
                     found.fuse if math.isfinite(found.fuse) else None, batch / found.step_s,
-                    step.compute_s / found.step_s, step.compute_s / worst, step.compute_s / best,
+                    self.compute_s / found.step_s, self.compute_s / worst, self.compute_s / best,
                     steps, steps * found.step_s, settings.exact, False,
                 )
             )  # fmt: skip

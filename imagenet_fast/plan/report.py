@@ -85,7 +85,7 @@ def warnings(situation: Situation, row: Planned) -> Iterator[str]:
             f"the step times of {device.name} are of 16 bits, so with precision.kind {recipe.precision.kind} a step "
             "takes longer"
         )
-    layers, micro_s = len(situation.step.profile.layers), situation.step.micro_s
+    layers, micro_s = len(device.layers(recipe.model.kind).layers), situation.micro_s
     if device.on_gpu and layers * HOST_S > micro_s:
         yield (
             f"a micro-batch of {micro_batch} computes {1e3 * micro_s:.1f} ms, and eager PyTorch's host needs about "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -15,12 +13,11 @@ from pydantic import Field
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
 from imagenet_fast.metrics.tables import Row, column
-from imagenet_fast.plan.cluster import cluster_folder, load_cluster
-from imagenet_fast.plan.devices import Compute
+from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.network import StatedNetwork
-from imagenet_fast.plan.prediction import Step, label, planned_engines, predict_step
+from imagenet_fast.plan.prediction import label, planned_engines, predict_step
 from imagenet_fast.recipe.base import Table
-from imagenet_fast.recipe.load import parse_engines
+from imagenet_fast.recipe.load import parse_engines, read_toml, shipped, validated
 from imagenet_fast.recipe.sync_config import AllReduceSync, Sync
 
 TCP_PAYLOAD = 1448 / 1514
@@ -97,17 +94,16 @@ class Published(Table):
 
     def compute_s(self) -> float:
         """Return the seconds of a step that a GPU computes alone."""
-        device = load_cluster(self.cluster).gpu
-        compute = device.compute(self.model) if self.compute is None else Compute(*self.compute, "fitted", "")
-        return compute.seconds(self.batch)
+        own = dict(zip(("c0", "c1"), self.compute or (), strict=False))
+        return load_cluster(self.cluster).gpu.compute(self.model).model_copy(update=own).seconds(self.batch)
 
     def compared(self) -> Compared:
         """Predict it on its cluster, and the fastest exact engine of ours there."""
         cluster = load_cluster(self.cluster)
         network = (cluster if self.gbit is None else cluster.with_nics(self.gbit)).network(self.gpus)
-        step = Step(cluster.gpu.layers(self.model), self.compute_s())
+        layers = cluster.gpu.layers(self.model).scaled_to(self.compute_s() * cluster.slowest(self.gpus))
         engines = [self.engine, *planned_engines("ring,lazy,hybrid,dear")]
-        predicted, *others = (predict_step(engine, step, network).step_s for engine in engines)
+        predicted, *others = (predict_step(engine, layers, network).step_s for engine in engines)
         ours_s, best = min(zip(others, engines[1:], strict=True), key=itemgetter(0))
         reported = self.step_ms / 1e3
         error = predicted / reported - 1
@@ -136,11 +132,11 @@ class Shaped(Table):
 
     def predicted_s(self, engine: Sync) -> float:
         """Return the predicted seconds of a step, by the nominal rate of the hosts' links."""
-        profile = load_profile(self.profile).downscaled(self.scale)
+        profile = load_profile(self.profile).downscaled(self.scale).scaled_to(self.compute_s)
         layout = RankLayout((self.ranks_per_host,) * self.hosts, on_gpu=False)
         latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
         network = StatedNetwork(layout, TCP_PAYLOAD * self.mbit * 1e6 / 8, between_s=latency_s)
-        return predict_step(engine, Step(profile, self.compute_s), network).step_s
+        return predict_step(engine, profile, network).step_s
 
     def compared(self) -> Iterator[Compared]:
         """Predict every step that was measured."""
@@ -164,8 +160,8 @@ class Results(Table):
 @cache
 def known_results() -> Results:
     """Return the published and the measured results."""
-    text = (cluster_folder() / "published.toml").read_text(encoding="utf-8")
-    return Results.model_validate_json(json.dumps(tomllib.loads(text)))
+    path = shipped("cluster")["published"]
+    return validated(Results, path.name, read_toml(path))
 
 
 @cache

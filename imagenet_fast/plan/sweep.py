@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.plan.devices import PROFILES
 from imagenet_fast.plan.fastest import Way
-from imagenet_fast.plan.prediction import Planned
+from imagenet_fast.plan.prediction import Planned, Situation
 from imagenet_fast.plan.rows import known_results
 from imagenet_fast.units import geometric_range
 
 
-class Sweep(NamedTuple):
-    """Values of ``gpus`` or ``nic``."""
-
-    key: str
-    values: tuple[int, ...]
-
-
-def parse_sweep(text: str) -> Sweep:
+def parse_sweep(text: str) -> tuple[str, list[int]]:
     """Parse ``gpus=LIST`` or ``nic=LIST``: numbers, and ranges such as 8..64, which doubles from 8 to 64.
+
+    Returns:
+        ``gpus`` or ``nic``, and its values.
 
     Raises:
         UserError: It is no such sweep.
@@ -36,21 +33,24 @@ def parse_sweep(text: str) -> Sweep:
         if not 0 < first <= last:
             raise UserError(f"--sweep {text}: ranges go up from 1 or more; correct {part.strip()}")
         values |= set(geometric_range(first, last, 2))
-    return Sweep(key, tuple(sorted(values)))
+    return key, sorted(values)
 
 
-def draw_plan(rows: Sequence[Planned], title: str, cluster: str, model: str, over_nic: bool, figure: Any) -> None:
-    """Draw one line an engine with its band over GPUs, or its time to train over the rate of the NICs.
+def draw_plan(predicted: Sequence[tuple[Situation, Sequence[Planned]]], title: str, figure: Any) -> None:
+    """Draw one line an engine with its band over GPUs, or its time to train where only the rate of the NICs differs.
 
     Published results on the cluster are points.
     """
     lines: dict[str, list[tuple[float, ...]]] = {}
-    for row in rows:
+    over_nic = len({rows[0].nic_gbit for _, rows in predicted}) > 1
+    for row in (row for _, rows in predicted for row in rows):
         band = (row.efficiency, row.efficiency_low, row.efficiency_high)
         minutes = (row.train_s * row.efficiency / share / 60 for share in band)
         heights = minutes if over_nic else (100 * share for share in band)
         at = row.nic_gbit or 0 if over_nic else row.gpus
         lines.setdefault(f"{row.engine} {row.wire}", []).append((at, *heights))
+    situation = predicted[0][0]
+    cluster, model = situation.cluster.name, PROFILES[situation.recipe.model.kind]
     axes = _draw(lines, figure)
     for point in known_results().published if not over_nic else ():
         if point.cluster == cluster and point.model == model and point.gbit is None:

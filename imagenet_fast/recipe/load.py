@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -19,16 +19,21 @@ from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync, engines
 
+Kind = Literal["recipe", "cluster"]
+"""What is shipped as TOML files."""
+Root = TypeVar("Root", bound=Table)
 
-def recipe_folder() -> Path:
-    """Return the directory of the shipped recipes: inside an installed package, beside it in a checkout."""
+
+def shipped(kind: Kind) -> dict[str, Path]:
+    """Return the shipped files of a kind by name: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
-    return next(folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir())
+    folder = next(folder for folder in (package / f"{kind}s", package.parent / f"{kind}s") if folder.is_dir())
+    return dict(sorted((path.stem, path) for path in folder.glob("*.toml")))
 
 
 def recipe_names() -> list[str]:
     """Return the names of the shipped recipes."""
-    return sorted(path.stem for path in recipe_folder().glob("*.toml"))
+    return list(shipped("recipe"))
 
 
 def find_recipe(name: str) -> Path:
@@ -37,18 +42,32 @@ def find_recipe(name: str) -> Path:
     Raises:
         UserError: There is no such recipe. The message suggests the nearest names.
     """
+    return find_file("recipe", name, shipped("recipe"))
+
+
+def find_file(kind: Kind, name: str, known: Mapping[str, Path]) -> Path:
+    """Return the file of ``kind`` that ``name`` says: one of the ``known``, or a path.
+
+    Raises:
+        UserError: There is no such file. The message suggests the nearest names.
+    """
     path = Path(name)
+    there = f"there are {', '.join(known)}, or give a path to a .toml file"
     if path.suffix == ".toml" or path.is_absolute() or len(path.parts) > 1:
         if path.is_file():
             return path
-        raise UserError(
-            f"there is no recipe file {path}; give a path to a .toml file, or a name from `imagenet-fast recipes`"
-        )
-    names = recipe_names()
-    if name in names:
-        return recipe_folder() / f"{name}.toml"
-    near = did_you_mean(name, names, f"there are {', '.join(names)}")
-    raise UserError(f"there is no recipe '{name}'; {near}")
+        raise UserError(f"there is no {kind} file {path}; {there}")
+    if name in known:
+        return known[name]
+    raise UserError(f"there is no {kind} '{name}'; {did_you_mean(name, known, there)}")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file. Raises UserError if it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, nesting too deep
+        raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
 
 
 def load_recipe(
@@ -66,10 +85,7 @@ def load_recipe(
     Raises:
         UserError: The file cannot be read, or a value is wrong. The message names the first wrong key and a fix.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, nesting too deep
-        raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
+    tables = read_toml(path)
     if sync is not None:
         old = tables.get("sync")
         tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if isinstance(old, dict) and "wire" in old else {})
@@ -82,16 +98,21 @@ def load_recipe(
 
 
 def parse_recipe(source: str, tables: dict[str, Any]) -> Recipe:
-    """Validate a recipe's tables.
+    """Validate a recipe's tables; as ``validated``."""
+    return validated(Recipe, source, tables)
+
+
+def validated(root: type[Root], source: str, tables: dict[str, Any]) -> Root:
+    """Return tables as a ``root``.
 
     Raises:
         UserError: A value is wrong. The message names ``source`` and the first wrong key.
     """
     try:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
-        return Recipe.model_validate_json(json.dumps(tables, default=str))
+        return root.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
-        raise UserError(f"{source}: {_explain(_first(error))}") from None
+        raise UserError(f"{source}: {_explain(root, _first(error))}") from None
 
 
 def engine_names() -> list[str]:
@@ -136,11 +157,8 @@ def parse_engines(text: str, wire: str, overrides: Sequence[str] = ()) -> list[S
     def engine(name: str) -> Sync:
         kind, _, own_wire = name.partition(":")
         settings = {"kind": kind, "wire": own_wire or wire, **changes.get(kind, {})}
-        try:
-            return _OnlySync.model_validate_json(json.dumps({"sync": settings})).sync
-        except ValidationError as error:
-            told = [f"--sync {kind}:{own_wire or wire}", *(f"--set {o}" for o in overrides if o.startswith(f"{kind}."))]
-            raise UserError(f"{' '.join(told)}: {_explain(_first(error))}") from None
+        told = [f"--sync {kind}:{own_wire or wire}", *(f"--set {o}" for o in overrides if o.startswith(f"{kind}."))]
+        return validated(_OnlySync, " ".join(told), {"sync": settings}).sync
 
     return listed("--sync", text, engine)
 
@@ -187,12 +205,12 @@ def _first(error: ValidationError) -> ErrorDetails:
     return {**first, "loc": place, "msg": " or ".join(said).replace(" or Input should be", " or")}
 
 
-def _explain(error: ErrorDetails) -> str:
-    """Return one pydantic error as a sentence with the key's path and a fix."""
-    path = [str(part) for part in error["loc"]]
-    kinds = _kinds(path[0]) if len(path) > 1 else {}
+def _explain(root: type[Table], error: ErrorDetails) -> str:
+    """Return one pydantic error in the tables of ``root`` as a sentence with the key's path and a fix."""
+    path = [str(part) if str(part).isprintable() else repr(part) for part in error["loc"]]
+    kinds = _kinds(root, path[0]) if len(path) > 1 else {}
     given = path.pop(1) if len(kinds) > 1 else ""  # pydantic puts the kind into the path
-    table = kinds.get(given, Recipe)
+    table = kinds.get(given, root)
     key = ".".join(path)
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
@@ -202,14 +220,14 @@ def _explain(error: ErrorDetails) -> str:
             and "options" not in table.model_fields
             and (others := [kind for kind, other in kinds.items() if path[1] in other.model_fields])
         ):
-            field, by = path[0], _discriminator(path[0])
+            field, by = path[0], _discriminator(root, path[0])
             return (
                 f"{key} is for {field}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace "
                 f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
             )
         case "extra_forbidden" if len(path) == 1 and (
             tables := [
-                name for name in Recipe.model_fields if any(key in t.model_fields for t in _kinds(name).values())
+                name for name in root.model_fields if any(key in t.model_fields for t in _kinds(root, name).values())
             ]
         ):
             return f"unknown key {key}; did you mean {' or '.join(f'{name}.{key}' for name in tables)}?"
@@ -234,10 +252,10 @@ def _explain(error: ErrorDetails) -> str:
             return "its arrays or tables lie in one another too deeply; correct them"
         case _:
             found = _shortened(json.dumps(error["input"], default=str))
-            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; {_fix(key, error)}"
+            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; {_fix(root, key, error)}"
 
 
-def _fix(key: str, error: ErrorDetails) -> str:
+def _fix(root: type[Table], key: str, error: ErrorDetails) -> str:
     """Return what to do about a value of a wrong type."""
     match error["type"]:
         case "bool_parsing" | "bool_type" if " or " not in error["msg"]:
@@ -245,7 +263,7 @@ def _fix(key: str, error: ErrorDetails) -> str:
         case "float_parsing" | "float_type" if isinstance(error["input"], str) and " or " not in error["msg"]:
             return "write digits before and after the point, as in 0.5 or 1e-4"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"it is a table, so write {key}.{_discriminator(key) or 'KEY'}=VALUE"
+            return f"it is a table, so write {key}.{_discriminator(root, key) or 'KEY'}=VALUE"
         case _:
             return "correct it"
 
@@ -255,19 +273,19 @@ def _shortened(found: str) -> str:
     return found if len(found) <= 100 else f"{found[:100]} ..."
 
 
-def _kinds(field: str) -> dict[str, type[BaseModel]]:
-    """Return the tables that ``field`` of a recipe can be, by kind; one without kinds as ""; none for a value."""
-    if field not in Recipe.model_fields:
+def _kinds(root: type[Table], field: str) -> dict[str, type[BaseModel]]:
+    """Return the tables that ``field`` of ``root`` can be, by kind; one without kinds as ""; none for a value."""
+    if field not in root.model_fields:
         return {}
-    annotation, by = Recipe.model_fields[field].annotation, _discriminator(field)
+    annotation, by = root.model_fields[field].annotation, _discriminator(root, field)
     if by:
         return {kind: one for one in get_args(annotation) for kind in get_args(one.model_fields[by].annotation)}
     return {"": annotation} if isinstance(annotation, type) and issubclass(annotation, Table) else {}
 
 
-def _discriminator(field: str) -> str:
+def _discriminator(root: type[Table], field: str) -> str:
     """Return the key that chooses the table of the union at ``field``; empty if there is no union."""
-    return str(Recipe.model_fields[field].discriminator or "") if field in Recipe.model_fields else ""
+    return str(root.model_fields[field].discriminator or "") if field in root.model_fields else ""
 
 
 def _keys(table: type[BaseModel]) -> str:

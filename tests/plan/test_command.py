@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from imagenet_fast.cli.main import app
-from imagenet_fast.plan.cluster import cluster_folder
+from imagenet_fast.plan.cluster import clusters
 
 EIGHT = "--recipe resnet50-8gpu --cluster dgx-h100 --sync lazy"
 ALEXNET = "--recipe alexnet-512gpu --cluster gradientflow-v"
@@ -52,7 +52,7 @@ def test_small_batches_and_an_input_that_cannot_keep_up_are_warned_of(tmp_path: 
         done = planned(f"{EIGHT} --gpus 8 --set global_batch={batch}")
         assert ("the host sets the pace" in done.output) == (batch == 64)
     file = tmp_path / "slow.toml"
-    shipped = (cluster_folder() / "gradientflow-v.toml").read_text()
+    shipped = clusters()["gradientflow-v"].read_text()
     file.write_text(shipped.replace('images_per_s = "unknown"', "images_per_s = 1000"))
     text = planned(f"--recipe alexnet-512gpu --sync lazy --cluster {file}").output
     assert "the input gives 1,000 images/s a node, and" in text
@@ -67,8 +67,8 @@ WRONG = {
     "--cluster dgx-h10": "there is no cluster 'dgx-h10'; did you mean dgx-h100",
     "--png plan.png": "--png plan.png draws a sweep; add --sweep",
     "--sync auto": "--sync auto becomes one of the others",
-    "--set sync.wire=fp32": "sync.wire=fp32 is of the recipe's engine, and plan predicts those of --sync",
-    "--set sync={kind='lazy'}": "is of the recipe's engine",
+    "--set sync.wire=fp32": "--set sync.wire=fp32 is not ENGINE.KEY=VALUE with an engine of --sync ddp,",
+    "--set sync={kind='lazy'}": "is not ENGINE.KEY=VALUE",
     "--sync lazy row": "row belongs to no option and is not KEY=VALUE",
     "--sweep gpus=8..16 --gpus 64": "--gpus does not go with --sweep gpus=",
     f"{MANY} --gpus 16384": "16384 GPUs have a global batch of 2097152, more than the 1281167 training images; take",

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,7 +98,7 @@ def test_what_holds_back_is_named():
 
 def test_what_does_not_fit_is_left_out_by_its_cause(monkeypatch: pytest.MonkeyPatch):
     def holding(gb: float) -> Cluster:
-        monkeypatch.setitem(DEVICES, "small", replace(DEVICES["h100"], memory_gb=gb))
+        monkeypatch.setitem(DEVICES, "small", DEVICES["h100"].model_copy(update={"memory_gb": gb}))
         find_device.cache_clear()
         return changed("dgx-h100", device="small")
 

@@ -19,7 +19,7 @@ from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.network import StatedNetwork, expected_max, straggling
-from imagenet_fast.plan.prediction import Planned, Scaling, Step, planned_engines, predict_step, situation_of
+from imagenet_fast.plan.prediction import Planned, Scaling, planned_engines, planned_slots, predict_step, situation_of
 from imagenet_fast.plan.report import verdict
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import find_recipe, load_recipe
@@ -62,7 +62,7 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
     for fuse in (2.0**20, math.inf):
         theirs = step_model(engine, pool, engine.wire, network).messages(fuse)
-        slots = Step(profile, 1.0).slots(pool.alignment)
+        slots = planned_slots(profile, pool.alignment)
         ours = divide(declaration_of(settings), slots, pool.alignment, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
         assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [
             (m.part, m.collective, m.half, m.task.event) for m in theirs
@@ -85,7 +85,7 @@ def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: i
     """Of three nodes or five, one is a torus's busiest."""
     settings, layout = LazySync(wire=wire, threshold_mb=math.inf, collective=collective), RankLayout((each,) * nodes)
     (counted,) = bench_count(SMALL, [settings], [layout.size], each, "56gbit")
-    planned = predict_step(settings, Step(SMALL, 0.1), StatedNetwork(layout, 7e9))
+    planned = predict_step(settings, SMALL.scaled_to(0.1), StatedNetwork(layout, 7e9))
     assert planned.nic_bytes == pytest.approx(counted.nic_bytes, rel=0.04)
 
 
@@ -101,14 +101,14 @@ def test_engines_bytes_are_those_that_bench_sync_counts(profile: Profile, names:
     engines = planned_engines(names)
     network = StatedNetwork(RankLayout((8,) * (ranks // 8)), 7e9)
     for row, settings in zip(bench_count(profile, engines, [ranks], 8, "56gbit"), engines, strict=True):
-        planned = predict_step(settings, Step(profile, 0.1), network)
+        planned = predict_step(settings, profile.scaled_to(0.1), network)
         assert planned.nic_bytes == pytest.approx(row.nic_bytes, rel=error), (row.engine, row.wire)
 
 
 @pytest.mark.parametrize("ranks", [16, 120])
 def test_padding_of_codes_is_not_sent_and_codes_go_as_16_bits_inside_a_node(ranks: int):
     """The line of 120 ranks is 15 360 values, and ResNet-50 has many gradients of 64."""
-    step, layout = Step(load_profile("resnet50"), 0.001), RankLayout((8,) * (ranks // 8))
+    step, layout = load_profile("resnet50").scaled_to(0.001), RankLayout((8,) * (ranks // 8))
     networks = StatedNetwork(layout, 7e9), StatedNetwork(layout, 1e12, inside_bytes_per_s=1e9)
     (plain, slow), (coded, coded_slow) = (
         [predict_step(LazySync(wire=wire), step, network) for network in networks] for wire in ("bf16", "int8")

@@ -213,6 +213,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
         (str(tmp_path / "broken.toml"), "broken.toml cannot be read as TOML"),
     ):
         assert sentence in refusal_of(lambda name=name: load_recipe(find_recipe(name)))
+    assert "unknown key 'a\\nb'; " in refusal_of(load_recipe, find_recipe("demo"), overrides=["a\nb=1"]), "on one line"
 
 
 VALUES = [
