@@ -161,7 +161,7 @@ def plan_validate(
     keys: opt.Keys = opt.NO_KEYS,
     json_file: opt.Json = None,
 ) -> None:
-    """Measure engines on a shaped test network, beside predictions from the nominal and the measured link.
+    """Measure engines on `test-network`, a shaped one, beside predictions from the nominal and the measured link.
 
     It needs root: four hosts are simulated on this node.
 
@@ -173,25 +173,21 @@ def plan_validate(
     from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.metrics.tables import table
     from imagenet_fast.netlab.ranks import Lab
-    from imagenet_fast.plan.devices import PROFILES
-    from imagenet_fast.plan.rows import Shaped, Validated
+    from imagenet_fast.plan.cluster import load_cluster
+    from imagenet_fast.plan.prediction import predict_step
+    from imagenet_fast.plan.rows import Validated
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     model = load_recipe(find_recipe(recipe)).model.kind
     engines = parse_engines(sync, "bf16", keys)
-    name = PROFILES.get(model)
-    if name is None:
-        raise UserError(
-            f"{model} has no layer profile; record one by `imagenet-fast bench profile FILE --model {model}`"
-        )
-    scale, mbit, hosts = 4, 250, 4
-    times = bench_sync(
-        load_profile(name).scaled_to(1.4), engines, Lab(hosts, 1, f"{mbit}mbit"), scale, rounds=2, steps=2
-    )
+    cluster = load_cluster("test-network")
+    device, nominal = cluster.gpu, cluster.network(cluster.nodes)
+    compute_s, layers = device.compute(model).seconds(128), device.layers(model)
+    lab = Lab(cluster.nodes, cluster.gpus_per_node, f"{cluster.nic.node_gbit}gbit")
+    times = bench_sync(load_profile(layers.model).scaled_to(compute_s), engines, lab, device.scale, rounds=2, steps=2)
     found: list[Validated] = []
-    for settings, time in zip(engines, times, strict=False):
-        steps = Shaped(profile=name, scale=scale, hosts=hosts, mbit=mbit, compute_s=time.compute_s)
-        nominal_s = steps.predicted_s(settings)
+    for settings, time in zip(engines, times, strict=False):  # ddp is measured, too, though it was not asked for
+        nominal_s = predict_step(settings, layers.scaled_to(time.compute_s), nominal).step_s
         error = nominal_s / time.step_s - 1
         found.append(Validated(settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, error))
     opt.show(table(found), [asdict(row) for row in found], json_file)

@@ -8,8 +8,6 @@ from functools import cache
 from operator import itemgetter
 from statistics import fmean
 
-from pydantic import Field
-
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
 from imagenet_fast.metrics.tables import Row, column
@@ -114,7 +112,7 @@ class Published(Table):
 
 
 class Shaped(Table):
-    """Steps that `bench sync` measured, or will, between hosts in network namespaces."""
+    """Steps that `bench sync` measured between hosts in network namespaces."""
 
     profile: str
     scale: int
@@ -122,7 +120,7 @@ class Shaped(Table):
     mbit: float
     compute_s: float
     """Measured seconds of a step without synchronisation."""
-    seconds: dict[str, float] = Field(default_factory=dict)
+    seconds: dict[str, float]
     """Measured seconds of a step by engine, as in `--sync`."""
     ranks_per_host: int = 1
 
@@ -130,22 +128,17 @@ class Shaped(Table):
         """Return the engines that were measured."""
         return parse_engines(",".join(self.seconds), "bf16")
 
-    def predicted_s(self, engine: Sync) -> float:
-        """Return the predicted seconds of a step, by the nominal rate of the hosts' links."""
-        profile = load_profile(self.profile).downscaled(self.scale).scaled_to(self.compute_s)
+    def compared(self) -> Iterator[Compared]:
+        """Predict every step that was measured, by the nominal rate of the hosts' links."""
+        name = f"{self.profile}/{self.scale}, {self.hosts} x {self.mbit:g} Mbit/s, {self.compute_s:g} s"
+        layers = load_profile(self.profile).downscaled(self.scale).scaled_to(self.compute_s)
         layout = RankLayout((self.ranks_per_host,) * self.hosts, on_gpu=False)
         latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
         network = StatedNetwork(layout, TCP_PAYLOAD * self.mbit * 1e6 / 8, between_s=latency_s)
-        return predict_step(engine, profile, network).step_s
-
-    def compared(self) -> Iterator[Compared]:
-        """Predict every step that was measured."""
-        name = f"{self.profile}/{self.scale}, {self.hosts} x {self.mbit:g} Mbit/s, {self.compute_s:g} s"
-        ranks = self.hosts * self.ranks_per_host
         for engine, measured in zip(self.engines(), self.seconds.values(), strict=True):
-            predicted = self.predicted_s(engine)
+            predicted = predict_step(engine, layers, network).step_s
             yield Compared(
-                name, ranks, None, f"{engine.kind} {engine.wire}", measured, predicted, predicted / measured - 1,
+                name, layout.size, None, f"{engine.kind} {engine.wire}", measured, predicted, predicted / measured - 1,
                 "nothing", "", predicted, "",
             )  # fmt: skip
 
