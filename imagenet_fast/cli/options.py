@@ -54,9 +54,9 @@ def run_directory(text: str) -> Path:
 
 def _recipe_names() -> list[str]:
     """Return what the shell completes after ``--recipe``."""
-    from imagenet_fast.recipe.load import recipe_names
+    from imagenet_fast.recipe.load import shipped
 
-    return recipe_names()
+    return list(shipped("recipe"))
 
 
 def _engine_names() -> list[str]:

@@ -31,11 +31,6 @@ def shipped(kind: Kind) -> dict[str, Path]:
     return dict(sorted((path.stem, path) for path in folder.glob("*.toml")))
 
 
-def recipe_names() -> list[str]:
-    """Return the names of the shipped recipes."""
-    return list(shipped("recipe"))
-
-
 def find_recipe(name: str) -> Path:
     """Return the file of a recipe, given the name of a shipped one or a path.
 

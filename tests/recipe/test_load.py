@@ -22,7 +22,7 @@ from imagenet_fast.recipe.load import (
     load_recipe,
     parse_engines,
     parse_recipe,
-    recipe_names,
+    shipped,
     to_toml,
 )
 from imagenet_fast.recipe.sync_config import (
@@ -50,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_shipped_recipe_survives_being_written_out_in_full():
-    for name in recipe_names():
+    for name in shipped("recipe"):
         recipe = load_recipe(find_recipe(name))
         assert parse_recipe(name, tomllib.loads(to_toml(recipe))) == recipe
 
@@ -242,7 +242,7 @@ def test_no_damage_of_200_gives_a_traceback_or_a_recipe_that_is_none(tmp_path: P
     refused = 0
     for seed in range(200):
         chance = random.Random(seed)
-        path.write_bytes(damaged(find_recipe(chance.choice(recipe_names())).read_bytes(), chance))
+        path.write_bytes(damaged(find_recipe(chance.choice([*shipped("recipe")])).read_bytes(), chance))
         try:
             recipe = load_recipe(path)
         except UserError as error:
