@@ -23,7 +23,7 @@ NOTHING = "–"
 
 _GAP = 2  # characters between columns
 _FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6, "min": 1 / 60}
-_NAME = 10  # least characters for the first column before other columns are moved below
+_NAME = 20  # least characters for the first column before other columns are moved below
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
@@ -154,7 +154,7 @@ def columns_of(*names: str, heading: str = "") -> dict[str, Any]:
 def table(rows: Sequence[Row]) -> Table:
     """Return the table of ``rows``; a column that has None in every row is left out."""
     shown = [c for c in _columns(rows[0]) if any(c.value(row) is not None for row in rows)]
-    text = [c for c in shown if all(isinstance(c.value(row), str | None) for row in rows)]
+    text = [c for c in shown if all(isinstance(c.value(row), str | bool | None) for row in rows)]
     numbers = [c for c in shown if c not in text]
     built = compact_table(
         [c.heading for c in text],

@@ -55,33 +55,33 @@ class Way(Row):
 
     training: str = field(metadata=column("training"))
     """The training: a shipped recipe, or LARS with the batch of one of MLCommons' reference convergence points."""
-    gpus: int = field(metadata=column("GPUs"))
     engine: str = field(metadata=column("engine"))
     """Engine and wire dtype."""
     exact: bool = field(metadata=column("accuracy", form=lambda exact: "published" if exact else "not published"))
     """Whether its accuracy is the published one; with engines that are not exact it is not published."""
-    global_batch: int
-    micro_batch: int = field(metadata=column("micro"))
-    """Images that a GPU computes at once."""
-    epochs: int = field(metadata=column("epochs"))
-    """Epochs up to the evaluation that shows the target."""
-    minutes: float = field(metadata=column("min", form=three_digits))
-    """Minutes of steps and evaluations up to there."""
-    least: float = field(metadata=column("least", form=three_digits))
-    """The same with the fewest epochs of the published runs, and the better end of NICs and stragglers."""
-    most: float = field(metadata=column("most", form=three_digits))
-    """The same with the most epochs and the worse end."""
-    gpu_hours: float = field(metadata=column("GPU h", form=three_digits))
-    usd: float | None = field(metadata=column("USD", form=three_digits))
-    """None: the cluster has no ``usd_per_gpu_hour``."""
-    node_images_per_s: float = field(metadata=column("images/s a node", form=",.0f"))
-    """Images a second that a node's loaders must give."""
     held_back_by: HeldBack = field(metadata=column("held back by"))
     """The cause that costs most time, if it is more than the model's error; else ``compute``.
 
     ``memory`` stands for gradients that are accumulated, and ``batch-norm span`` for GPUs that stay idle, since norms
     would see fewer than 32 images.
     """
+    minutes: float = field(metadata=column("min", form=three_digits))
+    """Minutes of steps and evaluations up to the evaluation that shows the target."""
+    least: float = field(metadata=column("from", form=three_digits))
+    """The same with the fewest epochs of the published runs, and the better end of NICs and stragglers."""
+    most: float = field(metadata=column("to", form=three_digits))
+    """The same with the most epochs and the worse end."""
+    gpus: int = field(metadata=column("GPUs"))
+    global_batch: int
+    micro_batch: int = field(metadata=column("micro"))
+    """Images that a GPU computes at once."""
+    epochs: int = field(metadata=column("epochs"))
+    """Epochs up to the evaluation that shows the target."""
+    gpu_hours: float = field(metadata=column("GPU h", form=three_digits))
+    usd: float | None = field(metadata=column("USD", form=three_digits))
+    """None: the cluster has no ``usd_per_gpu_hour``."""
+    node_images_per_s: float = field(metadata=column("images/s a node", form=",.0f"))
+    """Images a second that a node's loaders must give."""
 
 
 def published_trainings(model: str) -> list[Training]:
@@ -201,10 +201,10 @@ class _Plan(Situation):
             "batch-norm span": self.idle * self.compute_s, "compute": MODEL_ERROR * self.compute_s,
         }  # fmt: skip
         return Way(
-            self.training.name, gpus, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
-            recipe.global_batch, self.batching.micro_batch, self.shown(mean), minutes, self.minutes(best, fewest),
-            self.minutes(worst, most), hours, None if price is None else hours * price,
-            self.node_images / max(result.step_s, self.loading_s), max(costs, key=costs.__getitem__),
+            self.training.name, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
+            max(costs, key=costs.__getitem__), minutes, self.minutes(best, fewest), self.minutes(worst, most), gpus,
+            recipe.global_batch, self.batching.micro_batch, self.shown(mean), hours,
+            None if price is None else hours * price, self.node_images / max(result.step_s, self.loading_s),
         )  # fmt: skip
 
 
