@@ -7,7 +7,6 @@ Options of several commands:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -132,7 +131,7 @@ def plan_fastest(
         )
         found = [way for _, way in swept]
         below = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    opt.show(table(found[:SHOWN]), [asdict(way) for way in found], json_file)
+    opt.show(table(found[:SHOWN]), found, json_file)
     print()
     print(*below, sep="\n")
     if write is not None:
@@ -149,11 +148,10 @@ def plan_fastest(
 
 def plan_rows(json_file: opt.Json = None) -> None:
     """Compare the model with published and measured steps."""
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.rows import all_rows, summary
 
     found = all_rows()
-    opt.show(table(found), [asdict(row) for row in found], json_file)
+    opt.show_rows(found, json_file)
     print()
     for row in found:
         if row.left:
@@ -178,7 +176,6 @@ def plan_validate(
     """
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.devices import PROFILES
     from imagenet_fast.plan.rows import Shaped, Validated
@@ -201,7 +198,7 @@ def plan_validate(
         nominal_s = steps.predicted_s(settings)
         error = nominal_s / time.step_s - 1
         found.append(Validated(settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, error))
-    opt.show(table(found), [asdict(row) for row in found], json_file)
+    opt.show_rows(found, json_file)
 
 
 def _parsed(sweep: str | None, gpus: int | None, png: Path | None) -> Sweep | None:
@@ -245,11 +242,10 @@ def _print_plan(
     written: Recipe, machine: Cluster, scaling: Literal["weak", "strong"], predicted: list[Planned], alone: bool,
     json_file: Path | None,
 ) -> None:  # fmt: skip
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.prediction import situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
 
-    opt.show(table(predicted), [asdict(row) for row in predicted], json_file)
+    opt.show_rows(predicted, json_file)
     print()
     for place in dict.fromkeys((row.gpus, row.nic_gbit) for row in predicted):
         own = [row for row in predicted if (row.gpus, row.nic_gbit) == place]
