@@ -4,20 +4,16 @@
 # torch from 2.11, pyproject.toml's packages (not DALI) and pytest; no network.
 #
 #     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
-#     scripts/gpu-check.sh --long [REPORT]       # more rounds, no limits: a quarter of an hour or so
 #     scripts/gpu-check.sh --dry-run [REPORT]    # the same on a CPU, as small as it goes
 #
 # Exit codes: 0 every section ended well, 1 one did not (the report says which), 2 usage.
 set -uo pipefail
 
-dry='' long=''
-case ${1:-} in
---dry-run) dry=1 && shift ;;
---long) long=1 && shift ;;
-esac
+dry=''
+[ "${1-}" != --dry-run ] || { dry=1 && shift; }
 report=${1:-gpu-check.md}
 if [ $# -gt 1 ] || [ "${report#-}" != "$report" ]; then
-    echo "error: usage: scripts/gpu-check.sh [--dry-run | --long] [REPORT]" >&2
+    echo "error: usage: scripts/gpu-check.sh [--dry-run] [REPORT]" >&2
     exit 2
 fi
 python=${PYTHON:-python}
@@ -30,9 +26,7 @@ case $python in */*) python=$(realpath -s "$python") ;; esac # a link of a virtu
 report=$(realpath "$report")
 cd "$(dirname "$0")/.." || exit 2
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 COLUMNS=100 LC_ALL=C.UTF-8
-if [ -n "$dry" ]; then
-    export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
-fi
+[ -z "$dry" ] || export CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1
 parts=$(mktemp -d)
 trap 'rm -rf "$parts"' EXIT
 trap 'kill $(jobs -p); exit 130' INT TERM
@@ -45,7 +39,6 @@ section() {
     shift 2
     echo "$name"
     [ -z "$dry" ] || limit=$((20 * limit))
-    [ -z "$long" ] || limit=0 # none
     # In the background, since bash hears of Ctrl-C in a `wait` alone.
     timeout --signal=INT --kill-after=5 "$limit" env --default-signal=INT "$@" >"$parts/out" 2>&1 </dev/null &
     wait $!
@@ -53,7 +46,7 @@ section() {
     seconds=$(awk "BEGIN { printf \"%.1f\", $EPOCHREALTIME - $begun }")
     case $code in 124 | 137) why=' (it reached its limit)' ;; esac
     [ "$code" -eq 0 ] || failed=1
-    echo "| $name | $code$why | $seconds | ${limit/#0/–} |" >>"$parts/rows"
+    echo "| $name | $code$why | $seconds | $limit |" >>"$parts/rows"
     {
         printf '\n## %s\n\nExit code %s%s after %s s.\n\n   ' "$name" "$code" "$why" "$seconds"
         printf ' %q' "$@"
@@ -81,7 +74,7 @@ section "two NCCL ranks without the caching allocator" 60 env PYTORCH_NO_CUDA_ME
 section "two NCCL ranks by torch's older backend" 60 env TORCH_DIST_USE_NCCL2=0 "${tests[@]}" "$ranks"
 
 bench=("$python" -m imagenet_fast bench)
-rounds=(--rounds $((long ? 60 : 15)) --steps 2)
+rounds=(--rounds 15 --steps 2)
 images=(--image-size 224 --batch 128)
 engines=(--model resnet50 --sync 'lazy,hybrid,dear,powersgd,sparse')
 profiled=(--model resnet50 --steps 10)

@@ -39,10 +39,9 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
 
 
 @pytest.mark.ci
-def test_a_section_that_fails_stops_no_other_and_a_long_check_has_no_limits(tmp_path: Path):
-    assert gpu_check("--long", tmp_path / "report.md", python="/bin/false").wait(60) == 1
-    failed = re.findall(r"^\| .*? \| 1 \| [\d.]+ \| – \|$", (tmp_path / "report.md").read_text(), re.MULTILINE)
-    assert len(failed) >= 9
+def test_a_section_that_fails_stops_no_other(tmp_path: Path):
+    assert gpu_check(tmp_path / "report.md", python="/bin/false").wait(60) == 1
+    assert len(re.findall(r"^\| .*? \| 1 \| ", (tmp_path / "report.md").read_text(), re.MULTILINE)) >= 9
 
 
 @pytest.mark.ci
