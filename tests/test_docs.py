@@ -132,12 +132,11 @@ def check_values(path: list[str], asked: dict[str, Any], command: Command) -> No
         case ["train"] if asked["recipe"]:
             check_training(asked, command)
         case ["compare"]:
-            file = recipe_file(asked["recipe"])
-            ranks = asked["nproc"] or load_recipe(file).ranks
+            ranks = asked["nproc"] or load_recipe(recipe_file(asked["recipe"])).ranks
             layouts = parse_layouts(asked["layout"], ranks) if asked["layout"] else []
             engines = (asked["sync"] or "hybrid").split(",")
             for run in contestants(asked["recipe"], ranks, engines, [], asked["keys"], layouts):
-                check_axes(load_recipe(file, run.engine, run.overrides), ranks)
+                check_axes(run.recipe, ranks)
         case ["bench", "sync"] if asked["sync"]:
             parse_engines(asked["sync"], asked["wire"], asked["keys"])
         case ["eval" | "export"] if asked["recipe"]:

@@ -21,11 +21,9 @@ Options of several commands:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
@@ -76,7 +74,7 @@ def bench_step(
 
     dtype = precision or own_precision()
     variants = [step_recipe(model, image_size, batch, dtype, compile, engine) for engine in listed("--sync", sync, str)]
-    _show(measure(variants[0], variants, rounds, steps), json_file)
+    opt.show_rows(measure(variants[0], variants, rounds, steps), json_file)
 
 
 @bench_app.command("sync")
@@ -114,7 +112,7 @@ def bench_sync(
     engines = parse_engines(sync, wire, keys)
     lab = Lab(nodes, nproc, rate)
     times = measure(_profile(model, compute), engines, lab, scale, rounds, steps, trace)
-    _show(times, json_file, draw_steps, png)
+    opt.show_rows(times, json_file, draw_steps, png)
 
 
 @bench_app.command("count")
@@ -144,7 +142,7 @@ def bench_count(
     from imagenet_fast.units import whole_numbers
 
     engines, sizes = parse_engines(sync, wire, keys), whole_numbers("--ranks", ranks, "8,64,512")
-    _show(count(_profile(model, compute), engines, sizes, nproc, link), json_file)
+    opt.show_rows(count(_profile(model, compute), engines, sizes, nproc, link), json_file)
 
 
 @bench_app.command("collectives")
@@ -174,7 +172,7 @@ def bench_collectives(
 
     chosen = parse_sizes(sizes), parse_collectives(collectives)
     times = measure(Lab(nodes, nproc, rate), *chosen, wire, device, rounds, seconds)
-    _show(times, json_file, draw_bandwidth, png)
+    opt.show_rows(times, json_file, draw_bandwidth, png)
 
 
 @published_app.command("ladder")
@@ -197,7 +195,7 @@ def bench_ladder(
     from imagenet_fast.netlab.ranks import Lab
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    _show(bench_ladder(_profile(model, compute), on), json_file, draw_steps, png)
+    opt.show_rows(bench_ladder(_profile(model, compute), on), json_file, draw_steps, png)
 
 
 @published_app.command("batches")
@@ -227,7 +225,7 @@ def bench_batches(
 
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
     counts = whole_numbers("--batches", batches, "16,32,64,128")
-    _show(bench_batches(_profile(model, compute), counts, on), json_file, draw_steps, png)
+    opt.show_rows(bench_batches(_profile(model, compute), counts, on), json_file, draw_steps, png)
 
 
 @published_app.command("backends")
@@ -248,7 +246,7 @@ def bench_backends(
     from imagenet_fast.netlab.ranks import Lab
 
     times = measure(Lab(nodes, nproc, rate), parse_sizes(sizes), rounds, seconds)
-    _show(times, json_file, draw_bandwidth, png)
+    opt.show_rows(times, json_file, draw_bandwidth, png)
 
 
 @bench_app.command("pipeline")
@@ -287,7 +285,7 @@ def bench_pipeline(
     recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
     chosen = listed("--schedules", schedules, str)
-    _show(measure(recipe, stages, counts, chosen, sleep, device, rounds), json_file, draw_pipeline, png)
+    opt.show_rows(measure(recipe, stages, counts, chosen, sleep, device, rounds), json_file, draw_pipeline, png)
 
 
 @bench_app.command("profile")
@@ -349,7 +347,7 @@ def bench_data(
     chosen: list[Loader] = names("--loaders", loaders, get_args(Loader))
     threads = workers or usable_cores()
     rates = bench_loading(chosen, data, image_size, batch, threads, seconds, rounds, resize)
-    _show(rates, json_file, draw_loading, png)
+    opt.show_rows(rates, json_file, draw_loading, png)
 
 
 @bench_app.command("kernels", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -364,20 +362,3 @@ def _profile(model: str, compute_s: float | None) -> Profile:
 
     profile = load_profile(model)
     return profile if compute_s is None else profile.scaled_to(compute_s)
-
-
-def _show(
-    rows: Sequence[Any],
-    json_file: Path | None,
-    draw: Callable[[Any, Any], None] | None = None,
-    png: Path | None = None,
-) -> None:
-    """Show rows, and draw them to ``png``."""
-    from imagenet_fast.metrics.figures import new_figure
-    from imagenet_fast.metrics.tables import table
-
-    opt.show(table(rows), [asdict(row) for row in rows], json_file)
-    if draw is not None and png is not None:
-        figure = new_figure()
-        draw(rows, figure)
-        figure.savefig(png)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -57,7 +56,6 @@ def compare(
     from imagenet_fast.launch.nodes import local_ranks
     from imagenet_fast.metrics.run_dir import RunDir, new_folder
     from imagenet_fast.metrics.run_result import STOPPED
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.units import whole_numbers
 
     folder = out or new_folder(Path(recipe).stem, "compare")
@@ -77,7 +75,7 @@ def compare(
     rows = summaries(past)
     failed = [run for run in ended if run.failed]
     print()
-    opt.show(table(rows), [asdict(row) for row in rows], json_file)
+    opt.show_rows(rows, json_file)
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
@@ -108,14 +106,13 @@ def report(
     """
     from imagenet_fast.compare.report import draw_curves, summaries
     from imagenet_fast.metrics.past_run import read_run
-    from imagenet_fast.metrics.tables import table
 
     once: dict[Path, Path] = {}
     for folder in runs:
         once.setdefault(folder.resolve(), folder)
     past = [read_run(folder) for folder in once.values()]
     rows = summaries(past)
-    opt.show(table(rows), [asdict(row) for row in rows], json_file)
+    opt.show_rows(rows, json_file)
     if reference:
         from imagenet_fast.compare.reference import SOURCE, judge_by_reference
 
@@ -145,10 +142,9 @@ def timeline(
         until: Where the time axis ends. Default: with the longest step.
     """
     from imagenet_fast.compare.timeline import draw_timelines, read_timeline
-    from imagenet_fast.metrics.tables import table
 
     steps = [read_timeline(trace) for trace in traces]
-    opt.show(table(steps), [asdict(step) for step in steps], json_file)
+    opt.show_rows(steps, json_file)
     if png is not None:
         draw_timelines(steps, png, until)
         print(f"drawn to {png}")

@@ -112,8 +112,6 @@ def verify(
     Args:
         workers: Number of files to decode at a time. Default: one per core.
     """
-    from dataclasses import asdict
-
     from imagenet_fast.data.folders import shown
     from imagenet_fast.data.verify import summary
     from imagenet_fast.data.verify import verify as examine_all
@@ -124,5 +122,5 @@ def verify(
     if json_file is not None:
         from imagenet_fast.metrics.tables import write_json
 
-        write_json(asdict(found), json_file)
+        write_json(found, json_file)
         print(f"written to {json_file}")

@@ -147,8 +147,6 @@ def doctor(
     Args:
         out: Directory in which runs will be written.
     """
-    from dataclasses import asdict
-
     from imagenet_fast.doctor.report import findings_table, read_results, refused
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
@@ -165,7 +163,7 @@ def doctor(
         from imagenet_fast.doctor.host_checks import examine
 
         found = [*examine(data, out, cluster.ranks_each), refused("ranks", UserError(cause))]
-    opt.show(findings_table(found), [asdict(finding) for finding in found], json_file)
+    opt.show(findings_table(found), found, json_file)
     if any(finding.state == "fail" for finding in found):
         raise typer.Exit(1)
 

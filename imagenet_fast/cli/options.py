@@ -20,8 +20,9 @@ Options of several commands:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -107,6 +108,23 @@ def show(table: object, rows: object = None, json_file: Path | None = None) -> N
     Console().print(table)
     if json_file is not None:
         write_json(rows, json_file)
+
+
+def show_rows(
+    rows: Sequence[Any],
+    json_file: Path | None,
+    draw: Callable[[Any, Any], object] | None = None,
+    png: Path | None = None,
+) -> None:
+    """Print the table of rows, write them as JSON, and have them drawn to ``png``, each if there is such a file."""
+    from imagenet_fast.metrics.figures import new_figure
+    from imagenet_fast.metrics.tables import table
+
+    show(table(rows), rows, json_file)
+    if draw is not None and png is not None:
+        figure = new_figure()
+        draw(rows, figure)
+        figure.savefig(png)
 
 
 def written_out(shorthands: dict[str, object]) -> list[str]:

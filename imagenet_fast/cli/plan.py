@@ -7,7 +7,6 @@ Options of several commands:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -50,7 +49,6 @@ def plan(
         scaling: Keep each GPU's share of the batch, or the global batch.
         keys: Keys to change, as in train. ENGINE.KEY=VALUE changes a key of that engine only.
     """
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.prediction import planned_engines, situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
     from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
@@ -66,7 +64,7 @@ def plan(
 
     predicted = _each(_places(cluster, gpus, written.ranks, sweep, png), predict)
     rows = [row for _, planned in predicted for row in planned]
-    opt.show(table(rows), [asdict(row) for row in rows], json_file)
+    opt.show_rows(rows, json_file)
     print()
     for situation, planned in predicted:
         rate = situation.cluster.nic.node_gbit
@@ -125,7 +123,7 @@ def plan_fastest(
     else:
         found = [way for _, way in swept]
         below = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    opt.show(table(found[:SHOWN]), [asdict(way) for way in found], json_file)
+    opt.show(table(found[:SHOWN]), found, json_file)
     print()
     print(*below, sep="\n")
     if write is not None:
@@ -142,11 +140,10 @@ def plan_fastest(
 
 def plan_rows(json_file: opt.Json = None) -> None:
     """Compare the model with published and measured steps."""
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.rows import all_rows, summary
 
     found = all_rows()
-    opt.show(table(found), [asdict(row) for row in found], json_file)
+    opt.show_rows(found, json_file)
     print()
     for row in found:
         if row.left:
@@ -171,7 +168,6 @@ def plan_validate(
     """
     from imagenet_fast.bench.engines import bench_sync
     from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.metrics.tables import table
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.plan.cluster import load_cluster
     from imagenet_fast.plan.prediction import predict_step
@@ -190,7 +186,7 @@ def plan_validate(
         nominal_s = predict_step(settings, layers.scaled_to(time.compute_s), nominal).step_s
         error = nominal_s / time.step_s - 1
         found.append(Validated(settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, error))
-    opt.show(table(found), [asdict(row) for row in found], json_file)
+    opt.show_rows(found, json_file)
 
 
 def _places(

@@ -38,7 +38,6 @@ def train(
     on_bad_image: opt.OnBadImage = None,
     scale_batch: bool = False,
     trace: bool = False,
-    silent: Annotated[bool, typer.Option("--no-warnings", hidden=True)] = False,
 ) -> None:
     """Train a recipe to its target accuracy.
 
@@ -68,7 +67,6 @@ def train(
         seed: Random seed to use instead of the recipe's.
         scale_batch: Scale the global batch and the learning rate with the number of ranks.
         trace: Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.
-        silent: Do not warn; the caller has done so.
     """
     from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume
     from imagenet_fast.metrics.run_dir import RunDir
@@ -88,7 +86,7 @@ def train(
         plan_job, name, written, data=images, folder=run or out, scale=scale_batch, trace=trace, init_from=init_from,
         fresh_head=fresh_head, resume=run is not None, overrides=keys,
     )  # fmt: skip
-    if not silent and (place is None or place.is_main):
+    if place is None or place.is_main:
         for doubt in (*doubts, *lint(written)):
             warn(doubt)
     if place is not None:

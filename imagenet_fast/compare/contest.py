@@ -2,68 +2,56 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from pathlib import Path
 
 from imagenet_fast.compare.layouts import NamedLayout, laid_out, refuse_axes
-from imagenet_fast.distributed.cores import cores_per_rank
-from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.launch.signals import ENDS, GRACE_S
+from imagenet_fast.launch.nodes import LaunchConfig
+from imagenet_fast.launch.signals import stopping_early
 from imagenet_fast.metrics.past_run import PastRun, read_run
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter, parse_rate, shaped_network
+from imagenet_fast.metrics.run_result import STOPPED
+from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
+from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.validation import lint
 
-_PORT = 29400  # rendezvous port; in a private network no other process listens
 _DONE = (0, 3)  # exit codes of a run that completed training
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One run: an engine and its overrides, which include its seed and layout."""
+    """One run: its recipe, which has its engine, layout and seed, and the user's overrides in it."""
 
     label: str
-    engine: str
+    recipe: Recipe
     overrides: tuple[str, ...]
-
-    def arguments(self, recipe: str, data: Path | None, folder: Path) -> list[str]:
-        """Return the arguments of the `train` command."""
-        return [
-            "train", "--no-warnings", "--recipe", recipe, "--sync", self.engine, "--out", str(folder / self.label),
-            *(["--data", str(data)] if data else []),
-            *(part for override in self.overrides for part in ("--set", override)),
-        ]  # fmt: skip
 
 
 def contestants(
-    recipe: str,
+    name: str,
     ranks: int,
     engines: Sequence[str],
     seeds: Sequence[int],
     overrides: Sequence[str],
     layouts: Sequence[NamedLayout] = (),
 ) -> list[Contestant]:
-    """Return one run for every combination of engine, layout and seed.
+    """Return one run for every combination of engine, layout and seed; warn of what is doubtful, once.
 
     A label leaves out the engine if there is only one and layouts are given.
 
     Args:
-        recipe: Name or path of the recipe.
+        name: Name or path of the recipe.
         ranks: Number of ranks of every run.
         engines: Names of the engines, all different.
         seeds: Seeds, all different; if empty, the recipe's own.
@@ -71,25 +59,32 @@ def contestants(
         layouts: Layouts of the ranks; if empty, the recipe's own.
 
     Raises:
-        UserError: An override is for an engine not in ``engines``, or a layout is impossible.
+        UserError: An override is for an engine not in ``engines``, or a recipe or layout is impossible.
     """
     for override in overrides:
         if (table := override.partition(".")[0]) in set(engine_names()) - set(engines):
             raise UserError(f"--set {override} is for {table}, which is not in --sync {','.join(engines)}; correct one")
     if layouts:
         refuse_axes(overrides, layouts)
+    path = find_recipe(name)
     asked: Sequence[NamedLayout | None] = layouts or [None]
     seeded: Sequence[int | None] = seeds or [None]
-    runs = []
+    runs: list[Contestant] = []
+    doubts: list[str] = []
     for engine, layout, seed in product(engines, asked, seeded):
         settled = _own(engine, overrides) + ([f"seed={seed}"] if seed is not None else [])
         names = [engine] if layout is None or len(engines) > 1 else []
-        if layout is not None:
-            settled = laid_out(find_recipe(recipe), engine, settled, layout, ranks)
+        if layout is None:
+            recipe = load_recipe(path, engine, settled, doubts.append)
+        else:
+            recipe = laid_out(path, engine, settled, layout, ranks, doubts.append)
             names.append(layout.name)
         if seed is not None:
             names.append(f"seed{seed}")
-        runs.append(Contestant("-".join(names), engine, tuple(settled)))
+        doubts += lint(recipe)
+        runs.append(Contestant("-".join(names), recipe, tuple(settled)))
+    for doubt in dict.fromkeys(doubts):
+        warn(doubt)
     return runs
 
 
@@ -138,35 +133,30 @@ def compare(
         The runs that have ended. After a signal, these are the runs so far; the interrupted one is the last.
 
     Raises:
-        UserError: A recipe or the network is wrong; nothing has been trained.
-        SystemExit: With code 2 if a run ended with code 2 before any run completed. Its ranks have printed the error.
+        UserError: The data or the network is wrong; nothing has been trained.
+        SystemExit: With code 2 if a run ended with code 2 before any run completed. Its error is printed.
     """
-    jobs: dict[Contestant, Job] = {}
-    doubtful: dict[str, None] = {}  # an ordered set
-    for run in runs:
-        doubts: list[str] = []
-        recipe = load_recipe(find_recipe(name), run.engine, run.overrides, doubts.append)
-        jobs[run] = plan_job(name, recipe, ranks, data=data, folder=folder / run.label)
-        RunDir(folder / run.label).check_writable()
-        doubtful |= dict.fromkeys([*doubts, *lint(recipe)])
-    for doubt in doubtful:
-        warn(doubt)
-    codes: dict[Contestant, int] = {}
-    with shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(None) as network:
-        asked = asked_to_stop()
+    stem = find_recipe(name).stem
+    jobs = [
+        plan_job(stem, run.recipe, ranks, data=data, folder=folder / run.label, overrides=run.overrides) for run in runs
+    ]
+    for job in jobs:
+        RunDir(job.folder).check_writable()
+    ended: list[Ended] = []
+    with shaped_network(ranks, parse_rate(rate)) if rate is not None else nullcontext(()) as hosts:
         begun = time.monotonic()
-        for number, run in enumerate(runs, 1):
+        for number, (run, job) in enumerate(zip(runs, jobs, strict=True), 1):
             print(f"\n{run.label} ({number} of {len(runs)})", flush=True)
             if number > 1 and sys.stderr.isatty():
                 left_s = (time.monotonic() - begun) / (number - 1) * (len(runs) - number + 1)
                 print(f"about {timedelta(seconds=round(left_s))} left for all runs", file=sys.stderr, flush=True)
-            arguments = [sys.executable, "-m", "imagenet_fast", *run.arguments(name, data, folder)]
-            codes[run] = _train(arguments, ranks, network, asked, jobs[run].recipe.checkpoint.grace_s)
-            if asked():
-                break
-            if codes[run] == 2 and not any(code in _DONE for code in codes.values()):
+            code = _train(job, LaunchConfig(ranks, hosts=tuple(hosts)))
+            if code == 2 and all(one.failed for one in ended):
                 raise SystemExit(2)
-    return [Ended(_past(jobs[run], run.label), code) for run, code in codes.items()]
+            ended.append(Ended(_past(job, run.label), code))
+            if code == STOPPED or ended[-1].past.status == "interrupted":
+                break
+    return ended
 
 
 def _past(job: Job, label: str) -> PastRun:
@@ -178,84 +168,15 @@ def _past(job: Job, label: str) -> PastRun:
     return replace(past, name=label, status="failed" if past.status == "not ended" else past.status)
 
 
-def _train(
-    arguments: list[str], ranks: int, network: list[Host] | None, asked: Callable[[], bool], saving_s: float
-) -> int:
-    """Run the command on this node, or with one rank on each node of ``network``, and return the exit code."""
-    if network is None:
-        starts = [partial(_start, [*arguments, "--nproc", str(ranks)], kill_with_parent)]
-    else:
-        starts = [
-            partial(_start, arguments, partial(_move_to, host), _variables(rank, network))
-            for rank, host in enumerate(network)
-        ]
-    return _wait(starts, asked, saving_s)
+def _train(job: Job, nodes: LaunchConfig) -> int:
+    """Train ``job`` as `train` does: print what ends it, and return the exit code."""
+    from imagenet_fast.launch.launcher import launch  # with torch; a wrong recipe is refused before
 
-
-def _variables(rank: int, network: list[Host]) -> dict[str, str]:
-    """Return the environment of a rank that is alone on its node: torchrun's variables beside this process's own."""
-    meeting = {"MASTER_ADDR": network[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
-    threads = {"OMP_NUM_THREADS": str(cores_per_rank(len(network)))}
-    return threads | dict(os.environ) | RankInfo(rank, len(network), 0, 1).variables(node=rank) | meeting
-
-
-def _move_to(host: Host) -> None:
-    """Move this new process to ``host``, and have it end with its parent."""
-    kill_with_parent()
-    enter(host)
-
-
-def _start(
-    arguments: list[str], first: Callable[[], None], environment: dict[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a process in its own process group.
-
-    A terminal's Ctrl-C does not reach that group, so the process receives only the signal that this process sends.
-    """
-    return subprocess.Popen(arguments, env=environment, preexec_fn=first, process_group=0)
-
-
-def asked_to_stop() -> Callable[[], bool]:
-    """Answer the signals that end a command by remembering them; return a function that reports whether one has come.
-
-    A handler that raised might do so while this process forks, where Python drops it. A signal that is already ignored
-    stays ignored, such as SIGHUP under nohup.
-    """
-    came: list[int] = []
-    for number in ENDS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: came.append(number))
-    return lambda: bool(came)
-
-
-def _wait(starts: Sequence[Callable[[], subprocess.Popen[bytes]]], asked: Callable[[], bool], saving_s: float) -> int:
-    """Start processes, wait for their end, and return the exit code of the first that failed, else the highest.
-
-    If a process fails or ``asked`` returns True, end all processes; in the latter case they may take ``saving_s``
-    seconds to save.
-    """
-    processes: list[subprocess.Popen[bytes]] = []
     try:
-        for start in starts:
-            processes.append(start())
-        codes = [process.poll() for process in processes]
-        while None in codes and not _failures(codes) and not asked():
-            time.sleep(0.1)
-            codes = [process.poll() for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-        for process in processes:
-            try:  # a launcher waits for its ranks, which have GRACE_S
-                process.wait(3 * GRACE_S + (saving_s if asked() else 0.0))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    failures = _failures(codes) or _failures(process.returncode for process in processes)
-    return failures[0] if failures else max(process.returncode for process in processes)
-
-
-def _failures(codes: Iterable[int | None]) -> list[int]:
-    """Return the exit codes of runs that did not complete; None is a process that still runs."""
-    return [code for code in codes if code is not None and code not in _DONE]
+        with stopping_early():
+            return launch(job, nodes)
+    except SystemExit:
+        return STOPPED
+    except (UserError, JobAborted) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 1

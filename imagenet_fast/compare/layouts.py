@@ -6,12 +6,12 @@ This module does not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from imagenet_fast.errors import UserError, listed
+from imagenet_fast.errors import UserError, listed, warn
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.parallel_config import misfit
 from imagenet_fast.recipe.schema import Recipe
@@ -40,22 +40,26 @@ def parse_layouts(text: str, ranks: int) -> list[NamedLayout]:
     return listed("--layout", text, lambda name: _parse(text, name, ranks))
 
 
-def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int) -> list[str]:
-    """Return overrides that give the recipe ``layout``, and micro-batches if it has a pipeline.
+def laid_out(
+    path: Path, engine: str, overrides: Sequence[str], layout: NamedLayout, ranks: int,
+    tell: Callable[[str], object] = warn,
+) -> Recipe:  # fmt: skip
+    """Return the recipe with ``layout``, and with micro-batches if it has a pipeline.
 
     Args:
         path: Path of the recipe.
         engine: Name of the engine.
-        overrides: Other overrides to keep; those of ``parallel`` are dropped if the layout has no pipeline.
+        overrides: Other overrides; those of ``parallel`` are dropped if the layout has no pipeline.
         layout: The layout.
         ranks: Number of ranks.
+        tell: Called with a warning, as in ``load_recipe``.
 
     Raises:
         UserError: The recipe or engine does not work with the layout.
     """
     others = [override for override in overrides if not _is_parallel(override)]
     load = partial(load_recipe, path, engine, tell=lambda _: None)
-    load([*others, "parallel={}"])  # raises errors that are not due to the layout
+    load_recipe(path, engine, [*others, "parallel={}"], tell)  # raises errors that are not due to the layout
     try:
         if layout.pipeline == 1:
             settled = [*others, f"parallel={{tensor={layout.tensor}}}"]
@@ -64,10 +68,11 @@ def laid_out(path: Path, engine: str, overrides: Sequence[str], layout: NamedLay
             trial = load([*settled, "parallel.schedule=gpipe"])  # takes any number of them
             if "micro_batches" not in trial.parallel.model_fields_set:
                 settled.append(f"parallel.micro_batches={_micro_batches(trial, ranks)}")
-        check_axes(load(settled), ranks)
+        recipe = load(settled)
+        check_axes(recipe, ranks)
     except UserError as error:
         raise UserError(f"--layout {layout.name} with {engine}: {error}") from None
-    return settled
+    return recipe
 
 
 def refuse_axes(overrides: Sequence[str], layouts: Sequence[NamedLayout]) -> None:

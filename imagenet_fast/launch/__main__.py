@@ -1,4 +1,4 @@
-"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS LAUNCHER``.
+"""Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS LAUNCHER [HOST...]``.
 
 The launcher has torchrun start it. It reads how a run ended from files next to the job file. So the exit code, which
 torchrun would flatten, only reports success or failure. The launcher also prints the user errors that ranks leave
@@ -15,15 +15,20 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
-from imagenet_fast.distributed.ranks import kill_with_parent, rank_info_from_env
+from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
+from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter
 
+_PORT = 29400  # where simulated nodes meet; in their network no other process listens
 _FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
 
 
 def main() -> None:
-    """Do the job in FILE; wait at most SECONDS for the other ranks, and end with the process LAUNCHER."""
+    """Do the job in FILE; wait at most SECONDS for the other ranks, and end with the process LAUNCHER.
+
+    Each HOST is ADDRESS=NAMESPACE of a simulated node, on which the rank of that number is alone.
+    """
     path, join_timeout_s = Path(sys.argv[1]), float(sys.argv[2])
     kill_with_parent()
     if os.getppid() != int(sys.argv[3]):
@@ -31,6 +36,8 @@ def main() -> None:
     if (path.parent / _FINAL).exists():
         raise SystemExit(2)  # torchrun has restarted the ranks
     write_errors_to(path.parent)
+    if hosts := [Host(*text.split("=")) for text in sys.argv[4:]]:
+        _move_to(hosts)
     try:
         succeeded = _do(path, join_timeout_s)
     except UserError as error:
@@ -45,6 +52,15 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(1) from None
     raise SystemExit(0 if succeeded else 1)
+
+
+def _move_to(hosts: list[Host]) -> None:
+    """Move this rank to its host, and have it meet the others on the first one."""
+    number = int(os.environ["RANK"])
+    enter(hosts[number])  # before torch starts threads, which would stay behind
+    os.environ |= RankInfo(number, len(hosts), 0, 1).variables(node=number)
+    os.environ |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # torchrun's own is on this node's network
 
 
 def _do(path: Path, join_timeout_s: float) -> bool:

@@ -134,7 +134,8 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torchrun.training_script_args = [str(path), str(nodes.join_timeout_s), str(os.getpid())]
+    hosts = [f"{host.address}={host.namespace}" for host in nodes.hosts]
+    torchrun.training_script_args = [str(path), str(nodes.join_timeout_s), str(os.getpid()), *hosts]
     code, cause = 0, ""
     try:
         run(torchrun)

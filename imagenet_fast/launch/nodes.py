@@ -9,6 +9,7 @@ from imagenet_fast.distributed.cores import usable_memory
 from imagenet_fast.distributed.network import Endpoint, parse_endpoint
 from imagenet_fast.distributed.ranks import refuse_mpirun, step_nodes
 from imagenet_fast.errors import UserError
+from imagenet_fast.netlab.namespaces import Host
 
 _RANK_BYTES = 150 * 2**20  # memory that a rank takes at least, with torch loaded
 _RESTARTS = 10  # if nodes may leave: each one that does uses up a restart
@@ -27,6 +28,8 @@ class LaunchConfig:
     """The number of times that torchrun restarts the ranks after one was lost."""
     least: int | None = None
     """Minimum number of nodes if they may leave and join; None if there are always ``count``."""
+    hosts: tuple[Host, ...] = ()
+    """Simulated nodes, one for each rank here; empty: ranks are on this node itself."""
 
     @property
     def ranks(self) -> int:

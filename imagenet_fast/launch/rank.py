@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,7 @@ def evaluate_as_rank(
         if world.is_main:
             Console().print(result.table())
             if evaluation.report is not None:
-                write_json(asdict(result), evaluation.report)
+                write_json(result, evaluation.report)
 
 
 def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: Path) -> None:

@@ -204,7 +204,7 @@ class RunResult(Accuracy):
 
         Nodes may share ``folder``.
         """
-        atomic_write_text(RunDir(folder).outcome, to_json(dataclasses.asdict(self), indent=2) + "\n", shared=True)
+        atomic_write_text(RunDir(folder).outcome, to_json(self, indent=2) + "\n", shared=True)
 
 
 def read_outcome(folder: Path) -> RunResult | None:

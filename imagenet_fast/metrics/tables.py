@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,8 +32,15 @@ def number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """Return ``value`` as JSON with null for NaN and infinities, which RFC 8259 lacks; NumPy's numbers may be in it."""
-    text = json.dumps(value, default=lambda number: number.item())
+    """Return ``value`` as JSON with null for NaN and infinities, which RFC 8259 lacks.
+
+    Dataclasses and NumPy's numbers may be in it.
+    """
+
+    def plain(other: Any) -> Any:
+        return asdict(other) if is_dataclass(other) and not isinstance(other, type) else other.item()
+
+    text = json.dumps(value, default=plain)
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
 
 

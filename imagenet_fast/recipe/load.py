@@ -182,7 +182,7 @@ def _override(tables: dict[str, Any], override: str) -> None:
     for folder in folders:
         table = table.setdefault(folder, {})
         if not isinstance(table, dict):
-            raise UserError(f"{override}: {folder} is a value, not a table; the keys are {_keys(Recipe)}")
+            raise UserError(f"{override}: {folder} is a value, not a table; the keys are {', '.join(_keys(Recipe))}")
     table[leaf] = value
 
 
@@ -227,8 +227,11 @@ def _explain(root: type[Table], error: ErrorDetails) -> str:
         ):
             return f"unknown key {key}; did you mean {' or '.join(f'{name}.{key}' for name in tables)}?"
         case "extra_forbidden":
-            prefix, otherwise = key.removesuffix(path[-1]), f"the keys here are {_keys(table)}"
-            near = did_you_mean(path[-1], table.model_fields, otherwise, 1, 0.4, prefix)
+            inner: Any = table
+            for name in path[1:-1]:  # a table in the table
+                inner = inner.model_fields[name].annotation
+            prefix, keys = key.removesuffix(path[-1]), _keys(inner)
+            near = did_you_mean(path[-1], keys, f"the keys here are {', '.join(keys)}", 1, 0.4, prefix)
             return f"unknown key {key}; {near}"
         case _ if error["input"] is None:  # KEY=none
             return f"{key} cannot be none, which is for keys that may be absent; give it a value, or leave it out"
@@ -283,6 +286,6 @@ def _discriminator(root: type[Table], field: str) -> str:
     return str(root.model_fields[field].discriminator or "") if field in root.model_fields else ""
 
 
-def _keys(table: type[BaseModel]) -> str:
-    """Return the keys of a table, comma-separated."""
-    return ", ".join(table.model_fields)
+def _keys(table: type[BaseModel]) -> list[str]:
+    """Return the keys of a table, without those that are only read."""
+    return [name for name, field in table.model_fields.items() if not field.exclude]

@@ -20,7 +20,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.compare import contest
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.ranks import rank_info_from_env
-from imagenet_fast.recipe.job import DoctorJob
+from imagenet_fast.recipe.job import DoctorJob, Job
 from tests.bench.small import SMALL
 from tests.conftest import make_images
 from tests.data.small import few_digits
@@ -177,8 +177,8 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
         places["run"] = request.getfixturevalue("trained")
     save_profile(SMALL, places["small"])
 
-    def train(arguments: list[str], *_: object) -> int:
-        shutil.copytree(places["run"], arguments[arguments.index("--out") + 1])
+    def train(job: Job, _: object) -> int:
+        shutil.copytree(places["run"], job.folder)
         return 0
 
     few_digits(monkeypatch)

@@ -4,58 +4,47 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app
-from imagenet_fast.compare import contest
 from imagenet_fast.compare.layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
+from imagenet_fast.launch.nodes import LaunchConfig
+from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.job import Job
+from imagenet_fast.recipe.load import find_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import refusal_of
-from tests.e2e.command import wait_for
-
-TRAINS = """
-import pathlib, signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[2])))
-run = pathlib.Path(sys.argv[1])
-run.mkdir(parents=True)
-(run / "job.json").touch()
-time.sleep(60)
-"""
 
 
-@pytest.mark.usefixtures("own_signals", "subprocesses")
+@pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize(("asked", "saved"), [("--sync lazy,ring", True), ("--layout dp2,pp2", False)])
 def test_after_ctrl_c_it_says_how_to_go_on_with_the_run_if_that_was_saved(
     asked: str, saved: bool, tmp_path: Path, monkeypatch
 ):
     started = []
 
-    def start(arguments: list[str], *_: object) -> subprocess.Popen[bytes]:
-        started.append(Path(arguments[arguments.index("--out") + 1]))
-        return subprocess.Popen([sys.executable, "-S", "-c", TRAINS, str(started[-1]), "4" if saved else "1"])
+    def launch(job: Job, nodes: LaunchConfig) -> int:
+        started.append(job.folder)
+        if not saved:
+            os.kill(os.getpid(), signal.SIGINT)
+        job.folder.mkdir(parents=True)
+        (job.folder / "job.json").touch()
+        return STOPPED
 
-    def interrupt(seconds: float) -> None:
-        wait_for(lambda: (started[0] / "job.json").exists())
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(contest, "_start", start)
-    monkeypatch.setattr(contest, "time", SimpleNamespace(sleep=interrupt, monotonic=lambda: 0.0))
+    monkeypatch.setattr("imagenet_fast.launch.launcher.launch", launch)
     out, first = tmp_path / "my runs", "lazy" if saved else "dp2"
     words = ("--recipe", "smoke", *asked.split(), "--nproc", "2", "--out", str(out))
     done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["compare", *words], catch_exceptions=False)
     assert done.exit_code == 1
     assert started == [out / first], "the other run is not begun"
-    assert f"{first} ended with exit code {4 if saved else 1}; its partial results are in {out / first}" in done.output
+    left = f"its partial results are in {out / first}" if saved else "it left nothing"
+    assert f"{first} ended with exit code 4; {left}\n" in done.output
     assert (f"imagenet-fast train --resume '{out / first}' --nproc 2 goes on with it" in done.output) == saved
     assert ("every layout with the engine hybrid\n" in done.output) == ("layout" in asked)
 
@@ -66,7 +55,7 @@ WRONG = ("", "dp4,", "xx4", "4", "dp0", "dp-4", "dp4x", "dp2dp2", "DP4", "dp٤",
 
 def laid(name: str, *overrides: str, ranks: int = 4, path: Path = ALEXNET) -> Recipe:
     (layout,) = parse_layouts(name, ranks)
-    return load_recipe(path, "hybrid", laid_out(path, "hybrid", overrides, layout, ranks))
+    return laid_out(path, "hybrid", overrides, layout, ranks)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,9 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=
     optim.nesterov true is another; turn it off
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
 sync.kind=hybrid; sync.polizy=by-size -> unknown key sync.polizy; did you mean sync.policy?
+data={loader='dali', dataset='digits', image_size=32, resize=32}; data.dali.host_pading_mb=1 ->
+    unknown key data.dali.host_pading_mb; did you mean data.dali.host_padding_mb?
+data={loader='dali', dataset='digits', image_size=32, resize=32}; data.zz=1 -> on_bad_image, dali, mean, std
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
     parallel: schedule zero-bubble is not one of gpipe, 1f1b and interleaved; those without a bubble assign
