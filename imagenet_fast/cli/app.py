@@ -67,7 +67,9 @@ class Command(TyperCommand):
             if (new := renamed.get(option)) is not None:
                 warn(f"{option} is now {new}; the old name is read until the next version")
                 args = [*args[:place], new + equals + value, *args[place + 1 :]]
-        return super().parse_args(ctx, [word.removeprefix("--set=") for word in args if word != "--set"])
+        if any(param.name == "keys" for param in self.params):
+            args = _without_set(args)
+        return super().parse_args(ctx, args)
 
 
 class Group(TyperGroup):
@@ -117,6 +119,13 @@ def _explained(docstring: str | None, title: str) -> tuple[str, dict[str, str]]:
     text, _, section = (docstring or "").partition(f"\n\n{title}:\n")
     found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
     return text, {name: " ".join(meaning.split()) for name, meaning in found}
+
+
+def _without_set(args: list[str]) -> list[str]:
+    """Return ``args`` with KEY=VALUE for ``--set KEY=VALUE``, and an empty word for a ``--set`` without one."""
+    followed = zip(args, [*args, "-"][1:], strict=True)
+    words = [word for word, after in followed if word != "--set" or after.startswith("-")]
+    return ["" if word == "--set" else word.removeprefix("--set=") for word in words]
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:

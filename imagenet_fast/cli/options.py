@@ -72,7 +72,8 @@ def _key_values(words: list[str]) -> list[str]:
     for word in words:
         if "=" not in word:
             raise UserError(
-                f"{word} belongs to no option and is not KEY=VALUE, such as optim.lr=0.5; a recipe is given by --recipe"
+                f"{word or '--set'} belongs to no option and is not KEY=VALUE, such as optim.lr=0.5; a recipe is given "
+                "by --recipe"
             )
     return words
 

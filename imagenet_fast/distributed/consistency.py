@@ -92,27 +92,17 @@ def compare_ranks(
     if _is_alone(group):
         return
     device = device or next(iter(named.values()), torch.empty(0)).device
-    buffers = {} if model is None else _other_buffers(model)
     told = {
         "engine": _settings(engine, steps_per_epoch),
         "model": [*_traits(named)],
         "weights": [(name, f"of checksum {_digest(param)}") for name, param in named.items()],
-        "buffers": [(name, f"of checksum {_digest(buffer)}") for name, buffer in buffers.items()],
     }
-    first = dist.get_process_group_ranks(group)[0]
-
-    def describe(theirs: dict[str, list[tuple[str, str]]]) -> str:
-        kind = next(kind for kind in told if told[kind] != theirs[kind])
-        ours, other = next(pair for pair in zip_longest(told[kind], theirs[kind]) if pair[0] != pair[1])
-        texts = ["nothing" if one is None else one[1] for one in (ours, other)]
-        difference = f"{(ours or other)[0]} is {texts[0]} on rank {dist.get_rank()} and {texts[1]} on rank {first}"
-        return f"{_DIFFERENT[kind][0]}: {difference}; {_DIFFERENT[kind][1]}"
-
-    found = first_difference(told, describe, device, group)
-    if found.startswith(_DIFFERENT["buffers"][0]):
-        warnings.warn(found, stacklevel=4)
-    elif found:
+    if found := _first_of(told, device, group):
         raise ValueError(found)
+    buffers = {} if model is None else _other_buffers(model)
+    checksums = [(name, f"of checksum {_digest(buffer)}") for name, buffer in buffers.items()]
+    if found := _first_of({"buffers": checksums}, device, group):
+        warnings.warn(found, stacklevel=4)
     if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
         raise ValueError(
             f"{unmade} is on the meta device; call the model's to_empty() and load its weights before the pool is made"
@@ -124,6 +114,20 @@ def _is_alone(group: dist.ProcessGroup | None) -> bool:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return True
     return "fake" in str(dist.get_backend(group))
+
+
+def _first_of(told: Mapping[str, list[tuple[str, str]]], device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """Return a sentence about the first of the parts in ``told`` that is another on some rank, or an empty one."""
+    first = dist.get_process_group_ranks(group)[0]
+
+    def describe(theirs: Mapping[str, list[tuple[str, str]]]) -> str:
+        kind = next(kind for kind in told if told[kind] != theirs[kind])
+        ours, other = next(pair for pair in zip_longest(told[kind], theirs[kind]) if pair[0] != pair[1])
+        texts = ["nothing" if one is None else one[1] for one in (ours, other)]
+        difference = f"{(ours or other)[0]} is {texts[0]} on rank {dist.get_rank()} and {texts[1]} on rank {first}"
+        return f"{_DIFFERENT[kind][0]}: {difference}; {_DIFFERENT[kind][1]}"
+
+    return first_difference(told, describe, device, group)
 
 
 def _settings(engine: object, steps_per_epoch: int) -> list[tuple[str, str]]:

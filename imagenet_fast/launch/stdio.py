@@ -13,7 +13,6 @@ import os
 import select
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from imagenet_fast.errors import exit_with_error
@@ -61,8 +60,9 @@ def refuse_if_lost() -> None:
 
 def _forgiving(stream: TextIO | None, number: int) -> TextIO:
     """Return the replacement of ``stream``, which writes to file descriptor ``number``; None: it was closed."""
-    if stream is None:  # this takes its number, so that no file of the run gets it
-        return Path(os.devnull).open("w", encoding="utf-8")
+    if stream is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # so that no file of the run gets that number
+        return os.fdopen(number, "w", encoding="utf-8")
     if not isinstance(stream, io.TextIOWrapper):  # the output is captured
         return stream
     with suppress(OSError):

@@ -51,9 +51,9 @@ class Compared(Row):
     calibrated_on: str = field(metadata=column("calibrated on"))
     """``itself`` where the compute was fitted to this row; ``circular`` where it follows from the paper's own
     speed-up, so that the row cannot test the model; ``nothing`` for a nominal link; else ``held out``."""
-    ours: str = field(metadata=column("ours"))
-    """The fastest exact engine of ours at their batch, and its wire dtype."""
-    ours_s: float = field(metadata=column("ours", "ms", ".2f"))
+    ours: str | None = field(metadata=column("ours"))
+    """The fastest exact engine of ours at their batch, and its wire dtype; None: the row is of an engine here."""
+    ours_s: float | None = field(metadata=column("ours", "ms", ".2f"))
     """Seconds of a step with it."""
     left: str
     """The part that the model leaves unexplained, where it misses by over 10 %."""
@@ -139,7 +139,7 @@ class Shaped(Table):
             predicted = predict_step(engine, layers, network).step_s
             yield Compared(
                 name, layout.size, None, f"{engine.kind} {engine.wire}", measured, predicted, predicted / measured - 1,
-                "nothing", "", predicted, "",
+                "nothing", None, None, "",
             )  # fmt: skip
 
 

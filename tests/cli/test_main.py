@@ -183,6 +183,8 @@ REFUSED = {
         ("--out=", "--out is empty; name a directory"),
         ("optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
         ("--set epochs=2 epochs=none", "epochs cannot be none, which is for keys that may be absent"),
+        ("--set", "--set belongs to no option and is not KEY=VALUE"),
+        ("--set --scale-batch", "--set belongs to no option and is not KEY=VALUE"),
     ],
     "plan": [("rows --json /", "/ is a directory; name a file")],
     "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],

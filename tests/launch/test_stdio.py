@@ -55,8 +55,11 @@ DASHES = "–\n".encode()
         (f"{LINES}; sys.exit(3)", "| head -n 1; exit 0", {}, (0, b"a line\n", b"")),  # a reader leaves
         (f"os.set_blocking(1, False)\n{LINES}", "| (sleep 0.3; wc -l)", {}, (0, b"20000\n", b"")),
         # A file takes no closed stream's number.
-        ("f = open('/dev/zero', 'rb'); assert f.fileno() > 2; os.write(1, b'a'); print('b')", ">&- 2>&-", {},
-         (0, b"", b"")),
+        *(
+            ("f = open('/dev/zero', 'rb'); assert f.fileno() > 2; os.write(1, b'a'); print('b')", shell, {},
+             (0, b"", b""))
+            for shell in (">&- 2>&-", "<&- >&- 2>&-")
+        ),
     ],
 )  # fmt: skip
 def test_prints_succeed_wherever_they_lead_and_are_utf_8_in_any_locale(

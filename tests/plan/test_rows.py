@@ -7,6 +7,7 @@ from statistics import fmean
 
 import pytest
 
+from imagenet_fast.metrics.tables import table
 from imagenet_fast.plan.rows import LARGE_MISS, all_rows
 from tests.plan.test_prediction import by_engine
 
@@ -44,6 +45,11 @@ def test_a_row_that_is_missed_says_what_is_left():
 
 def test_ours_overlap_and_are_never_slower_than_one_message_after_backward():
     assert all(row.ours_s <= row.predicted for row in all_rows() if row.engine == "allreduce fused bf16")
+
+
+def test_a_measured_row_shows_no_engine_of_ours_beside_it():
+    measured = [row for row in all_rows() if row.calibrated_on == "nothing"]
+    assert {"ours", "ours ms"}.isdisjoint(column.header for column in table(measured).columns)
 
 
 def test_the_page_has_the_rows():

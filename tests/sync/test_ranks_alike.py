@@ -48,11 +48,19 @@ def swap(model: nn.Sequential) -> None:
     weight[0], weight[1] = weight[1].clone(), weight[0].clone()
 
 
+def buffered() -> nn.Module:
+    """A model whose weights differ on rank 2, and whose buffer differs on rank 1 before."""
+    model = changed(lambda model: nn.init.ones_(model[0].weight), 2)
+    model.register_buffer("features", torch.tensor(dist.get_rank() % 2))
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "different weights: 0.weight is of checksum ... on rank 1 and of checksum ... on rank 0": lambda: changed(
         lambda model: nn.init.ones_(model[0].weight)
     ),
     "different weights: 2.weight is of checksum ... on rank 2 and of checksum ... on rank 0": lambda: changed(swap, 2),
+    "begin with different weights: 0.weight is of checksum ... on rank 2 and of checksum ... on rank 0": buffered,
     "2.weight is of shape (6, 16) on rank 1 and of shape (5, 16) on rank 0": lambda: changed(
         lambda model: setattr(model, "2", nn.Linear(16, 6))
     ),
