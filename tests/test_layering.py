@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
     "imagenet_fast": 32055,
-    "tests": 27987,
+    "tests": 27989,
     "tests/sync": 6362,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

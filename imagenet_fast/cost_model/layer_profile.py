@@ -138,7 +138,7 @@ def load_profile(name: str) -> Profile:
         reason = "it has no parameters or too many, or no layer that takes time"
     except ValidationError as error:
         first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        reason = ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
     except OSError as error:
         reason = str(error)
     raise UserError(f"{path} is not a layer profile ({reason}); `imagenet-fast bench profile` writes one")

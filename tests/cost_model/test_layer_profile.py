@@ -30,10 +30,12 @@ def test_the_shipped_ones_are_of_the_models_they_say():
 
 def test_wrong_names_and_files_are_refused(tmp_path: Path):
     (tmp_path / "bad.json").write_text('{"model": "x"}')
+    (tmp_path / "text.json").write_text("x")
     (tmp_path / "folder.json").mkdir()
     for name, sentence in (
         ("vgg", "no layer profile 'vgg'; there are alexnet, .* or give a"),
         (str(tmp_path / "bad.json"), "is not a layer profile"),
+        (str(tmp_path / "text.json"), r"is not a layer profile \(Invalid JSON"),
         (str(tmp_path / "folder.json"), r"folder\.json is not a layer profile \(.*Is a directory"),
         *((f"random:{seed}", "give its seed, as random:7") for seed in ("", "-1", "x", "1.5", "²")),
     ):
