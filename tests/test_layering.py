@@ -155,8 +155,8 @@ LINES = {
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
     "imagenet_fast": 32055,
-    "tests": 27989,
-    "tests/sync": 6362,
+    "tests": 27973,
+    "tests/sync": 6346,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -21,10 +21,7 @@ from torch import Tensor, nn
 
 from examples.own_engine import by_pairs
 from imagenet_fast import sync as engines
-from imagenet_fast.bench.engines import bench_sync
-from imagenet_fast.cost_model import layer_profile
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncEngine, declare
@@ -284,19 +281,6 @@ def _digest(
         assert stats.launches > 0
     assert stats.exposed is None or stats.exposed.seconds() >= 0
     return digest.hexdigest()
-
-
-@pytest.mark.ci
-def test_an_engine_of_ones_own_is_measured_beside_the_others():
-    layers = tuple(layer_profile.Layer(f"{n}", "Linear", ((40, 100), (40,)), 0.5, 1.0) for n in range(4))
-    profile = layer_profile.Profile("small", "made up for a test", layers)
-    rows = bench_sync(profile, [("by pairs", by_pairs(torch.bfloat16)), engines.LazySync()], Lab(2, 1), 1, 1, 1)
-    assert [(row.engine, row.wire) for row in rows] == [("by pairs", "bf16"), ("lazy", "bf16"), ("ddp", "bf16")]
-    own, lazy, _ = rows
-    assert own.launches == 2 * 2, "two halves of each of two pairs"
-    assert own.sent_bytes == pytest.approx(2 * profile.elements, rel=0.05)  # two ranks send half of all, and then half
-    assert max(own.compute_s, own.raw_s) <= own.limit_s <= lazy.limit_s, "it may await a layer until it is read"
-    assert own.predicted_s >= profile.compute_s
 
 
 @with_ranks(3)
