@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from imagenet_fast.recipe.base import Table
-
-
-def _gone(value: Any) -> Any:
-    """Refuse a value of a key that is no longer there, unless it was off."""
-    if value:
-        raise ValueError(
-            "images are no longer cached while they are loaded: `imagenet-fast data prepare --format pixels --resize "
-            "256` writes decoded ones, and --data reads them; leave data.cache and data.cache_side out"
-        )
-    return value
 
 
 class DaliDecoding(Table):
@@ -123,9 +105,9 @@ class ImageData(Table):
     ``fail``: end the run with an error that names the image. ``skip``: name it in a warning. In training another image
     replaces it; in an evaluation it counts as wrong.
     """
-    cache: Annotated[str, AfterValidator(_gone)] = Field(default="", exclude=True, repr=False)
+    cache: Literal[""] = Field(default="", exclude=True, repr=False)
     """No longer a key; read in tables of earlier runs, where it was empty."""
-    cache_side: Annotated[NonNegativeInt, AfterValidator(_gone)] = Field(default=0, exclude=True, repr=False)
+    cache_side: Literal[0] = Field(default=0, exclude=True, repr=False)
     """No longer a key; read in tables of earlier runs, where it was 0."""
     dali: DaliDecoding = DaliDecoding()
     """Settings of DALI's decoder, for ``loader`` = ``dali`` on a GPU."""
@@ -157,13 +139,12 @@ class ImageData(Table):
                 raise ValueError(f"resize ({self.resize}) must be at least {key} ({size})")
         epochs = [epoch for epoch, _ in self.sizes]
         if epochs != sorted(set(epochs)):
-            listed = ", ".join(f"{epoch:g}" for epoch in epochs)
-            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not [{listed}]")
+            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not {epochs}")
         if uneven := [size for _, size in self.sizes if self.size_multiple and size % self.size_multiple]:
             raise ValueError(f"sizes must be multiples of size_multiple ({self.size_multiple}), and {uneven[0]} is not")
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
-        smallest = min(self.resize * size // self.image_size for size in (self.image_size, *(s for _, s in self.sizes)))
+        smallest = self.resize * min(self.training_sizes) // self.image_size
         if self.crop == "padded" and self.crop_padding >= smallest:
             raise ValueError(
                 f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "
