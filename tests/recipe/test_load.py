@@ -322,7 +322,6 @@ PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
     (ALL["allreduce"], "'allreduce'", "each", "exact ours"),
     (ALL["ring"], "'ring'", "backward", "exact ours"),
     (ALL["lazy"], "'lazy'", "backward", "exact ours"),
-    (LazySync(threshold_mb=1), "'lazy'", "backward", "exact ours"),
     (LazySync(wire="int8"), "'lazy' in sync.wire 'int8'", "backward", "keeps ours"),
     (ALL["hybrid"], "'hybrid'", "read", "defers exact ours"),
     (ALL["dear"], "'dear'", "read", "defers exact ours"),
