@@ -228,21 +228,17 @@ def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
         return _digest(model, forward, sync, topology.ranks, case)
     pool = GradientPool(model, settings if learning else _planned(settings), topology=topology)
     try:
-        learns = case.engine == "auto" or (learning and case.engine != "sparse" and _engine(settings).learns)
-        return _digest(model, model, pool, topology.ranks, case, LEARNT if learns else STEPS)
+        steps = LEARNT if learning or case.engine == "auto" else STEPS
+        return _digest(model, model, pool, topology.ranks, case, steps)
     finally:
         pool.close()
-
-
-def _engine(settings: EngineSettings | Engine) -> Engine:
-    return settings if isinstance(settings, Engine) else declare(settings)
 
 
 def _planned(settings: EngineSettings | Engine) -> EngineSettings | Callable[[GradientBuffer], SyncEngine]:
     """With a plan at once, where the engine makes one."""
     if isinstance(settings, engines.SparseSync | engines.AutoSync):
         return settings
-    engine = _engine(settings)
+    engine = settings if isinstance(settings, Engine) else declare(settings)
 
     def build(pool: GradientBuffer) -> SyncEngine:
         rising = tuple(1e-3 * number for number in range(len(pool.slots)))
