@@ -14,7 +14,7 @@ from imagenet_fast.recipe.data_config import Data
 from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.network import ExternalModel, Network
 from imagenet_fast.recipe.optim_config import Lars, Optim, Schedule
-from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
 
 
@@ -23,6 +23,7 @@ class AlexNet(Network):
 
     sharded_width: ClassVar[int] = 4096
     smallest_image: ClassVar[int] = 63
+    most_stages: ClassVar[int] = 8
 
     kind: Literal["alexnet"]
     dropout: Fraction = 0.5
@@ -37,6 +38,7 @@ class AlexNetBN(Network):
 
     sharded_width: ClassVar[int] = 4096
     smallest_image: ClassVar[int] = 67
+    most_stages: ClassVar[int] = 8
 
     kind: Literal["alexnet_bn"]
     dropout: Fraction = 0.5
@@ -60,6 +62,11 @@ class ResNet(Network):
     zero_init_last_gamma: bool = False
     """Whether residual blocks start as identities: each block's last batch norm has gamma 0."""
 
+    @property
+    def most_stages(self) -> int:
+        """Largest number of pipeline stages that the model can be split into."""
+        return {"resnet18": 11, "resnet50": 19}[self.kind]
+
 
 class CifarNet(Network):
     """The network of airbench's fastest CIFAR-10 trainings (Jordan, arXiv 2404.00498).
@@ -68,6 +75,7 @@ class CifarNet(Network):
     """
 
     smallest_image: ClassVar[int] = 9
+    most_stages: ClassVar[int] = 5
     one_pixel_image: ClassVar[int] = 16
 
     kind: Literal["cifarnet"]
@@ -308,6 +316,12 @@ class Recipe(Table):
             raise ValueError(
                 f"{self.sync.as_written} may choose other engines for other shards, and optim.kind 'lars' adds up "
                 "norms over shards in each update; set sync.defer to false, or name an engine"
+            )
+        stages = self.parallel.pipeline * chunks_of(self.parallel.schedule)
+        if self.parallel.pipeline > 1 and stages > self.model.most_stages:
+            raise ValueError(
+                f"parallel.pipeline {self.parallel.pipeline} with schedule {self.parallel.schedule} cuts {kind} into "
+                f"{stages} stages, and it comes in {self.model.most_stages} pieces; ask for fewer"
             )
         if self.parallel.ranks == 1:
             return

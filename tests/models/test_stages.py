@@ -65,8 +65,10 @@ def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_pieces_have_parameters_and_no_inplace_start(name: str):
-    for piece in segments_of(built(name)[0]):
+def test_pieces_have_parameters_no_inplace_start_and_the_number_that_recipes_know(name: str):
+    pieces = segments_of(built(name)[0])
+    assert MODELS[name][0].most_stages == len(pieces)
+    for piece in pieces:
         assert not getattr(next(iter(piece.values())), "inplace", False)
         assert any(p.requires_grad for layer in piece.values() for p in layer.parameters())
 

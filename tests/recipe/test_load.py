@@ -78,6 +78,8 @@ data={loader='dali', dataset='digits', image_size=32, resize=32}; data.zz=1 -> o
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
     parallel: schedule zero-bubble is not one of gpipe, 1f1b and interleaved; those without a bubble assign
+model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=interleaved; parallel.micro_batches=5 ->
+    parallel.pipeline 5 with schedule interleaved cuts alexnet into 10 stages, and it comes in 8 pieces
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
     sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds
 checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
