@@ -35,6 +35,11 @@ class Network(Table):
     """
 
     @property
+    def most_stages(self) -> int:
+        """Largest number of pipeline stages that the model can be split into."""
+        return 1000
+
+    @property
     def one_pixel_image(self) -> int:
         """Largest side of images, in pixels, whose last batch norm sees maps of one pixel; 0: none."""
         return 0
