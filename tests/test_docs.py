@@ -21,7 +21,6 @@ from imagenet_fast.compare.layouts import parse_layouts
 from imagenet_fast.metrics.run_result import RunResult, Status
 from imagenet_fast.recipe.batching import check_norms, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
-from imagenet_fast.recipe.validation import check_axes
 from scripts import reference, results, tables
 from tests.pages import ALL_PAGES, PAGES, ROOT, Command, mentioned, name_of, prose, shown_commands
 
@@ -136,7 +135,7 @@ def check_values(path: list[str], asked: dict[str, Any], command: Command) -> No
             layouts = parse_layouts(asked["layout"], ranks) if asked["layout"] else []
             engines = (asked["sync"] or "hybrid").split(",")
             for run in contestants(asked["recipe"], ranks, engines, [], asked["keys"], layouts):
-                check_axes(run.recipe, ranks)
+                split_batch(run.recipe, ranks)
         case ["bench", "sync"] if asked["sync"]:
             parse_engines(asked["sync"], asked["wire"], asked["keys"])
         case ["eval" | "export"] if asked["recipe"]:
@@ -157,7 +156,6 @@ def check_training(asked: dict[str, Any], command: Command) -> None:
     each = asked["nproc"] or written.ranks // counts[0]
     for nodes in range(counts[0], counts[-1] + 1):
         recipe = scale_recipe(written, nodes * each) if asked["scale_batch"] else written
-        check_axes(recipe, nodes * each)
         batching = split_batch(recipe, nodes * each)
         check_norms(recipe, batching)
     if command.prints.startswith("recipe written for"):

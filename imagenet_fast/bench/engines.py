@@ -271,7 +271,6 @@ class _Loop:
         self._model = replay(profile, gradients)
         self._forward, self._sync = attach(self._model, settings, topology=topology)
         self._x = torch.zeros(1, requires_grad=True)
-        self._learns = settings.learns
 
     def learn(self) -> tuple[Prediction, ...]:
         """Run steps until the engine has its plan, or DDP has its buckets.
@@ -279,7 +278,7 @@ class _Loop:
         Returns:
             The predictions that the engine decided by; empty if it decided nothing.
         """
-        stats = [self._step() for _ in range(_LEARNING_STEPS if self._learns else 2)]
+        stats = [self._step() for _ in range(_LEARNING_STEPS)]
         self._sync.settle()
         return next((s.decision for s in stats if s.decision), ())
 

@@ -62,9 +62,9 @@ def _recipe_names() -> list[str]:
 
 def _engine_names() -> list[str]:
     """Return what the shell completes after ``--sync``."""
-    from imagenet_fast.recipe.load import engine_names
+    from imagenet_fast.recipe.sync_config import engines
 
-    return engine_names()
+    return list(engines())
 
 
 def _key_values(words: list[str]) -> list[str]:

@@ -51,9 +51,10 @@ def plan(
     """
     from imagenet_fast.plan.prediction import planned_engines, situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
-    from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
+    from imagenet_fast.recipe.load import find_recipe, load_recipe
+    from imagenet_fast.recipe.sync_config import engines as all_engines
 
-    of_engines = [key for key in keys if key.partition("=")[0].partition(".")[0].strip() in ("sync", *engine_names())]
+    of_engines = [key for key in keys if key.partition("=")[0].partition(".")[0].strip() in ("sync", *all_engines())]
     engines = planned_engines(sync, of_engines)
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
     written = load_recipe(find_recipe(recipe), "lazy", [key for key in keys if key not in of_engines])

@@ -70,7 +70,6 @@ def train(
     """
     from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume
     from imagenet_fast.metrics.run_dir import RunDir
-    from imagenet_fast.recipe.validation import lint
 
     run = run_to_resume(resume, out) if resume is not None else None
     keys = [*keys, *opt.written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
@@ -87,7 +86,7 @@ def train(
         fresh_head=fresh_head, resume=run is not None, overrides=keys,
     )  # fmt: skip
     if place is None or place.is_main:
-        for doubt in (*doubts, *lint(written)):
+        for doubt in (*doubts, *written.doubts()):
             warn(doubt)
     if place is not None:
         from imagenet_fast.launch.rank import train_as_rank

@@ -22,9 +22,9 @@ from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import engine_names, find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_recipe, load_recipe
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.validation import lint
+from imagenet_fast.recipe.sync_config import engines as all_engines
 
 _DONE = (0, 3)  # exit codes of a run that completed training
 
@@ -62,7 +62,7 @@ def contestants(
         UserError: An override is for an engine not in ``engines``, or a recipe or layout is impossible.
     """
     for override in overrides:
-        if (table := override.partition(".")[0]) in set(engine_names()) - set(engines):
+        if (table := override.partition(".")[0]) in set(all_engines()) - set(engines):
             raise UserError(f"--set {override} is for {table}, which is not in --sync {','.join(engines)}; correct one")
     if layouts:
         refuse_axes(overrides, layouts)
@@ -81,7 +81,7 @@ def contestants(
             names.append(layout.name)
         if seed is not None:
             names.append(f"seed{seed}")
-        doubts += lint(recipe)
+        doubts += recipe.doubts()
         runs.append(Contestant("-".join(names), recipe, tuple(settled)))
     for doubt in dict.fromkeys(doubts):
         warn(doubt)
@@ -90,7 +90,7 @@ def contestants(
 
 def _own(engine: str, overrides: Sequence[str]) -> list[str]:
     """Return the overrides that apply to ``engine``: those of all, and its own with ``sync.`` for ``ENGINE.``."""
-    others = set(engine_names()) - {engine}
+    others = set(all_engines()) - {engine}
     kept = [override for override in overrides if override.partition(".")[0] not in others]
     return [re.sub(rf"^{engine}\.", "sync.", override) for override in kept]
 

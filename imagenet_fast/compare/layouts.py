@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 from imagenet_fast.errors import UserError, listed, warn
+from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.parallel_config import misfit
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.validation import check_axes
 
 MICRO_BATCHES = 4
 """Minimum number of micro-batches of a pipeline, unless the recipe or an override sets their number."""
@@ -69,7 +69,7 @@ def laid_out(
             if "micro_batches" not in trial.parallel.model_fields_set:
                 settled.append(f"parallel.micro_batches={_micro_batches(trial, ranks)}")
         recipe = load(settled)
-        check_axes(recipe, ranks)
+        split_batch(recipe, ranks)
     except UserError as error:
         raise UserError(f"--layout {layout.name} with {engine}: {error}") from None
     return recipe
@@ -111,7 +111,7 @@ def _micro_batches(recipe: Recipe, ranks: int) -> int:
     """Return the smallest number of micro-batches that divides a stage's images and suits every schedule.
 
     It is at least four, and at least the number of stages. If there is none, return that minimum: the later check
-    refuses it with the nearest batch that divides.
+    refuses it with a batch that divides.
     """
     stages = recipe.parallel.pipeline
     images = recipe.global_batch // (ranks // stages)

@@ -15,7 +15,6 @@ from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_recipe, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.validation import lint
 
 _UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
 
@@ -97,7 +96,7 @@ def plan_cluster_job(
     options = [word for override in overrides for word in ("--set", override)]
     options += [] if sync is None else ["--sync", sync]
     options += ["--scale-batch"] if scale else []
-    for doubt in lint(recipe):
+    for doubt in recipe.doubts():
         warn(doubt)
     return ClusterJob(path, recipe, nodes, ranks_each, tuple(options), note)
 

@@ -41,7 +41,7 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
         raise UserError(f"{type(model).__name__} reads a weight in several layers, which stages cannot share")
     if stages > len(pieces):
         raise UserError(
-            f"{type(model).__name__} comes in {len(pieces)} pieces, too few for {stages} stages; ask for fewer stages"
+            f"{type(model).__name__} makes {len(pieces)} stages, not {stages}; lower parallel.pipeline or --stages"
         )
     return pieces
 

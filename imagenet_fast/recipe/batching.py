@@ -9,9 +9,6 @@ from itertools import count
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.recipe.validation import check_axes
-
-_LISTED = 5  # most node counts that an error message lists
 
 
 @dataclass(frozen=True)
@@ -65,12 +62,18 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
         UserError: The ranks do not divide over the recipe's axes, or no split needs at most twice the fewest possible
             accumulation steps. The message names the next global batch that has one.
     """
-    check_axes(recipe, ranks)
-    batch = recipe.global_batch
+    batch, parallel = recipe.global_batch, recipe.parallel
+    if ranks % parallel.ranks:
+        there = f"there are {ranks}" if ranks > 1 else "there is 1"
+        raise UserError(
+            f"{parallel.as_written} needs a multiple of {parallel.ranks} ranks, and {there}; choose another --nproc, "
+            f"or sizes whose product divides {ranks}"
+        )
     stages, largest, under_way = _limits(recipe)
     if (found := _split(recipe, batch, ranks)) is not None:
         return found
-    unit = math.lcm(ranks // stages, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
+    readers = ranks // stages
+    unit = math.lcm(readers * under_way, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
     above = next(b for b in count((batch // unit + 1) * unit, unit) if _split(recipe, b, ranks))
     raise UserError(
         f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // under_way}; "
@@ -84,31 +87,13 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
     That happens for a micro-batch of 1 image that is so small that its last feature maps are one pixel.
     """
     largest = recipe.model.one_pixel_image
-    size = min([recipe.data.image_size, *(size for _, size in recipe.data.sizes)])
+    size = min(recipe.data.training_sizes)
     if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
         return
     raise UserError(
         f"of a micro-batch of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value a "
         "channel, which has no variance; take larger micro-batches, with a global_batch of 2 or more a rank, or "
         f"images of more than {largest} pixels"
-    )
-
-
-def check_splits(recipe: Recipe, nodes: range, ranks_each: int) -> None:
-    """Raise UserError unless the global batch can be split over every number of nodes in ``nodes``.
-
-    The message lists the numbers of nodes that work.
-    """
-    there = [count for count in nodes if _split(recipe, recipe.global_batch, count * ranks_each) is not None]
-    if len(there) == len(nodes):
-        return
-    missing = next(count for count in nodes if count not in there)
-    listed = ", ".join(map(str, there[:_LISTED])) + (f" and {more} more" if (more := len(there) - _LISTED) > 0 else "")
-    over = f"only over {listed}" if there else "nor over any other number of them"
-    raise UserError(
-        f"global_batch {recipe.global_batch} does not divide over {_count(missing, 'node')} x "
-        f"{_count(ranks_each, 'rank')}, {over}, and --nodes {nodes[0]}:{nodes[-1]} allows each from {nodes[0]} to "
-        f"{nodes[-1]}; choose another range, or another global_batch"
     )
 
 

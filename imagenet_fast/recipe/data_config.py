@@ -157,13 +157,12 @@ class ImageData(Table):
                 raise ValueError(f"resize ({self.resize}) must be at least {key} ({size})")
         epochs = [epoch for epoch, _ in self.sizes]
         if epochs != sorted(set(epochs)):
-            listed = ", ".join(f"{epoch:g}" for epoch in epochs)
-            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not [{listed}]")
+            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not {epochs}")
         if uneven := [size for _, size in self.sizes if self.size_multiple and size % self.size_multiple]:
             raise ValueError(f"sizes must be multiples of size_multiple ({self.size_multiple}), and {uneven[0]} is not")
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
-        smallest = min(self.resize * size // self.image_size for size in (self.image_size, *(s for _, s in self.sizes)))
+        smallest = self.resize * min(self.training_sizes) // self.image_size
         if self.crop == "padded" and self.crop_padding >= smallest:
             raise ValueError(
                 f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "

@@ -98,11 +98,6 @@ class EngineTable(Table):
         return None
 
     @property
-    def learns(self) -> bool:
-        """Whether it measures a few steps before it plans the others."""
-        return self.chooses or self.defers
-
-    @property
     def share(self) -> float:
         """Share of the values that it sends after its ramp."""
         return 1.0

@@ -110,11 +110,6 @@ def validated(root: type[Root], source: str, tables: dict[str, Any]) -> Root:
         raise UserError(f"{source}: {_explain(root, _first(error))}") from None
 
 
-def engine_names() -> list[str]:
-    """Return the values that ``sync.kind`` can have."""
-    return list(engines())
-
-
 def _impossible_wire(table: Any) -> str | None:
     """Return the wire of a ``[sync]`` table if it is of 8-bit codes, and the table's engine does not send these."""
     if not isinstance(table, dict) or table.get("wire") not in get_args(Codes):
@@ -171,19 +166,16 @@ def _override(tables: dict[str, Any], override: str) -> None:
         raise UserError(f"{override} is not KEY=VALUE; write for example optim.lr=0.5")
     try:
         found = {"value": None} if text.strip() == "none" else tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # text without quotes, a number too long, nesting too deep
         found = {"value": text}
-    except (ValueError, RecursionError) as error:  # a number too long, nesting too deep
-        raise UserError(f"{_shortened(override)} cannot be read ({error}); correct it") from None
     if found.keys() != {"value"}:
         raise UserError(f"{_shortened(override)} sets several keys; write one KEY=VALUE for each")
-    value = found["value"]
     table = tables
     for folder in folders:
-        table = table.setdefault(folder, {})
-        if not isinstance(table, dict):
-            raise UserError(f"{override}: {folder} is a value, not a table; the keys are {', '.join(_keys(Recipe))}")
-    table[leaf] = value
+        if not isinstance(table.get(folder), dict):
+            table[folder] = {}
+        table = table[folder]
+    table[leaf] = found["value"]
 
 
 _MEMBER = re.compile(r"bool|int|float|str|constrained-\w+|(?:function-\w+|literal)\[.*\]", re.DOTALL)
@@ -244,10 +236,8 @@ def _explain(root: type[Table], error: ErrorDetails) -> str:
         case "value_error":
             why = str(context["error"])
             return f"{key + ': ' if key else ''}{why}{'' if '; ' in why else '; change one of them'}"
-        case "json_invalid" if "surrogate" in str(context.get("error")):
-            return "a path or name in it is not UTF-8; choose another"
-        case "json_invalid":  # the JSON is made here, so it can only be nested too deeply
-            return "its arrays or tables lie in one another too deeply; correct them"
+        case "json_invalid":  # the JSON is made here, so nothing else can be wrong with it
+            return "a value in it is not UTF-8, or arrays lie in one another too deeply; correct it"
         case _:
             found = _shortened(json.dumps(error["input"], default=str))
             return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; {_fix(root, key, error)}"

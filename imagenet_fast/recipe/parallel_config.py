@@ -53,12 +53,9 @@ class Parallel(Table):
     @model_validator(mode="after")
     def _schedule_fits(self) -> Parallel:
         """Check that the schedule and its micro-batches fit the pipeline."""
-        if self.pipeline == 1:
-            if self.micro_batches > 1:
-                raise ValueError(f"micro_batches {self.micro_batches} are those of a pipeline, and pipeline is 1")
-            if self.schedule != "1f1b":
-                raise ValueError(f"schedule '{self.schedule}' is that of a pipeline, and pipeline is 1")
-        elif (why := misfit(self.schedule, self.pipeline, self.micro_batches)) is not None:
+        if self.pipeline == 1 and (self.micro_batches > 1 or self.schedule != "1f1b"):
+            raise ValueError("micro_batches and schedule are those of a pipeline; leave them out, or raise pipeline")
+        if self.pipeline > 1 and (why := misfit(self.schedule, self.pipeline, self.micro_batches)) is not None:
             raise ValueError(why)
         return self
 

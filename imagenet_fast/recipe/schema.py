@@ -231,15 +231,25 @@ class Recipe(Table):
         since_first = epoch - (self.first_eval or self.eval_every)
         return epoch == self.epochs or (since_first >= 0 and since_first % self.eval_every == 0)
 
+    def doubts(self) -> list[str]:
+        """Return one sentence for each value that is allowed, but looks like a mistake."""
+        found: list[str] = []
+        if self.target_top1 is not None and self.target_top1 < 1:
+            found.append(f"target_top1 is {self.target_top1:g} %; did you mean {100 * self.target_top1:g}?")
+        for key in ("start_lr", "end_lr"):
+            rate = getattr(self.schedule, key, 0.0)
+            if rate > self.optim.lr:
+                found.append(f"schedule.{key} is {rate:g}, above optim.lr ({self.optim.lr:g}); lower it, too")
+        return found
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         """Check settings of different tables against each other, and fill in derived sync settings."""
         if self.schedule.warmup_epochs > self.epochs:
             raise ValueError(f"schedule.warmup_epochs ({self.schedule.warmup_epochs}) exceeds epochs ({self.epochs})")
-        if self.target_mirrored and not self.eval_mirror:
-            raise ValueError("target_mirrored is for eval_mirror, which is off; set eval_mirror to true")
-        if self.eval_shift and not self.eval_mirror:
-            raise ValueError(f"eval_shift ({self.eval_shift}) needs mirror images; set eval_mirror to true")
+        for key in ("target_mirrored", "eval_shift"):
+            if getattr(self, key) and not self.eval_mirror:
+                raise ValueError(f"{key} is for eval_mirror, which is off; set eval_mirror to true")
         if self.eval_shift >= self.data.evaluated_size:
             raise ValueError(
                 f"eval_shift ({self.eval_shift}) must be less than the side of a validation image "
@@ -267,34 +277,25 @@ class Recipe(Table):
         gradients for later steps does not have the gradients of one step.
         """
         sync = self.sync
-        other = "another engine, such as sync.kind 'lazy'"
-        if sync.defers:
-            if self.clip_norm:
-                raise ValueError(
-                    f"{sync.as_written} updates a layer before the gradients of all others have come, so it cannot "
-                    f"clip their global norm (clip_norm {self.clip_norm}); set clip_norm to 0, or take {other}"
-                )
-            if self.compile:
-                raise ValueError(
-                    f"{sync.as_written} waits for single layers, so it cannot do with compiled blocks (compile true); "
-                    f"set compile to false, or take {other}"
-                )
         if sync.velocity_momentum is not None and (isinstance(self.optim, Lars) or self.optim.nesterov):
             which = "optim.kind 'lars'" if isinstance(self.optim, Lars) else "optim.nesterov true"
             raise ValueError(
                 f"sync.momentum_correction gathers plain SGD's momentum before gradients are averaged, and {which} "
                 "is another; turn it off, or take optim.kind 'sgd' without nesterov"
             )
-        if sync.keeps:
-            other = "sync.wire 'bf16'" if sync.wire in get_args(Codes) else other
-            why = f"{sync.as_written} adds up gradients over steps, so it cannot"
-            if self.clip_norm:
+        early, sums = "updates a layer before the gradients of all others have come", "adds up gradients over steps"
+        clips, overflows = self.clip_norm > 0, isinstance(self.precision, Float16)
+        for conflict, does, cannot, key, value, instead in (
+            (sync.defers and clips, early, "clip their global norm", "clip_norm", self.clip_norm, "0"),
+            (sync.defers and self.compile, "waits for each layer", "use compiled blocks", "compile", "true", "false"),
+            (sync.keeps and clips, sums, "clip the norm of one", "clip_norm", self.clip_norm, "0"),
+            (sync.keeps and overflows, sums, "drop one that overflows", "precision.kind", "'fp16'", "'bf16'"),
+        ):
+            if conflict:
+                coded = does == sums and sync.wire in get_args(Codes)
+                other = "sync.wire 'bf16'" if coded else "another engine, such as sync.kind 'lazy'"
                 raise ValueError(
-                    f"{why} clip the norm of one (clip_norm {self.clip_norm}); set clip_norm to 0, or take {other}"
-                )
-            if isinstance(self.precision, Float16):
-                raise ValueError(
-                    f"{why} drop one that overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take "
+                    f"{sync.as_written} {does}, so it cannot {cannot} ({key} {value}); set {key} to {instead}, or take "
                     f"{other}"
                 )
 
@@ -307,11 +308,9 @@ class Recipe(Table):
                 "no such layers"
             )
         if tensor > 1 and width % tensor:
-            below = next(n for n in range(tensor, 0, -1) if width % n == 0)
-            above = next((f" and {n}" for n in range(tensor, width + 1) if width % n == 0), "")
             raise ValueError(
-                f"parallel.tensor {tensor} does not divide the {width} units of {kind}'s fully connected layers; the "
-                f"nearest that do are {below}{above}"
+                f"parallel.tensor {tensor} does not divide the {width} units of {kind}'s fully connected layers; take "
+                f"a power of 2 up to {width}"
             )
         if tensor > 1 and self.sync.chooses and self.sync.defers and isinstance(self.optim, Lars):
             raise ValueError(

@@ -44,11 +44,6 @@ class RingSync(CodingTable):
     bucket_mb: Fusion = "auto"
     """Bucket size in MiB on the wire, or ``auto``."""
 
-    @property
-    def learns(self) -> bool:
-        """Whether it measures a few steps before it plans the others: if ``bucket_mb`` is ``auto``."""
-        return self.bucket_mb == "auto"
-
 
 class LazySync(CodingTable):
     """All-reduces of gradients fused in the pool until ``threshold_mb``, overlapped with backward.
@@ -67,11 +62,6 @@ class LazySync(CodingTable):
     """
     servers: PositiveInt = 1
     """Ranks over which a parameter server is sharded; used with ``collective`` = ``parameter_server``."""
-
-    @property
-    def learns(self) -> bool:
-        """Whether it measures a few steps before it plans the others: if ``threshold_mb`` is ``auto``."""
-        return self.threshold_mb == "auto"
 
 
 class KeepingTable(PoolTable):
@@ -109,8 +99,6 @@ class SparseSync(KeepingTable):
     Everything is sent during ``dense_epochs``. Over the next ``ramp_epochs`` the share that is not sent grows to
     ``sparsity``.
     """
-
-    learns: ClassVar[bool] = False
 
     kind: Literal["sparse"] = "sparse"
     sparsity: Fraction = 0.875
@@ -288,11 +276,6 @@ class DdpSync(EngineTable):
     def as_written(self) -> str:
         """The setting as a recipe writes it, for error messages."""
         return super().as_written + (f" with sync.powersgd_rank {self.powersgd_rank}" if self.powersgd_rank else "")
-
-    @property
-    def learns(self) -> bool:
-        """Whether it treats the first steps differently: with PowerSGD."""
-        return self.powersgd_rank > 0
 
     def values_sent(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape``.

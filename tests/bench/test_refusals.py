@@ -46,8 +46,8 @@ pipeline --schedules 1f1b --micro-batches 2 -> 1f1b has a micro-batch for each o
 pipeline --device cuda --stages 19 -> GPUs for 19 stages
 pipeline --image-size 32 --micro-batches 2,32 -> see one value a channel
 pipeline --model alexnet --image-size 62 -> too small for alexnet
-pipeline --model alexnet --stages 9 -> AlexNet comes in 8 pieces, too few for 9 stages
-pipeline --model alexnet --stages 5 --schedules interleaved -> too few for 10 stages
+pipeline --model alexnet --stages 9 -> AlexNet makes 8 stages, not 9; lower parallel.pipeline or --stages
+pipeline --model alexnet --stages 5 --schedules interleaved -> makes 8 stages, not 10
 data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among synthetic, folder, pixels
 step --checkpoint-every=2 -> train with and without checkpoint.every_steps, and `imagenet-fast report`
 profile here.txt -> here.txt does not end in .json

@@ -123,7 +123,7 @@ def test_a_layout_that_recipe_and_engine_cannot_have_is_named_and_no_other_fault
     for name, override, sentence in (
         ("tp4", "model={kind='resnet18'}", "alexnet-8gpu.toml: parallel.tensor 4 divides AlexNet's large"),
         ("pp4", "parallel.schedule=zb", "schedule zb is not one of gpipe, 1f1b and interleaved"),
-        ("pp2dp2", "global_batch=6", "global_batch 6 does not divide over the 2 ranks of a"),
+        ("pp2dp2", "global_batch=6", "global_batch 6 does not divide over the recipe's 8 ranks"),
     ):
         told = refusal_of(laid, name, override)
         assert told.startswith(f"--layout {name} with hybrid: ")

@@ -149,9 +149,9 @@ def test_a_block_with_a_shortcut_is_one_piece():
 @pytest.mark.usefixtures("subprocesses")
 def test_what_cannot_be_cut_is_refused_in_a_sentence():
     model, images = built("alexnet")
-    with pytest.raises(UserError, match="AlexNet comes in 8 pieces, too few for 9 stages; ask for fewer"):
+    with pytest.raises(UserError, match="AlexNet makes 8 stages, not 9; lower"):
         split_model(model, images, 0, 9)
-    with pytest.raises(UserError, match="too few for 10 stages"):
+    with pytest.raises(UserError, match="8 stages, not 10"):
         split_model(model, images, 0, 5, chunks=2)
     with pytest.raises(UserError, match="order Branching calls its layers is not known"):
         segments_of(Branching())

@@ -225,8 +225,8 @@ def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
         return _digest(model, forward, sync, topology.ranks, case)
     pool = GradientPool(model, settings if learning else _planned(settings), topology=topology)
     try:
-        learns = case.engine == "auto" or (learning and settings.learns)
-        return _digest(model, model, pool, topology.ranks, case, LEARNT if learns else STEPS)
+        steps = LEARNT if learning or case.engine == "auto" else STEPS
+        return _digest(model, model, pool, topology.ranks, case, steps)
     finally:
         pool.close()
 
