@@ -137,7 +137,7 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2242,
+    "imagenet_fast/bench": 2241,
     "imagenet_fast/checkpoint": 843,
     "imagenet_fast/cli": 1766,
     "imagenet_fast/compare": 712,
@@ -145,17 +145,17 @@ LINES = {
     "imagenet_fast/data": 4595,
     "imagenet_fast/distributed": 2330,
     "imagenet_fast/doctor": 313,
-    "imagenet_fast/launch": 1338,
+    "imagenet_fast/launch": 1336,
     "imagenet_fast/metrics": 1444,
     "imagenet_fast/models": 1560,
     "imagenet_fast/netlab": 805,
     "imagenet_fast/parallel": 985,
     "imagenet_fast/plan": 1447,
-    "imagenet_fast/recipe": 2194,
+    "imagenet_fast/recipe": 2100,
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 32055,
-    "tests": 27973,
+    "imagenet_fast": 31958,
+    "tests": 27932,
     "tests/sync": 6346,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
