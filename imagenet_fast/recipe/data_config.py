@@ -157,7 +157,8 @@ class ImageData(Table):
                 raise ValueError(f"resize ({self.resize}) must be at least {key} ({size})")
         epochs = [epoch for epoch, _ in self.sizes]
         if epochs != sorted(set(epochs)):
-            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not {epochs}")
+            listed = ", ".join(f"{epoch:g}" for epoch in epochs)
+            raise ValueError(f"sizes must name rising epochs, such as [[1, 128], [6, 192]], not [{listed}]")
         if uneven := [size for _, size in self.sizes if self.size_multiple and size % self.size_multiple]:
             raise ValueError(f"sizes must be multiples of size_multiple ({self.size_multiple}), and {uneven[0]} is not")
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
