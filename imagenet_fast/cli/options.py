@@ -21,6 +21,7 @@ Options of several commands:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -118,13 +119,20 @@ def show_rows(
     png: Path | None = None,
 ) -> None:
     """Print the table of rows, write them as JSON, and have them drawn to ``png``, each if there is such a file."""
-    from imagenet_fast.metrics.figures import new_figure
     from imagenet_fast.metrics.tables import table
 
     show(table(rows), rows, json_file)
-    if draw is not None and png is not None:
+    if draw is not None:
+        draw_png(png, partial(draw, rows))
+
+
+def draw_png(png: Path | None, draw: Callable[[Any], object]) -> None:
+    """Have ``draw`` fill a new figure, and save it as ``png``; do nothing if that is None."""
+    from imagenet_fast.metrics.figures import new_figure
+
+    if png is not None:
         figure = new_figure()
-        draw(rows, figure)
+        draw(figure)
         figure.savefig(png)
 
 

@@ -7,6 +7,7 @@ Options of several commands:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -51,6 +52,7 @@ def plan(
     """
     from imagenet_fast.plan.prediction import planned_engines, situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
+    from imagenet_fast.plan.sweep import draw_plan
     from imagenet_fast.recipe.load import find_recipe, load_recipe
     from imagenet_fast.recipe.sync_config import engines as all_engines
 
@@ -76,13 +78,8 @@ def plan(
     print(*dry_run(written, situation, last), *inputs(situation.cluster, written.model.kind), sep="\n")
     for doubt in warnings(situation, last):
         warn(doubt)
-    if png is not None:
-        from imagenet_fast.metrics.figures import new_figure
-        from imagenet_fast.plan.sweep import draw_plan
-
-        figure = new_figure()
-        draw_plan(predicted, f"{Path(recipe).stem} on {situation.cluster.name}, {scaling} scaling", figure)
-        figure.savefig(png)
+    title = f"{Path(recipe).stem} on {situation.cluster.name}, {scaling} scaling"
+    opt.draw_png(png, partial(draw_plan, predicted, title))
 
 
 def plan_fastest(
@@ -109,6 +106,7 @@ def plan_fastest(
     """
     from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, first_exact, published_trainings, remarks
+    from imagenet_fast.plan.sweep import draw_fastest
 
     if sweep is not None and (write is not None or sweep.startswith("nic")):
         option = "--write" if write is not None else "--sweep nic="
@@ -130,13 +128,7 @@ def plan_fastest(
     if write is not None:
         write.write_text(as_recipe(known, first_exact(found), machine.name), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
-    if png is not None:
-        from imagenet_fast.metrics.figures import new_figure
-        from imagenet_fast.plan.sweep import draw_fastest
-
-        figure = new_figure()
-        draw_fastest(swept, machine.name, figure)
-        figure.savefig(png)
+    opt.draw_png(png, partial(draw_fastest, swept, machine.name))
 
 
 def plan_rows(json_file: opt.Json = None) -> None:

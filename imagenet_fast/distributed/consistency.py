@@ -63,7 +63,7 @@ _DIFFERENT = {
         "call imagenet_fast.distributed.reductions.broadcast_model before the pool is made",
     ),
 }
-"""What to say if a part differs, and what to do."""
+"""For each part that may differ: what is wrong, and what the user is to do."""
 
 
 def compare_ranks(

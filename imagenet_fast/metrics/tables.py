@@ -17,7 +17,7 @@ from rich.text import Text
 from imagenet_fast.errors import UserError
 
 Form = str | Callable[[Any], str]
-"""How a value is shown: a format as of ``format``, or a function that returns the text."""
+"""Show a value by this: a format string as of ``format``, or a function that returns the text."""
 NOTHING = "–"
 """The cell for a missing value."""
 

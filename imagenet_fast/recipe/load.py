@@ -20,7 +20,7 @@ from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync, engines
 
 Kind = Literal["recipe", "cluster"]
-"""What is shipped as TOML files."""
+"""A kind of TOML file; some of each are shipped."""
 Root = TypeVar("Root", bound=Table)
 
 
