@@ -130,7 +130,6 @@ def draw(rows: Sequence[Row]) -> None:
     for axes in (left, right):
         axes.set_ylabel("top-1 (%)")
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     figure.savefig(PICTURE)
 

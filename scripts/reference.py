@@ -19,8 +19,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-import typer
-from typer.cli import get_docs_for_click
+import typer.cli
 
 from imagenet_fast.bench.collectives import AllReduceTime
 from imagenet_fast.bench.comm_volume import Count
@@ -29,6 +28,7 @@ from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.bench.train_step import StepTime
+from imagenet_fast.bench.validation import Validated
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare.report import RunSummary
 from imagenet_fast.plan.fastest import Way
@@ -51,6 +51,7 @@ ROWS: dict[str, type] = {
     "plan": Planned,
     "plan --fastest": Way,
     "plan rows": Compared,
+    "plan validate": Validated,
 }
 """The rows that benchmarks, reports and predictions write."""
 
@@ -67,7 +68,7 @@ def commands_page() -> Iterator[str]:
     program: Any = inspect.unwrap(typer.main.get_command)(app)  # a tree of its own: tests share one, which remembers
     _drop_hidden(program)
     name = "imagenet-fast"
-    text = get_docs_for_click(
+    text = typer.cli.get_docs_for_click(
         obj=program, ctx=typer.Context(program, info_name=name, **program.context_settings), name=name, title="Commands"
     )
     yield re.sub(r"(`[^`\n]+`)|<", lambda found: found[1] or "&lt;", text.partition("\n")[2].strip())

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -205,12 +206,13 @@ def _torchvision(root: Path, image_size: int, batch: int, workers: int, by_pillo
     if by_pillow:
         images = ImageFolder(root / "train", v2.Compose([*crop_and_flip, v2.PILToTensor()]))
     else:
-        images = ImageFolder(root / "train", v2.Compose(crop_and_flip), loader=_decoded)
+        read = partial(decode_image, mode=ImageReadMode.RGB)
+        images = ImageFolder(root / "train", v2.Compose(crop_and_flip), loader=read)
     start_fork_server(__name__)
     order = RandomSampler(images, replacement=True, num_samples=2**40, generator=torch.Generator().manual_seed(_SEED))
     batches: DataLoader[Any] = DataLoader(
         images, batch, sampler=order, num_workers=workers, multiprocessing_context="forkserver",
-        worker_init_fn=_end_with_starter,
+        worker_init_fn=end_with_starter,
     )  # fmt: skip
     try:
         yield from batches
@@ -219,15 +221,6 @@ def _torchvision(root: Path, image_size: int, batch: int, workers: int, by_pillo
             f"torchvision cannot read an image ({str(error).strip().splitlines()[-1]}); `imagenet-fast data verify` "
             "finds such files; take them away to measure"
         ) from None
-
-
-def _decoded(path: str) -> torch.Tensor:
-    pixels: torch.Tensor = decode_image(path, ImageReadMode.RGB)
-    return pixels
-
-
-def _end_with_starter(worker: int) -> None:
-    end_with_starter()
 
 
 def _bare_dali(root: Path, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:

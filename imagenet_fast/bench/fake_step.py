@@ -199,7 +199,7 @@ class _CountedStream(CommStream):
     def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
         self._traffic = traffic
         start()
-        return PendingOp(_return_at_once)
+        return PendingOp(lambda: None)
 
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
@@ -231,10 +231,6 @@ class _CountedStream(CommStream):
         """Make a backend call, and record its messages."""
         self._calls.append(tuple(messages))
         return call(*arguments)
-
-
-def _return_at_once() -> None:
-    """Do nothing: all operations are done."""
 
 
 class _Kernels(TorchDispatchMode):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.published import BatchRow, Rung
-from imagenet_fast.metrics.figures import finish
+from imagenet_fast.metrics.figures import legend_below
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ def draw_steps(rows: Sequence[EngineTime | Rung | BatchRow], figure: Any) -> Non
         axes.annotate(note, beyond, xytext=(4, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.08 + 0.007 * max(map(len, notes)))
-    axes.set(xlabel="seconds a step")
-    axes.set_title(rows[0].title, fontsize=9)
-    finish(figure)
+    axes.set(xlabel="seconds a step", title=rows[0].title)
+    legend_below(figure)
 
 
 def _bars(row: EngineTime | Rung | BatchRow) -> Iterator[tuple[str, str, EngineTime]]:
@@ -79,7 +78,7 @@ def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
     use.set(ylabel="% of the link's rate" if shared else "bus bandwidth, MB/s")
     use.set_ylim(0, max(100.0, use.get_ylim()[1]) if shared else None)
     figure.suptitle(rows[0].title, fontsize=9)
-    finish(figure, columns=4)
+    legend_below(figure, 4)
 
 
 def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
@@ -96,7 +95,7 @@ def draw_pipeline(rows: Sequence[PipelineTime], figure: Any) -> None:
         _draw_timeline(min(own, key=lambda row: abs(row.micro_batches - 2 * row.stages)), axes)
     panels[-1].set(xlabel="seconds")
     figure.suptitle(rows[0].title, fontsize=9)
-    finish(figure)
+    legend_below(figure)
 
 
 def _draw_timeline(row: PipelineTime, axes: Any) -> None:
@@ -115,19 +114,18 @@ def _draw_timeline(row: PipelineTime, axes: Any) -> None:
     axes.set_yticks(ranks, [f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}" for own in stages])
     axes.invert_yaxis()
     bubble = f"bubble {row.bubble:.2f}, by the formula {row.expected_bubble:.2f}"
-    axes.set_title(f"{row.schedule}, {row.micro_batches} micro-batches: {bubble}", fontsize=9, loc="left")
+    axes.set_title(f"{row.schedule}, {row.micro_batches} micro-batches: {bubble}", loc="left")
 
 
 def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
     """Draw one bar per loader, with an error bar from its slowest to its fastest round."""
     figure.set_size_inches(8, 1 + 0.5 * len(rates))
     axes = figure.subplots()
-    there = [rate for rate in reversed(rates) if rate.images_per_s]
-    typical = [rate.images_per_s or 0.0 for rate in there]
-    below = [(rate.images_per_s or 0.0) - (rate.slowest or 0.0) for rate in there]
-    above = [(rate.fastest or 0.0) - (rate.images_per_s or 0.0) for rate in there]
-    colours = ["tab:blue" if rate.loader in ("folder", "dali") else "tab:gray" for rate in there]
-    bars = axes.barh([rate.loader for rate in there], typical, xerr=(below, above), color=colours, ecolor="black")
+    upwards = rates[::-1]
+    typical = [rate.images_per_s for rate in upwards]
+    below = [rate.images_per_s - rate.slowest for rate in upwards]
+    above = [rate.fastest - rate.images_per_s for rate in upwards]
+    colours = ["tab:blue" if rate.loader in ("folder", "dali") else "tab:gray" for rate in upwards]
+    bars = axes.barh([rate.loader for rate in upwards], typical, xerr=(below, above), color=colours, ecolor="black")
     axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
     axes.set(xlabel="images a second", title=rates[0].title)
-    finish(figure, columns=0)

@@ -107,9 +107,7 @@ def report(
     from imagenet_fast.compare.report import draw_curves, summaries
     from imagenet_fast.metrics.past_run import read_run
 
-    once: dict[Path, Path] = {}
-    for folder in runs:
-        once.setdefault(folder.resolve(), folder)
+    once = {folder.resolve(): folder for folder in runs}
     past = [read_run(folder) for folder in once.values()]
     rows = summaries(past)
     opt.show_rows(rows, json_file)

@@ -26,7 +26,7 @@ SweepOption = Annotated[str | None, typer.Option(metavar="KEY=RANGE")]
 
 
 def plan(
-    recipe: opt.Recipe[str],
+    recipe: opt.Recipe[str | None] = None,
     cluster: ClusterOption = None,
     gpus: opt.Count[int | None] = None,
     sync: opt.Names[str | None] = None,
@@ -56,6 +56,8 @@ def plan(
     from imagenet_fast.recipe.load import find_recipe, load_recipe
     from imagenet_fast.recipe.sync_config import engines as all_engines
 
+    if recipe is None:
+        raise UserError("which recipe? add --recipe NAME, or --fastest, which finds the best")
     of_engines = [key for key in keys if key.partition("=")[0].partition(".")[0].strip() in ("sync", *all_engines())]
     engines = planned_engines(sync, of_engines)
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
@@ -159,27 +161,11 @@ def plan_validate(
         sync: Engines; NAME:WIRE for a wire dtype of its own.
         keys: ENGINE.KEY=VALUE changes a key of an engine.
     """
-    from imagenet_fast.bench.engines import bench_sync
-    from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.netlab.ranks import Lab
-    from imagenet_fast.plan.cluster import load_cluster
-    from imagenet_fast.plan.prediction import predict_step
-    from imagenet_fast.plan.rows import Validated
+    from imagenet_fast.bench.validation import validate
     from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
 
     model = load_recipe(find_recipe(recipe)).model.kind
-    engines = parse_engines(sync, "bf16", keys)
-    cluster = load_cluster("test-network")
-    device, nominal = cluster.gpu, cluster.network(cluster.nodes)
-    compute_s, layers = device.compute(model).seconds(128), device.layers(model)
-    lab = Lab(cluster.nodes, cluster.gpus_per_node, f"{cluster.nic.node_gbit}gbit")
-    times = bench_sync(load_profile(layers.model).scaled_to(compute_s), engines, lab, device.scale, rounds=2, steps=2)
-    found: list[Validated] = []
-    for settings, time in zip(engines, times, strict=False):  # ddp is measured, too, though it was not asked for
-        nominal_s = predict_step(settings, layers.scaled_to(time.compute_s), nominal).step_s
-        error = nominal_s / time.step_s - 1
-        found.append(Validated(settings.kind, settings.wire, nominal_s, time.predicted_s, time.step_s, error))
-    opt.show_rows(found, json_file)
+    opt.show_rows(validate(model, parse_engines(sync, "bf16", keys)), json_file)
 
 
 def _places(

@@ -94,7 +94,6 @@ def draw_curves(runs: Sequence[PastRun], png: Path) -> None:
     loss.set(title="Training", xlabel="run time (minutes)", ylabel="loss")
     for axes in (accuracy, loss):
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(left=0)
-    accuracy.legend(loc="lower right", frameon=False, fontsize=8)
+    accuracy.legend(loc="lower right", frameon=False)
     figure.savefig(png)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.figures import new_figure, plot_label
+from imagenet_fast.metrics.figures import legend_below, new_figure, plot_label
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.tables import Row, column
 
@@ -168,8 +168,7 @@ def draw_timelines(steps: Sequence[StepTimeline], png: Path, until_ms: float | N
         _draw_lanes(step, axes, _LANES / end)
     panels[0].set_xlim(0, end)
     panels[-1].set_xlabel("ms since backward began", fontsize=8)
-    shown = panels[0].get_legend_handles_labels()
-    figure.legend(*shown, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    legend_below(figure, 4)
     figure.savefig(png)
 
 
@@ -195,7 +194,5 @@ def _draw_lanes(step: StepTimeline, axes: Any, inches_per_ms: float) -> None:
     axes.set_ylim(2.95, -0.05)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(
-        f"{plot_label(step.label)}: {step.step_ms:.0f} ms, of which {step.wait_ms:.0f} ms waits", fontsize=9, loc="left"
-    )
+    axes.spines["left"].set_visible(False)
+    axes.set_title(f"{plot_label(step.label)}: {step.step_ms:.0f} ms, of which {step.wait_ms:.0f} ms waits", loc="left")

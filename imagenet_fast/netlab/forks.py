@@ -40,8 +40,8 @@ def start_fork_server(module: str) -> None:
             signal.signal(number, answer)
 
 
-def end_with_starter() -> None:
-    """Make this forked process end, with exit code 1, when the process that asked for it has ended for any reason.
+def end_with_starter(worker: int = 0) -> None:
+    """Make this forked process, torch's data ``worker`` perhaps, end with exit code 1 when its starter has ended.
 
     The kernel and torch's own data workers would watch the parent, which is the fork server; it runs as long as any of
     its children. SIGTERM to this process ends it, but a signal to the starter's process group does not reach it.

@@ -59,21 +59,6 @@ class Compared(Row):
     """The part that the model leaves unexplained, where it misses by over 10 %."""
 
 
-@dataclass(frozen=True)
-class Validated(Row):
-    """An engine's step measured between shaped hosts, beside its predictions."""
-
-    engine: str = field(metadata=column("engine"))
-    wire: str = field(metadata=column("wire"))
-    nominal_s: float = field(metadata=column("nominal link", "s", ".3f"))
-    """Seconds predicted from the nominal rate of the links."""
-    fitted_s: float | None = field(metadata=column("fitted link", "s", ".3f"))
-    """Seconds predicted from the measured costs of the link."""
-    measured_s: float = field(metadata=column("measured", "s", ".3f"))
-    error: float = field(metadata=column("nominal's error", form="+.1%"))
-    """``nominal_s`` over ``measured_s``, less 1."""
-
-
 class Published(Table):
     """A published result; ``clusters/published.toml`` says what its fields are."""
 

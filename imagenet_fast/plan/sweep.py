@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.metrics.figures import legend_below
 from imagenet_fast.plan.devices import PROFILES
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned, Situation
@@ -52,16 +53,15 @@ def draw_plan(predicted: Sequence[tuple[Situation, Sequence[Planned]]], title: s
     situation = predicted[0][0]
     cluster, model = situation.cluster.name, PROFILES[situation.recipe.model.kind]
     axes = _draw(lines, figure)
+    axes.autoscale(enable=False, axis="x")  # points beyond the sweep are left out
     for point in known_results().published if not over_nic else ():
         if point.cluster == cluster and point.model == model and point.gbit is None:
             share = 100 * point.compute_s() / (point.step_ms / 1e3)
             axes.plot([point.gpus], [share], "k*", markersize=9)
             axes.annotate(point.name, (point.gpus, share), xytext=(5, -3), textcoords="offset points", fontsize=7)
-    axes.set_ylim(bottom=0)
     labels = ("Gbit/s of a node's NICs", "minutes to train") if over_nic else ("GPUs", "% of as many single GPUs")
-    axes.set(xlabel=labels[0], ylabel=labels[1])
-    axes.set_title(f"{title}: predicted, not run", fontsize=9)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    axes.set(ylim=(0, None), xlabel=labels[0], ylabel=labels[1], title=f"{title}: predicted, not run")
+    legend_below(figure, 4)
 
 
 def draw_fastest(swept: Sequence[tuple[int, Way]], cluster: str, figure: Any) -> None:
@@ -72,8 +72,8 @@ def draw_fastest(swept: Sequence[tuple[int, Way]], cluster: str, figure: Any) ->
             axes.annotate(named, (count, way.minutes), xytext=(4, 5), textcoords="offset points", fontsize=7)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="up to so many GPUs", ylabel="minutes to the target")
-    axes.set_title(f"The fastest published training on {cluster}: predicted, not run", fontsize=9)
+    title = f"The fastest published training on {cluster}: predicted, not run"
+    axes.set(xlabel="up to so many GPUs", ylabel="minutes to the target", title=title)
 
 
 def _draw(lines: Mapping[str, Sequence[tuple[float, ...]]], figure: Any) -> Any:
@@ -89,5 +89,4 @@ def _draw(lines: Mapping[str, Sequence[tuple[float, ...]]], figure: Any) -> Any:
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     return axes

@@ -186,7 +186,7 @@ REFUSED = {
         ("--set", "--set belongs to no option and is not KEY=VALUE"),
         ("--set --scale-batch", "--set belongs to no option and is not KEY=VALUE"),
     ],
-    "plan": [("rows --json /", "/ is a directory; name a file")],
+    "plan": [("", "which recipe? add --recipe NAME, or --fastest"), ("rows --json /", "/ is a directory; name a file")],
     "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],
     "report": [("x --png /", "/ is a directory; name a file")],
 }
