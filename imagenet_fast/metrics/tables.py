@@ -23,7 +23,7 @@ NOTHING = "–"
 
 _GAP = 2  # characters between columns
 _FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6, "min": 1 / 60}
-_NAME = 20  # least characters for the first column before other columns are moved below
+_NAME = 20  # up to this length, words of the first column stay whole, and rather other columns are moved below
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
@@ -84,11 +84,11 @@ class _PiecedTable(Table):
     def _pieces(self, console: Console, options: ConsoleOptions) -> list[list[Column]]:
         """Return groups of columns that fit side by side, each with the first column and at least another."""
 
-        def width(column: Column) -> int:
-            return max(console.measure(cell, options=options).maximum for cell in (column.header, *column.cells))
+        def width(column: Column, end: int = 1) -> int:
+            return max(console.measure(cell, options=options)[end] for cell in (column.header, *column.cells))
 
         first, *others = self.columns
-        pieces, room = [[first]], options.max_width - min(_NAME, width(first))
+        pieces, room = [[first]], options.max_width - min(_NAME, width(first, end=0))
         left = room
         for column in others:
             needed = _GAP + width(column)

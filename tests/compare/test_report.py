@@ -84,8 +84,8 @@ def test_labels_are_shown_as_they_are(tmp_path: Path):
 
 
 def test_narrow_terminals_wrap_columns_and_cut_no_number(tmp_path: Path):
-    runs = two_runs(tmp_path, "one", "a-long-name-of-a-directory")
-    runs.append(PastRun(tmp_path, [], "failed", "hybrid-pp2dp2tp2-seed1234567890"))
+    runs = [*two_runs(tmp_path, "one", "a-long-name"), PastRun(tmp_path, [], "failed", "hybrid-pp2dp2tp2-seed12345")]
+    assert shown([replace(runs[0], name="demo lazy dp2 (runs/slower)")], width=80).count("run ") == 1, "in one piece"
     for width in (200, 120, 100, 80, 60, 50, 40, 30, 24):
         text = shown(runs, width=width)
         assert "…" not in text
