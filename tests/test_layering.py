@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
     "imagenet_fast": 31959,
-    "tests": 27932,
+    "tests": 27930,
     "tests/sync": 6346,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

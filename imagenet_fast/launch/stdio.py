@@ -78,10 +78,10 @@ def exit_now(end: SystemExit) -> NoReturn:
 
     Registered exit functions are run; they release the semaphores of data workers, for example.
     """
-    if "torch" not in sys.modules or isinstance(end.code, str):
+    if isinstance(end.code, str):
         raise end
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, or the pipe has no reader
             stream.flush()
-    os._exit(end.code or 0)
+    os._exit(end.code or 0)  # Python would end by SIGINT if an interrupt had passed through exec, as of a dataclass

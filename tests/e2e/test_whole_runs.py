@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 from torchvision.models import resnet18
 
 import tests
@@ -71,7 +70,8 @@ def test_a_resumed_run_learns_what_ddp_does(changes: dict[str, Any], engine: str
     images = image_dir if changes is MILD else None
     run(2, _train_all, changes, engine, images, tmp_path, fresh=True)
     ddp, whole, resumed = (load_file(RunDir(tmp_path / name).final_weights) for name in ("ddp", "whole", "resumed"))
-    assert_alike(whole, ddp)
+    for name, weight in whole.items():
+        torch.testing.assert_close(weight, ddp[name], rtol=1e-3, atol=1e-4, msg=partial("{}: {}".format, name))
     assert engine == "auto" or all(torch.equal(weight, whole[name]) for name, weight in resumed.items()), "to the bit"
 
     exported = tmp_path / "weights.safetensors"
@@ -94,12 +94,6 @@ def _train_all(changes: dict[str, Any], engine: str, images: Path | None, folder
 
 def _judged(evaluation: Evaluation) -> EvalResult:
     return evaluate_weights(evaluation, tests.world())
-
-
-def assert_alike(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        message = partial("{}: {}".format, name)
-        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4, msg=message)
 
 
 @pytest.mark.parametrize("shift", [{}, {"top1_shift": 69.0, "top5_shift": 90.0}], ids=["mirrored", "shifted"])

@@ -93,16 +93,20 @@ def test_a_result_that_could_not_be_printed_is_an_error_and_no_traceback(words: 
     assert (done.returncode, done.stderr.decode()) == (2, LOST)
 
 
-def in_utf_8(folder: Path) -> Path:
-    recipe = folder / "größe.toml"
-    recipe.write_text(f"# Größe – 数\n{find_recipe('smoke').read_text(encoding='utf-8')}", encoding="utf-8")
-    return recipe
+@pytest.mark.usefixtures("subprocesses")
+def test_an_interrupted_import_leaves_the_exit_code_as_it_is(tmp_path: Path):
+    """Where an interrupt has passed through ``exec``, as of a dataclass that is made, Python itself ends by SIGINT."""
+    text = f"{START}\ntry: exec('raise KeyboardInterrupt')\nexcept KeyboardInterrupt: exit_now(SystemExit(4))"
+    (tmp_path / "interrupted.py").write_text(text)
+    words, clean = [sys.executable, "-S", "-m", "interrupted"], environment(PYTHONPATH=f"{ROOT}:{tmp_path}")
+    assert subprocess.run(words, check=False, env=clean).returncode == 4
 
 
 @pytest.mark.weekly
 def test_a_run_ends_as_ever_without_anybody_to_read_what_it_says(tmp_path: Path):
     """Into a pipe that nobody reads and on a full device, in an ASCII locale; its recipe is UTF-8."""
-    recipe, out = in_utf_8(tmp_path), tmp_path / "run"
+    recipe, out = tmp_path / "größe.toml", tmp_path / "run"
+    recipe.write_text(f"# Größe – 数\n{find_recipe('smoke').read_text(encoding='utf-8')}", encoding="utf-8")
     settings = ("global_batch=8", "epochs=1", "data.train_images=32", "data.val_images=4", "log_every=1")
     words = ["train", "--recipe", str(recipe), "--nproc", "1", *(w for s in settings for w in ("--set", s))]
     readable, nobody = os.pipe()
