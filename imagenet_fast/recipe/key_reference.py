@@ -1,4 +1,4 @@
-"""List every key of a recipe with its type, range, default and meaning, from the JSON schema."""
+"""List every key of a recipe, or of other tables, with its type, range, default and meaning, from the JSON schema."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from imagenet_fast.errors import UserError, did_you_mean
+from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.schema import Recipe
 
 Schema = dict[str, Any]
@@ -39,13 +40,18 @@ def recipe_keys(prefix: str = "") -> list[Key]:
     Raises:
         UserError: No key begins with ``prefix``.
     """
-    schema = Recipe.model_json_schema(mode="serialization")  # without keys that are only read
-    keys = sorted(_keys(schema, schema["$defs"], ""), key=lambda key: "." in key.name)
+    keys = sorted(table_keys(Recipe), key=lambda key: "." in key.name)
     found = [key for key in keys if key.name.startswith(prefix)]
     if not found:
         near = did_you_mean(prefix, {key.name for key in keys}, "`imagenet-fast recipes keys` lists all")
         raise UserError(f"no recipe key begins with '{prefix}'; {near}")
     return found
+
+
+def table_keys(root: type[Table]) -> Iterator[Key]:
+    """Yield the keys of ``root`` and of the tables in it, in the order of the schema."""
+    schema = root.model_json_schema(mode="serialization")  # without keys that are only read
+    return _keys(schema, schema["$defs"], "")
 
 
 def _keys(table: Schema, tables: Schema, path: str) -> Iterator[Key]:
@@ -108,7 +114,7 @@ def _type(field: Schema) -> str:
     words = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false"}
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = ", ".join(f"{sign} {field[limit]}" for limit, sign in signs.items() if limit in field)
-    return f"{words.get(field['type'], 'table of values')} {limits}".rstrip()
+    return f"{words.get(field.get('type', ''), 'table of values')} {limits}".rstrip()
 
 
 def _default(field: Schema) -> str:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.engine_table import Codes
+from imagenet_fast.recipe.key_reference import table_keys
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync, engines
 
@@ -195,36 +196,13 @@ def _first(error: ValidationError) -> ErrorDetails:
 def _explain(root: type[Table], error: ErrorDetails) -> str:
     """Return one pydantic error in the tables of ``root`` as a sentence with the key's path and a fix."""
     path = [str(part) if str(part).isprintable() else repr(part) for part in error["loc"]]
-    kinds = _kinds(root, path[0]) if len(path) > 1 else {}
-    given = path.pop(1) if len(kinds) > 1 else ""  # pydantic puts the kind into the path
-    table = kinds.get(given, root)
+    given = path.pop(1) if len(path) > 1 and _discriminator(root, path[0]) else ""  # pydantic puts the kind there
     key = ".".join(path)
     context = error.get("ctx", {})
     tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
     match error["type"]:
-        case "extra_forbidden" if (
-            len(path) == 2
-            and "options" not in table.model_fields
-            and (others := [kind for kind, other in kinds.items() if path[1] in other.model_fields])
-        ):
-            field, by = path[0], _discriminator(root, path[0])
-            return (
-                f"{key} is for {field}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace "
-                f"the whole table, as by --set '{field}={{{by}=\"{given}\", ...}}'"
-            )
-        case "extra_forbidden" if len(path) == 1 and (
-            tables := [
-                name for name in root.model_fields if any(key in t.model_fields for t in _kinds(root, name).values())
-            ]
-        ):
-            return f"unknown key {key}; did you mean {' or '.join(f'{name}.{key}' for name in tables)}?"
         case "extra_forbidden":
-            inner: Any = table
-            for name in path[1:-1]:  # a table in the table
-                inner = inner.model_fields[name].annotation
-            prefix, keys = key.removesuffix(path[-1]), _keys(inner)
-            near = did_you_mean(path[-1], keys, f"the keys here are {', '.join(keys)}", 1, 0.4, prefix)
-            return f"unknown key {key}; {near}"
+            return _explain_unknown(root, key, given)
         case _ if error["input"] is None:  # KEY=none
             return f"{key} cannot be none, which is for keys that may be absent; give it a value, or leave it out"
         case "union_tag_invalid":
@@ -241,6 +219,26 @@ def _explain(root: type[Table], error: ErrorDetails) -> str:
         case _:
             found = _shortened(json.dumps(error["input"], default=str))
             return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; {_fix(root, key, error)}"
+
+
+def _explain_unknown(root: type[Table], key: str, given: str) -> str:
+    """Return a sentence about a key that its table does not have, which is of the kind ``given`` if it has kinds."""
+    known: dict[str, tuple[str, ...]] = {}
+    for one in table_keys(root):  # several kinds may have one of that name, each with its own meaning
+        known[one.name] = known.get(one.name, ()) + one.kinds
+    table, dot, leaf = key.rpartition(".")
+    inside = [name for name, kinds in known.items() if name.startswith(table + dot) and (not kinds or given in kinds)]
+    here = dict.fromkeys(name.removeprefix(table + dot).partition(".")[0] for name in inside)
+    if key in known and "options" not in here:
+        by, others = _discriminator(root, table), " or ".join(map(repr, known[key]))
+        return (
+            f"{key} is for {table}.{by} {others}, not {given!r}; leave it out, or replace the whole table, as by --set "
+            f"'{table}={{{by}=\"{given}\", ...}}'"
+        )
+    if not dot and (elsewhere := [name for name in known if name.endswith(f".{key}")]):
+        return f"unknown key {key}; did you mean {' or '.join(elsewhere)}?"
+    near = did_you_mean(leaf, here, f"the keys here are {', '.join(here)}", 1, 0.4, table + dot)
+    return f"unknown key {key}; {near}"
 
 
 def _fix(root: type[Table], key: str, error: ErrorDetails) -> str:
@@ -261,21 +259,6 @@ def _shortened(found: str) -> str:
     return found if len(found) <= 100 else f"{found[:100]} ..."
 
 
-def _kinds(root: type[Table], field: str) -> dict[str, type[BaseModel]]:
-    """Return the tables that ``field`` of ``root`` can be, by kind; one without kinds as ""; none for a value."""
-    if field not in root.model_fields:
-        return {}
-    annotation, by = root.model_fields[field].annotation, _discriminator(root, field)
-    if by:
-        return {kind: one for one in get_args(annotation) for kind in get_args(one.model_fields[by].annotation)}
-    return {"": annotation} if isinstance(annotation, type) and issubclass(annotation, Table) else {}
-
-
 def _discriminator(root: type[Table], field: str) -> str:
     """Return the key that chooses the table of the union at ``field``; empty if there is no union."""
     return str(root.model_fields[field].discriminator or "") if field in root.model_fields else ""
-
-
-def _keys(table: type[BaseModel]) -> list[str]:
-    """Return the keys of a table, without those that are only read."""
-    return [name for name, field in table.model_fields.items() if not field.exclude]
