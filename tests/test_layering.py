@@ -137,7 +137,7 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2278,
+    "imagenet_fast/bench": 2261,
     "imagenet_fast/checkpoint": 843,
     "imagenet_fast/cli": 1750,
     "imagenet_fast/compare": 708,
@@ -150,13 +150,13 @@ LINES = {
     "imagenet_fast/models": 1560,
     "imagenet_fast/netlab": 805,
     "imagenet_fast/parallel": 985,
-    "imagenet_fast/plan": 1431,
+    "imagenet_fast/plan": 1421,
     "imagenet_fast/recipe": 2090,
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 31948,
-    "tests": 27930,
-    "tests/sync": 6346,
+    "imagenet_fast": 31921,
+    "tests": 27929,
+    "tests/sync": 6345,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.bench.collectives import NetworkRow, averaging
-from imagenet_fast.bench.replay import Gradients, gradients_of, replay, timing_of, with_moves
+from imagenet_fast.bench.replay import Gradients, gradients_of, replay, with_moves
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import Prediction, step_lower_bound
 from imagenet_fast.distributed.cores import freeze_gc
@@ -234,7 +234,7 @@ def _predictions(
     """
     model = replay(profile, gradients)
     pool = GradientBuffer(slots_of(dict(model.named_parameters()), model), topology, model)
-    timing = with_moves(timing_of(profile, model, pool.slots), gradients, pool)
+    timing = with_moves(profile.timing, gradients, pool)
     predicted, networks = dict[Sync, float](), dict[torch.dtype, NetworkProbe]()
     for settings in engines:
         if settings.chooses:

@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from imagenet_fast.bench.replay import timing_of
 from imagenet_fast.cost_model.layer_profile import Layer, Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Collective
@@ -98,13 +97,13 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
     def engine(buffer: GradientBuffer) -> SyncEngine:
         if isinstance(settings, SparseSync):
             return _Spread(settings, buffer, wire_dtype(settings.wire))
-        return Scheduler(declaration, buffer, network, timing_of(profile, model, buffer.slots))
+        return Scheduler(declaration, buffer, network, profile.timing)
 
     pool = GradientPool(model, engine, topology=topology)
     pool.order.fix()  # ranks without values can't agree on another one
     plan = step_model(declaration, pool.gradients, wire, network)
     size: Counter[Collective] = Counter()
-    for message in plan.messages(plan.best(timing_of(profile, model, pool.slots))[0]):
+    for message in plan.messages(plan.best(profile.timing)[0]):
         size[message.collective] += message.part.stop - message.part.start
     updates = 0
 

@@ -8,7 +8,6 @@ ones sleep less.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Profile, Timing
-from imagenet_fast.sync import ParamSlot
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.pending import settle_all
 
@@ -47,20 +45,6 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
             for layer, own in zip(profile.layers, gradients, strict=True)
         )
     )
-
-
-def timing_of(profile: Profile, model: nn.Sequential, slots: Sequence[ParamSlot]) -> Timing:
-    """Return the recorded timing of a step over the slots of a replayed model.
-
-    Args:
-        profile: Provides the times.
-        model: A model from ``replay``, or one with the same order of layers.
-        slots: The pool's slots of its parameters.
-    """
-    course = profile.timing
-    places: dict[nn.Module | None, int] = {module: place for place, module in enumerate(reversed(list(model)))}
-    own = [places[slot.module] for slot in slots]
-    return replace(course, needed=tuple(course.needed[n] for n in own), ready=tuple(course.ready[n] for n in own))
 
 
 def with_moves(timing: Timing, gradients: Gradients, pool: GradientBuffer) -> Timing:

@@ -72,21 +72,23 @@ class Profile:
 
     @property
     def timing(self) -> Timing:
-        """The course of a step that nothing delays, with the last layer's gradients first."""
-        needed = list(accumulate((layer.forward_ms / 1e3 for layer in self.layers), initial=0.0))[:-1]
-        ready = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
+        """The course of a step that nothing delays, by gradient, the last layer's last one first."""
+        begins = accumulate((layer.forward_ms / 1e3 for layer in self.layers), initial=0.0)
+        ends = accumulate(layer.backward_ms / 1e3 for layer in reversed(self.layers))
+        needed = [begin for layer, begin in zip(self.layers, begins, strict=False) for _ in layer.shapes]
+        ready = [end for layer, end in zip(reversed(self.layers), ends, strict=True) for _ in layer.shapes]
         return Timing(tuple(reversed(needed)), self.forward_s, tuple(ready), self.backward_s)
 
     def all_reduce_seconds(
         self, raw_s: float, values_sent: Callable[[Sequence[int]], float] = math.prod
     ) -> list[float]:
-        """Return each layer's share of the seconds of an all-reduce, last layer first.
+        """Return each gradient's share of the seconds of an all-reduce, in the order of ``timing``.
 
         Args:
             raw_s: Seconds of an all-reduce of all gradients.
             values_sent: Returns how many values are sent for a parameter of a shape; by default all.
         """
-        return [raw_s * sum(map(values_sent, layer.shapes)) / self.elements for layer in reversed(self.layers)]
+        return [raw_s * values_sent(s) / self.elements for layer in self.layers[::-1] for s in layer.shapes[::-1]]
 
     def scaled_to(self, compute_s: float) -> Profile:
         """Return the profile scaled to ``compute_s`` seconds, with the same proportions; one without any stays so."""

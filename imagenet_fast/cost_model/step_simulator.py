@@ -12,10 +12,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import Task
+from imagenet_fast.recipe.engine_table import Awaits
 
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bucket sizes in bytes: 64 KiB to 64 MiB, and infinity for everything at once."""
@@ -82,7 +83,7 @@ class SimMessage:
 def simulated_step_s(
     messages: Sequence[SimMessage],
     releases: Sequence[Sequence[int]],
-    awaits: Literal["each", "backward", "read"],
+    awaits: Awaits,
     timing: Timing,
 ) -> float:
     """Return the seconds of a step that sends ``messages``.
@@ -105,9 +106,7 @@ def simulated_step_s(
     return timing.compute_s + late
 
 
-def step_lower_bound(
-    timing: Timing, seconds: Sequence[float], awaits: Literal["each", "backward", "read"], share: float = 1.0
-) -> float:
+def step_lower_bound(timing: Timing, seconds: Sequence[float], awaits: Awaits) -> float:
     """Return the seconds of the fastest possible step, whatever the engine: no order and no overlap can beat it.
 
     Consider the gradients that are ready no earlier than ``a``, from the beginning of backward, and needed no later
@@ -120,11 +119,10 @@ def step_lower_bound(
         timing: The course of the step.
         seconds: Time for which each slot's gradients keep the wire busy; in total, one undisturbed all-reduce of all.
         awaits: Where the engine waits for gradients.
-        share: Share of the values that the engine sends.
     """
     match awaits:
         case "each":
-            return timing.compute_s + share * sum(seconds)
+            return timing.compute_s + sum(seconds)
         case "backward":
             needed: Sequence[float] = [0.0] * len(seconds)
         case "read":
@@ -133,8 +131,8 @@ def step_lower_bound(
             assert_never(awaits)
     slots = list(zip(timing.ready, needed, seconds, strict=True))
     bounds = (
-        timing.forward_s + a - d + share * sum(s for ready, need, s in slots if ready >= a and need <= d)
-        for a in timing.ready
+        timing.forward_s + a - d + sum(s for ready, need, s in slots if ready >= a and need <= d)
+        for a in set(timing.ready)
         for d in set(needed)
     )
     return max(timing.compute_s, *bounds)

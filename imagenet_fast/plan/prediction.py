@@ -17,7 +17,7 @@ from imagenet_fast.cost_model.collectives import (
     wire_format,
 )
 from imagenet_fast.cost_model.declarations import declaration_of
-from imagenet_fast.cost_model.layer_profile import Profile, Timing
+from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.messages import Slot, places_in_pool
 from imagenet_fast.cost_model.step_prediction import StepModel
 from imagenet_fast.cost_model.step_simulator import CodecCost
@@ -137,17 +137,6 @@ def planned_slots(profile: Profile, alignment: int) -> list[PlannedSlot]:
     ]
 
 
-def _timing(profile: Profile, before_s: float) -> Timing:
-    """Return the course of a step by slot, after ``before_s`` seconds of earlier micro-batches."""
-    layers = profile.timing
-    counts = [len(layer.shapes) for layer in reversed(profile.layers)]
-    needed, ready = (
-        tuple(at for at, count in zip(times, counts, strict=True) for _ in range(count))
-        for times in (layers.needed, layers.ready)
-    )
-    return Timing(needed, layers.forward_s + before_s, ready, layers.backward_s)
-
-
 class Result(NamedTuple):
     """A predicted step, its bucket size, and the bytes that the busiest node sends."""
 
@@ -168,7 +157,8 @@ def predict_step(
         fuse: Bucket size in bytes on the wire; None: the best by the cost model.
         before_s: Seconds of earlier micro-batches, whose gradients are added up and not sent.
     """
-    layout, timing = network.layout, _timing(profile, before_s)
+    layout = network.layout
+    timing = replace(profile.timing, forward_s=profile.forward_s + before_s)
     if layout.size == 1:
         return Result(timing.compute_s, math.inf, 0.0)
     wire = wire_format(settings.wire)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from imagenet_fast import sync
-from imagenet_fast.bench.replay import gradients_of, replay, timing_of, with_moves
+from imagenet_fast.bench.replay import gradients_of, replay, with_moves
 from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
@@ -41,7 +41,7 @@ def pooled(profile: Profile, hosts: int) -> tuple[GradientBuffer, Timing]:
     model = replay(profile, shapes)
     pool = GradientPool(model, LazySync()).gradients
     pool.topology = Hosts(hosts)
-    return pool, timing_of(profile, model, pool.slots)
+    return pool, profile.timing
 
 
 def predicted(profile: Profile, engines: Sequence[Sync | Engine], link: LinkModel, hosts: int = 4) -> dict[str, float]:
@@ -153,8 +153,7 @@ def test_pooling_gradients_prolongs_backward() -> None:
     gradients = gradients_of(profile)
     model = replay(profile, gradients)
     pool = GradientPool(model, LazySync()).gradients
-    course = timing_of(profile, model, pool.slots)
-    moved = with_moves(course, gradients, pool)
+    moved = with_moves(course := profile.timing, gradients, pool)
     late = [after - before for before, after in zip(course.ready, moved.ready, strict=True)]
     assert late[0] > 0
     assert late == sorted(late)
