@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import TypeVar, assert_never
 
 from imagenet_fast.cost_model.collectives import wire_format
@@ -92,21 +93,13 @@ def hybrid(settings: HybridSync) -> Declaration[Slot]:
     """
     by_type = settings.policy == "by-type"
     return Declaration(
-        settings.wire, "read", fusion_bytes(settings.fuse_mb), group_key=is_connected if by_type else alike,
+        settings.wire, "read", fusion_bytes(settings.fuse_mb), group_key=attrgetter("connected") if by_type else alike,
         collective=partial(_suiting if by_type else _faster, settings), servers=settings.servers, prioritized=True,
     )  # fmt: skip
 
 
-def is_connected(slot: Slot) -> bool:
-    """Return whether the slot's layer is fully connected: it has a matrix as its weight.
-
-    The weight of a convolution or a norm is not a matrix.
-    """
-    return slot.connected
-
-
 def _suiting(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Collective:
-    return settings.large if is_connected(bucket[0]) else settings.small
+    return settings.large if bucket[0].connected else settings.small
 
 
 def _faster(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Collective:
