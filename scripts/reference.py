@@ -26,9 +26,9 @@ from imagenet_fast.bench.comm_volume import Count
 from imagenet_fast.bench.dataloaders import LoadingRate
 from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.pipeline import PipelineTime
+from imagenet_fast.bench.plan_validation import Validated
 from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.bench.train_step import StepTime
-from imagenet_fast.bench.validation import Validated
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare.report import RunSummary
 from imagenet_fast.plan.fastest import Way

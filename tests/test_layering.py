@@ -155,8 +155,8 @@ LINES = {
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
     "imagenet_fast": 31914,
-    "tests": 27929,
-    "tests/sync": 6345,
+    "tests": 27927,
+    "tests/sync": 6341,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -161,11 +161,11 @@ def plan_validate(
         sync: Engines; NAME:WIRE for a wire dtype of its own.
         keys: ENGINE.KEY=VALUE changes a key of an engine.
     """
-    from imagenet_fast.bench.validation import validate
-    from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
+    from imagenet_fast.bench.plan_validation import validate
+    from imagenet_fast.plan.prediction import planned_engines
+    from imagenet_fast.recipe.load import find_recipe, load_recipe
 
-    model = load_recipe(find_recipe(recipe)).model.kind
-    opt.show_rows(validate(model, parse_engines(sync, "bf16", keys)), json_file)
+    opt.show_rows(validate(load_recipe(find_recipe(recipe)).model.kind, planned_engines(sync, keys)), json_file)
 
 
 def _places(

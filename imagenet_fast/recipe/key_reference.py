@@ -79,8 +79,7 @@ def _keys_of_kinds(kinds: list[Schema], choice: str, tables: Schema, path: str) 
         listed = " and ".join(f"`{name}`" for name in names)
         meanings.append(chosen.get("description") or f"{listed}: {kind['description'].partition(chr(10) * 2)[0]}")
         for key in _keys(kind, tables, path):
-            own = key.name.count(".") == path.count(".")
-            merged[key] = [*merged.get(key, []), *(names if own else [])]
+            merged[key] = [*merged.get(key, []), *names]
     yield Key(path + choice, (), _listed(types), "required", _prose(" ".join(meanings)))
     for key, having in merged.items():
         if key.name != path + choice:

@@ -229,11 +229,12 @@ def _explain_unknown(root: type[Table], key: str, given: str) -> str:
     table, dot, leaf = key.rpartition(".")
     inside = [name for name, kinds in known.items() if name.startswith(table + dot) and (not kinds or given in kinds)]
     here = dict.fromkeys(name.removeprefix(table + dot).partition(".")[0] for name in inside)
-    if key in known and "options" not in here:
-        by, others = _discriminator(root, table), " or ".join(map(repr, known[key]))
+    others = dict.fromkeys(kind for name in known if f"{name}.".startswith(f"{key}.") for kind in known[name])
+    if table and others and "options" not in here:
+        by = _discriminator(root, table)
         return (
-            f"{key} is for {table}.{by} {others}, not {given!r}; leave it out, or replace the whole table, as by --set "
-            f"'{table}={{{by}=\"{given}\", ...}}'"
+            f"{key} is for {table}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace the "
+            f"whole table, as by --set '{table}={{{by}=\"{given}\", ...}}'"
         )
     if not dot and (elsewhere := [name for name in known if name.endswith(f".{key}")]):
         return f"unknown key {key}; did you mean {' or '.join(elsewhere)}?"

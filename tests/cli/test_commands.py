@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from imagenet_fast.bench import published, validation
+from imagenet_fast.bench import plan_validation, published
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare import contest
 from imagenet_fast.cost_model.layer_profile import save_profile
@@ -184,7 +184,7 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
     few_digits(monkeypatch)
     if line.startswith("plan validate"):  # as root it would measure between four hosts
         time = SimpleNamespace(compute_s=1.4, predicted_s=1.5, step_s=1.6)
-        monkeypatch.setattr(validation, "bench_sync", lambda *_, **__: [time])
+        monkeypatch.setattr(plan_validation, "bench_sync", lambda *_, **__: [time])
     monkeypatch.setattr(contest, "_train", train)
     monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)

@@ -143,6 +143,7 @@ REFUSED = {
         ("--recipe dmeo", "no recipe 'dmeo'; did you mean demo?"),
         ("--recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
         ("demo", "demo belongs to no option and is not KEY=VALUE, such as optim.lr=0.5; a recipe is given by"),
+        ("--recipe smoke data.dali.host_padding_mb=1", "data.dali is for data.loader 'dali' or 'folder', not 'synth"),
         ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         ("--recipe resnet50-1gpu", "--data DIR"),
         ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),
@@ -187,6 +188,7 @@ REFUSED = {
         ("--set --scale-batch", "--set belongs to no option and is not KEY=VALUE"),
     ],
     "plan": [("", "which recipe? add --recipe NAME, or --fastest"), ("rows --json /", "/ is a directory; name a file")],
+    "plan validate": [("--recipe smoke --sync auto", "--sync auto becomes one of the others, and `plan` marks which")],
     "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],
     "report": [("x --png /", "/ is a directory; name a file")],
 }

@@ -89,7 +89,7 @@ def judge(case: Case) -> Failure | None:
             if not failures and not program.nearly:
                 failures += _traces(program, engine, loop.records[-1])
     shared = {(record.line, record.number): record for record in loop.records if record.shared}
-    digests = {place: _digests(record.tensors) for place, record in shared.items()}
+    digests = {at: [t.contiguous().view(-1).numpy().tobytes() for t in one.tensors] for at, one in shared.items()}
     everyone: list[Any] = [None] * program.ranks
     dist.all_gather_object(everyone, (failures, digests))
     found = [failure for failures, _ in everyone for failure in failures]
@@ -155,10 +155,6 @@ def _differing(loop: Loop, expected: list[Record], exact: bool) -> list[Failure]
 
 def _place(record: Record) -> str:
     return f"line {record.line}, {record.what}"
-
-
-def _digests(tensors: list[Tensor]) -> list[bytes]:
-    return [t.contiguous().view(-1).numpy().tobytes() for t in tensors]
 
 
 def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
