@@ -1,4 +1,4 @@
-"""Keep the first tier quick: its tests take two seconds at most, and declare that they start processes."""
+"""Keep the first tier quick: its tests declare that they start processes, and one that takes long is told of."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from tests import ranks
 
 LIMIT_S = 2.0
-"""Seconds of a quiet core."""
+"""Seconds of a processor from which a test of the first tier is told of."""
 
 STARTED = "imagenet_fast.started"
 """Audited by what forks the command line from the fork server, of which Python itself audits nothing."""
 
 _IMPORT_S = 0.005  # for a module, which the first test that needs it imports
-_TURNS, _TURNS_S = 200_000, 0.006  # of an empty loop, and their time on a quiet core
 _STARTING = {STARTED, "subprocess.Popen", "os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn"}
 
 
@@ -35,15 +34,16 @@ class Cost:
         """Processor time of this process and its ranks; not that of imports, nor of processes, which are declared."""
         return _used_s() - self.begun_s - _IMPORT_S * (len(sys.modules) - self.modules)
 
-    def objection(self, marks: Collection[str], fixtures: Collection[str]) -> str:
-        """Why the first tier can't have this test, with these marks and fixtures, or nothing."""
-        if {"ci", "weekly", "gpu"}.intersection(marks):
-            return ""
+    def objection(self, fixtures: Collection[str]) -> str:
+        """Why the first tier can't have this test, with these fixtures, or nothing."""
         if self.started and not {"subprocesses", "root"}.intersection(fixtures):
             return f"it starts {self.started[0]} and does not ask for `subprocesses`"
-        if (cpu_s := self.cpu_s) > LIMIT_S and cpu_s > LIMIT_S * _slowness():
-            return f"it took {cpu_s:.1f} s of a processor; mark it `ci`, or make it smaller"
         return ""
+
+    def doubt(self) -> str:
+        """Why the first tier is slower for this test, or nothing; a busy machine, too, may make it slow."""
+        took_s = self.cpu_s
+        return f"it took {took_s:.1f} s of a processor; mark it `ci`, or make it smaller" if took_s > LIMIT_S else ""
 
 
 _current: Cost | None = None
@@ -62,14 +62,6 @@ def counting() -> Iterator[Cost]:
 
 def _used_s() -> float:
     return time.process_time() + ranks.cpu_s
-
-
-def _slowness() -> float:
-    """How much longer this core takes now, with others' work beside it, than a quiet one."""
-    begun = time.process_time()
-    for _ in range(_TURNS):
-        pass
-    return (time.process_time() - begun) / _TURNS_S
 
 
 def _hear(event: str, arguments: tuple[object, ...]) -> None:

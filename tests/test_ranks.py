@@ -83,13 +83,13 @@ def test_what_is_left_behind_fails(what: str):
 @pytest.mark.usefixtures("subprocesses")
 def test_the_guard_sees_processor_time_and_processes():
     with counting() as cost:
-        assert not cost.objection((), ())
+        assert not cost.objection(())
         subprocess.run(["true"], check=True)
-        assert "subprocess.Popen" in cost.objection((), ())
-        assert not cost.objection((), ["tmp_path", "subprocesses"])
+        assert "subprocess.Popen" in cost.objection(())
+        assert not cost.objection(["tmp_path", "subprocesses"])
+        assert not cost.doubt()
         cost.begun_s -= 1000
-        assert "mark it `ci`" in cost.objection((), ["subprocesses"])
-        assert not cost.objection(["parametrize", "weekly"], ())
+        assert "mark it `ci`" in cost.doubt()
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
