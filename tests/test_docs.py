@@ -20,7 +20,7 @@ from imagenet_fast.compare.contest import contestants
 from imagenet_fast.compare.layouts import parse_layouts
 from imagenet_fast.metrics.run_result import RunResult, Status
 from imagenet_fast.recipe.batching import check_norms, explain, scale_recipe, split_batch
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines
+from imagenet_fast.recipe.load import find_file, load_recipe, parse_engines
 from scripts import reference, results, tables
 from tests.pages import ALL_PAGES, PAGES, ROOT, Command, mentioned, name_of, prose, shown_commands
 
@@ -69,7 +69,7 @@ def test_all_tables_are_current():
 
 def test_every_exit_code_and_status_is_in_the_reference():
     page = (ROOT / "docs" / "reference" / "exit-codes.md").read_text()
-    recipe = load_recipe(find_recipe("demo"))
+    recipe = load_recipe("demo")
     result = RunResult.of("demo", recipe, split_batch(recipe, 2))
     codes = {2, 130}  # wrong usage; Ctrl-C in commands that train nothing
     for status in get_args(Status):
@@ -145,7 +145,7 @@ def check_values(path: list[str], asked: dict[str, Any], command: Command) -> No
 
 
 def recipe_file(name: str) -> Path:
-    return find_recipe(OWN_RECIPE if name.endswith(".toml") else name)
+    return find_file("recipe", OWN_RECIPE if name.endswith(".toml") else name)
 
 
 def check_training(asked: dict[str, Any], command: Command) -> None:

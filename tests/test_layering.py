@@ -137,7 +137,7 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2261,
+    "imagenet_fast/bench": 2258,
     "imagenet_fast/checkpoint": 843,
     "imagenet_fast/cli": 1750,
     "imagenet_fast/compare": 708,
@@ -150,12 +150,12 @@ LINES = {
     "imagenet_fast/models": 1560,
     "imagenet_fast/netlab": 805,
     "imagenet_fast/parallel": 985,
-    "imagenet_fast/plan": 1421,
-    "imagenet_fast/recipe": 2090,
+    "imagenet_fast/plan": 1415,
+    "imagenet_fast/recipe": 2046,
     "imagenet_fast/sync": 4994,
     "imagenet_fast/training": 2893,
-    "imagenet_fast": 31914,
-    "tests": 27927,
+    "imagenet_fast": 31861,
+    "tests": 27925,
     "tests/sync": 6341,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -92,26 +92,23 @@ class StepTime(Row):
     """
 
 
-def own_precision() -> str:
-    """Return the precision in which recipes with bf16 train on this node."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return "bf16" if computes_bf16(device) else "fp32"
-
-
-def step_recipe(model: str, image_size: int, batch: int, precision: str, compiled: bool, sync: str = "lazy") -> Recipe:
+def step_recipe(
+    model: str, image_size: int, batch: int, precision: str | None, compiled: bool = False, sync: str = "lazy"
+) -> Recipe:  # fmt: skip
     """Build a recipe of synthetic images, trained by SGD with momentum.
 
     Args:
         model: Name of the model.
         image_size: Side of the images in pixels.
         batch: Images per step.
-        precision: Name of the precision.
+        precision: Name of the precision; None: that in which recipes with bf16 train on this node.
         compiled: Whether to compile the model's blocks.
         sync: Name of the engine.
 
     Raises:
         UserError: A name is unknown.
     """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return parse_recipe(
         "bench step",
         {
@@ -121,7 +118,7 @@ def step_recipe(model: str, image_size: int, batch: int, precision: str, compile
                 "loader": "synthetic", "image_size": image_size, "classes": 1000,
                 "train_images": 64 * batch, "val_images": batch,
             },
-            "precision": {"kind": precision},
+            "precision": {"kind": precision or ("bf16" if computes_bf16(device) else "fp32")},
             "optim": {"kind": "sgd", "lr": 0.01, "weight_decay": 5e-5},
             "schedule": {"kind": "cosine"},
             "sync": {"kind": sync},

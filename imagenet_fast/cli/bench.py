@@ -70,10 +70,10 @@ def bench_step(
         steps: Steps of each loop in a round.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
-    from imagenet_fast.bench.train_step import own_precision, step_recipe
+    from imagenet_fast.bench.train_step import step_recipe
 
-    dtype = precision or own_precision()
-    variants = [step_recipe(model, image_size, batch, dtype, compile, engine) for engine in listed("--sync", sync, str)]
+    engines = listed("--sync", sync, str)
+    variants = [step_recipe(model, image_size, batch, precision, compile, engine) for engine in engines]
     opt.show_rows(measure(variants[0], variants, rounds, steps), json_file)
 
 
@@ -279,12 +279,13 @@ def bench_pipeline(
     """
     from imagenet_fast.bench.pipeline import bench_pipeline as measure
     from imagenet_fast.bench.plots import draw_pipeline
-    from imagenet_fast.bench.train_step import own_precision, step_recipe
+    from imagenet_fast.bench.train_step import step_recipe
+    from imagenet_fast.recipe.parallel_config import PipelineSchedule
     from imagenet_fast.units import whole_numbers
 
-    recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
+    recipe = step_recipe(model, image_size, batch, precision)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
-    chosen = listed("--schedules", schedules, str)
+    chosen = names("--schedules", schedules, get_args(PipelineSchedule))
     opt.show_rows(measure(recipe, stages, counts, chosen, sleep, device, rounds), json_file, draw_pipeline, png)
 
 
@@ -305,14 +306,13 @@ def bench_profile(
         steps: Steps to record.
     """
     from imagenet_fast.bench.layer_profiler import record_profile
-    from imagenet_fast.bench.train_step import own_precision, step_recipe
+    from imagenet_fast.bench.train_step import step_recipe
     from imagenet_fast.cost_model.layer_profile import save_profile
     from imagenet_fast.distributed.init import prepare_device
 
     if file.suffix != ".json":
         raise UserError(f"{file} does not end in .json, by which `bench sync` knows a profile; name it so")
-    recipe = step_recipe(model, image_size, batch, precision or own_precision(), compiled=False)
-    profile = record_profile(recipe, prepare_device(0)[0], steps)
+    profile = record_profile(step_recipe(model, image_size, batch, precision), prepare_device(0)[0], steps)
     save_profile(profile, file)
     print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
 

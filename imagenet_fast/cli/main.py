@@ -206,6 +206,6 @@ def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> No
     Args:
         name: Name of a shipped recipe, or a TOML file.
     """
-    from imagenet_fast.recipe.load import find_recipe
+    from imagenet_fast.recipe.load import find_file
 
-    print(find_recipe(name).read_bytes().decode(), end="")
+    print(find_file("recipe", name).read_bytes().decode(), end="")

@@ -53,7 +53,7 @@ def plan(
     from imagenet_fast.plan.prediction import planned_engines, situation_of
     from imagenet_fast.plan.report import dry_run, inputs, verdict, warnings
     from imagenet_fast.plan.sweep import draw_plan
-    from imagenet_fast.recipe.load import find_recipe, load_recipe
+    from imagenet_fast.recipe.load import load_recipe
     from imagenet_fast.recipe.sync_config import engines as all_engines
 
     if recipe is None:
@@ -61,7 +61,7 @@ def plan(
     of_engines = [key for key in keys if key.partition("=")[0].partition(".")[0].strip() in ("sync", *all_engines())]
     engines = planned_engines(sync, of_engines)
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
-    written = load_recipe(find_recipe(recipe), "lazy", [key for key in keys if key not in of_engines])
+    written = load_recipe(recipe, "lazy", [key for key in keys if key not in of_engines])
 
     def predict(machine: Cluster, count: int) -> tuple[Situation, list[Planned]]:
         situation = situation_of(written, machine, count, scaling)
@@ -163,9 +163,9 @@ def plan_validate(
     """
     from imagenet_fast.bench.plan_validation import validate
     from imagenet_fast.plan.prediction import planned_engines
-    from imagenet_fast.recipe.load import find_recipe, load_recipe
+    from imagenet_fast.recipe.load import load_recipe
 
-    opt.show_rows(validate(load_recipe(find_recipe(recipe)).model.kind, planned_engines(sync, keys)), json_file)
+    opt.show_rows(validate(load_recipe(recipe).model.kind, planned_engines(sync, keys)), json_file)
 
 
 def _places(

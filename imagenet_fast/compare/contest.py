@@ -22,7 +22,7 @@ from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_file, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import engines as all_engines
 
@@ -66,7 +66,7 @@ def contestants(
             raise UserError(f"--set {override} is for {table}, which is not in --sync {','.join(engines)}; correct one")
     if layouts:
         refuse_axes(overrides, layouts)
-    path = find_recipe(name)
+    path = find_file("recipe", name)
     asked: Sequence[NamedLayout | None] = layouts or [None]
     seeded: Sequence[int | None] = seeds or [None]
     runs: list[Contestant] = []
@@ -136,7 +136,7 @@ def compare(
         UserError: The data or the network is wrong; nothing has been trained.
         SystemExit: With code 2 if a run ended with code 2 before any run completed. Its error is printed.
     """
-    stem = find_recipe(name).stem
+    stem = find_file("recipe", name).stem
     jobs = [
         plan_job(stem, run.recipe, ranks, data=data, folder=folder / run.label, overrides=run.overrides) for run in runs
     ]

@@ -13,7 +13,7 @@ from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
-from imagenet_fast.recipe.load import find_recipe, load_recipe, shipped
+from imagenet_fast.recipe.load import find_file, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 
 _UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
@@ -81,7 +81,7 @@ def plan_cluster_job(
     Raises:
         UserError: If there is no such recipe, or the ranks do not fit it.
     """
-    path = find_recipe(named)
+    path = find_file("recipe", named)
     written = load_recipe(path, sync, overrides)
     if ranks_each is None:
         ranks_each, rest = divmod(written.ranks, nodes)

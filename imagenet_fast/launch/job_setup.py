@@ -14,7 +14,7 @@ from imagenet_fast.metrics.run_dir import RunDir, new_folder, split_checkpoint
 from imagenet_fast.recipe.batching import Batching, check_norms, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.job import Evaluation, Job
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_file, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 
 
@@ -136,7 +136,7 @@ def recipe_of(
         UserError: If no recipe is named, and ``weights`` are of no run or its job cannot be read.
     """
     if named is not None:
-        path = find_recipe(named)
+        path = find_file("recipe", named)
         return path.stem, load_recipe(path, sync, overrides, tell), None
     folder, _ = split_checkpoint(weights)
     run = RunDir(folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import subprocess
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -154,18 +153,13 @@ class Cluster(Table):
         )  # fmt: skip
 
 
-def clusters() -> dict[str, Path]:
-    """Return the files of the shipped clusters by name."""
-    return {name: path for name, path in shipped("cluster").items() if name != "published"}
-
-
 def load_cluster(name: str) -> Cluster:
     """Read a cluster by the name of a shipped one, or from a TOML file.
 
     Raises:
         UserError: There is none, or a value is wrong. The message names the key and a fix.
     """
-    path = find_file("cluster", name, clusters())
+    path = find_file("cluster", name)
     cluster = validated(Cluster, path.name, {"name": path.stem} | read_toml(path))
     beside = path.parent / cluster.device
     recorded = beside.suffix == ".json" and beside.exists()
@@ -184,7 +178,7 @@ def this_machine() -> Cluster:
     except (OSError, subprocess.SubprocessError):
         gpus = []
     words = set(re.split(r"[^a-z0-9]+", gpus[0].lower())) if gpus else set()
-    for name in clusters():
+    for name in shipped("cluster"):
         like = load_cluster(name)
         if words >= set(like.device.split("-")):
             source = f"this machine, {len(gpus)} x {gpus[0]}; its links are assumed to be those of {name}"
@@ -199,6 +193,6 @@ def this_machine() -> Cluster:
             return like.model_copy(update=own)
     found = f"nothing is known of its {gpus[0]}" if gpus else "it has no GPUs that nvidia-smi shows"
     raise UserError(
-        f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(clusters())}, or "
+        f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(shipped('cluster'))}, or "
         "give a .toml file"
     )

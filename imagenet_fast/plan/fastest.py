@@ -20,7 +20,7 @@ from imagenet_fast.plan.prediction import (
 )
 from imagenet_fast.plan.report import needed_gb
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, read_toml, to_toml
+from imagenet_fast.recipe.load import load_recipe, parse_recipe, read_toml, to_toml
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.units import three_digits
@@ -90,7 +90,7 @@ def published_trainings(model: str) -> list[Training]:
     for name, point in read_toml(Path(__file__).with_name("points.toml")).items():
         if point["model"] == model:
             settings = ["ranks=1", "parallel.tensor=1", *point.get("settings", ())]
-            recipe = load_recipe(find_recipe(point["recipe"]), "lazy", settings)
+            recipe = load_recipe(point["recipe"], "lazy", settings)
             found.append(Training(name, recipe, tuple(point["epochs"]), point["source"]))
     return found
 

@@ -71,6 +71,8 @@ class EngineTable(Table):
     """Whether the engine works on a gradient pool; torch's DDP, the baseline, does not."""
     chooses: ClassVar[bool] = False
     """Whether it predicts the step time of the other engines, and switches to the fastest."""
+    telling: ClassVar[tuple[str, ...]] = ()
+    """Keys that error messages name beside the engine, each if it is on."""
 
     @property
     def keeps(self) -> bool:
@@ -109,7 +111,9 @@ class EngineTable(Table):
     @property
     def as_written(self) -> str:
         """The setting as a recipe writes it, for error messages."""
-        return f"sync.kind '{self.kind}'" + (f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else "")
+        coded = f" in sync.wire '{self.wire}'" if self.wire in get_args(Codes) else ""
+        on = [f"sync.{key} {value!r}".lower() for key in self.telling if (value := getattr(self, key))]
+        return f"sync.kind '{self.kind}'{coded}{' with ' if on else ''}{' and '.join(on)}"
 
     def derived(self, **values: float) -> Self:
         """Return the settings with those of ``values`` that they have a key for, and have left unset."""

@@ -22,9 +22,8 @@ from imagenet_fast.recipe.schema import Recipe
 
 MAY_CHANGE = (
     "ranks", "micro_batch", "epochs", "target_top1", "target_mirrored", "eval_every", "first_eval", "eval_mirror",
-    "eval_shift", "log_every", "nonfinite_steps",
-    "data.workers", "data.prefetch", "data.dali", "data.on_bad_image", "parallel", "checkpoint",
-    "timeout", "numa_binding",
+    "eval_shift", "log_every", "nonfinite_steps", "data.workers", "data.prefetch", "data.dali", "data.on_bad_image",
+    "parallel", "checkpoint", "timeout", "numa_binding",
 )  # fmt: skip
 """Keys, or tables of keys, that may change when a run resumes.
 
@@ -78,15 +77,9 @@ class Job:
 
         Directories are left out: each node may keep data and runs elsewhere.
         """
-        starts = {"--init-from": self.init_from.name, "--fresh-head": self.fresh_head} if self.init_from else {}
-        goes_on = {"--resume": True} if self.resume else {}
-        return {
-            "recipe": self.name,
-            **recipe_tables(self.recipe),
-            "all ranks": self.batching.ranks,
-            **starts,
-            **goes_on,
-        }
+        agreed = {"recipe": self.name, **recipe_tables(self.recipe), "all ranks": self.batching.ranks}
+        agreed |= {"--init-from": self.init_from.name, "--fresh-head": self.fresh_head} if self.init_from else {}
+        return agreed | ({"--resume": True} if self.resume else {})
 
 
 @dataclass(frozen=True)
@@ -109,10 +102,7 @@ class Evaluation:
     """The file to which rank 0 writes the result as JSON; None: no file."""
 
     def agreed(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all nodes.
-
-        Directories are left out: each node may keep data elsewhere.
-        """
+        """Return the settings that must be equal on all nodes, without directories."""
         ranks = {"all ranks": self.batching.ranks, "micro-batch": self.batching.micro_batch}
         return {"recipe": self.name, **recipe_tables(self.recipe), **ranks, "--weights": self.weights.name}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,16 +118,6 @@ def _type(field: Schema) -> str:
 
 def _default(field: Schema) -> str:
     """Return the default of a value as TOML."""
-    match field.get("default", ...):
-        case value if value is ...:
-            return "required"
-        case None:
-            return "absent"
-        case bool() as flag:
-            return "true" if flag else "false"
-        case str() as text:
-            return f'"{text}"'
-        case float() as number:
-            return "inf" if math.isinf(number) else f"{number:g}"
-        case other:
-            return str(other)
+    if "default" not in field:
+        return "required"
+    return "absent" if field["default"] is None else json.dumps(field["default"])

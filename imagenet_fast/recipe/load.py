@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
-from imagenet_fast.recipe.engine_table import Codes
+from imagenet_fast.recipe.engine_table import Codes, CodingTable
 from imagenet_fast.recipe.key_reference import table_keys
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync, engines
@@ -29,25 +29,16 @@ def shipped(kind: Kind) -> dict[str, Path]:
     """Return the shipped files of a kind by name: inside an installed package, beside it in a checkout."""
     package = Path(__file__).parents[1]
     folder = next(folder for folder in (package / f"{kind}s", package.parent / f"{kind}s") if folder.is_dir())
-    return dict(sorted((path.stem, path) for path in folder.glob("*.toml")))
+    return dict(sorted((path.stem, path) for path in folder.glob("*.toml") if path.stem != "published"))
 
 
-def find_recipe(name: str) -> Path:
-    """Return the file of a recipe, given the name of a shipped one or a path.
-
-    Raises:
-        UserError: There is no such recipe. The message suggests the nearest names.
-    """
-    return find_file("recipe", name, shipped("recipe"))
-
-
-def find_file(kind: Kind, name: str, known: Mapping[str, Path]) -> Path:
-    """Return the file of ``kind`` that ``name`` says: one of the ``known``, or a path.
+def find_file(kind: Kind, name: str) -> Path:
+    """Return the file of a recipe or a cluster, given the name of a shipped one or a path.
 
     Raises:
         UserError: There is no such file. The message suggests the nearest names.
     """
-    path = Path(name)
+    path, known = Path(name), shipped(kind)
     there = f"there are {', '.join(known)}, or give a path to a .toml file"
     if path.suffix == ".toml" or path.is_absolute() or len(path.parts) > 1:
         if path.is_file():
@@ -67,29 +58,31 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def load_recipe(
-    path: Path, sync: str | None = None, overrides: Sequence[str] = (), tell: Callable[[str], object] = warn
+    name: str | Path, sync: str | None = None, overrides: Sequence[str] = (), tell: Callable[[str], object] = warn
 ) -> Recipe:
     """Read and validate a recipe.
 
     Args:
-        path: The TOML file.
+        name: Name of a shipped recipe, or a TOML file.
         sync: An engine that replaces the recipe's; of the recipe's ``[sync]`` table only ``wire`` is kept, or bf16
             taken instead of 8-bit codes if the engine does not send these.
         overrides: ``KEY=VALUE`` pairs, applied after ``sync``; the value ``none`` is that of an absent key.
         tell: Called with a warning if bf16 is taken.
 
     Raises:
-        UserError: The file cannot be read, or a value is wrong. The message names the first wrong key and a fix.
+        UserError: There is no such recipe, or a value is wrong. The message names the first wrong key and a fix.
     """
+    path = find_file("recipe", str(name))
     tables = read_toml(path)
     if sync is not None:
         old = tables.get("sync")
         tables["sync"] = {"kind": sync} | ({"wire": old["wire"]} if isinstance(old, dict) and "wire" in old else {})
     for override in overrides:
         _override(tables, override)
-    if sync is not None and (wire := _impossible_wire(tables["sync"])) is not None:
-        tell(f"--sync {sync} does not send in {wire}, which sync.wire is; it sends in bf16")
-        tables["sync"]["wire"] = "bf16"
+    own, engine = tables.get("sync"), engines().get(sync or "", CodingTable)
+    if isinstance(own, dict) and own.get("wire") in get_args(Codes) and not issubclass(engine, CodingTable):
+        tell(f"--sync {sync} does not send in {own['wire']}, which sync.wire is; it sends in bf16")
+        own["wire"] = "bf16"
     return parse_recipe(path.name, tables)
 
 
@@ -109,15 +102,6 @@ def validated(root: type[Root], source: str, tables: dict[str, Any]) -> Root:
         return root.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
         raise UserError(f"{source}: {_explain(root, _first(error))}") from None
-
-
-def _impossible_wire(table: Any) -> str | None:
-    """Return the wire of a ``[sync]`` table if it is of 8-bit codes, and the table's engine does not send these."""
-    if not isinstance(table, dict) or table.get("wire") not in get_args(Codes):
-        return None
-    wire: str = table["wire"]
-    engine = engines().get(str(table.get("kind")))
-    return None if engine is None or wire in get_args(engine.model_fields["wire"].annotation) else wire
 
 
 class _OnlySync(Table):

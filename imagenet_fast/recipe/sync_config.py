@@ -71,6 +71,7 @@ class KeepingTable(PoolTable):
     """
 
     keeps: ClassVar[bool] = True
+    telling: ClassVar[tuple[str, ...]] = ("timing",)
 
     wire: Cast = "bf16"
     """Wire dtype of the gradients."""
@@ -86,11 +87,6 @@ class KeepingTable(PoolTable):
     def awaits(self) -> Awaits:
         """The point at which a step of the engine ``timing`` waits for its transfers."""
         return engines()[self.timing].model_validate({}).awaits
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        return super().as_written + (f" with sync.timing '{self.timing}'" if self.defers else "")
 
 
 class SparseSync(KeepingTable):
@@ -221,6 +217,7 @@ class AutoSync(CodingTable):
     """
 
     chooses: ClassVar[bool] = True
+    telling: ClassVar[tuple[str, ...]] = ("defer", "inexact")
 
     kind: Literal["auto"] = "auto"
     defer: bool = True
@@ -243,17 +240,12 @@ class AutoSync(CodingTable):
         """Whether an engine that it may choose adds up values not sent for later steps."""
         return self.inexact or super().keeps
 
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        allowed = [name for name in ("defer", "inexact") if getattr(self, name)]
-        return super().as_written + (f" with {' and '.join(f'sync.{name}' for name in allowed)}" if allowed else "")
-
 
 class DdpSync(EngineTable):
     """torch's DistributedDataParallel, as a baseline for comparison."""
 
     ours: ClassVar[bool] = False
+    telling: ClassVar[tuple[str, ...]] = ("powersgd_rank",)
 
     kind: Literal["ddp"] = "ddp"
     wire: Cast = "fp32"
@@ -271,11 +263,6 @@ class DdpSync(EngineTable):
     def keeps(self) -> bool:
         """True if PowerSGD compresses gradients: what it does not send is added to later steps."""
         return self.powersgd_rank > 0
-
-    @property
-    def as_written(self) -> str:
-        """The setting as a recipe writes it, for error messages."""
-        return super().as_written + (f" with sync.powersgd_rank {self.powersgd_rank}" if self.powersgd_rank else "")
 
     def values_sent(self, shape: Sequence[int]) -> float:
         """Return how many values it sends for a parameter of ``shape``.

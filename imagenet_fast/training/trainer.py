@@ -36,7 +36,7 @@ from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights, describe, write_weights
 from imagenet_fast.recipe.batching import check_norms, explain, split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import find_file, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import StopRequested, evaluate
@@ -376,7 +376,7 @@ def _job_by_name(
     named: str, world: DistContext, data: Path | None, out: Path | str | None, overrides: Sequence[str]
 ) -> Job:
     """Return the job of the recipe ``named``, a name or a file, for the ranks that are here."""
-    path = find_recipe(named)
+    path = find_file("recipe", named)
     folder = [out or new_folder(path.stem, "trainer")]
     dist.broadcast_object_list(folder, device=world.device)  # its name has the time
     recipe = load_recipe(path, overrides=overrides)

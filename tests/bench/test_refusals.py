@@ -41,7 +41,7 @@ published batches --batches 16,0 -> --batches 16,0 is not a list of whole number
 pipeline --micro-batches 1,x -> --micro-batches 1,x is not a list of whole numbers
 pipeline --micro-batches 0 -> is not a list of whole numbers above 0
 pipeline --micro-batches 3 --batch 8 -> --batch 8 does not make 3 equal micro-batches; take
-pipeline --schedules gpipe,zbv -> --schedules: schedule zbv is not one of gpipe, 1f1b and interleaved
+pipeline --schedules gpipe,zbv -> there is no 'zbv'; choose among gpipe, 1f1b, interleaved
 pipeline --schedules 1f1b --micro-batches 2 -> 1f1b has a micro-batch for each of 4 stages at least
 pipeline --device cuda --stages 19 -> GPUs for 19 stages
 pipeline --image-size 32 --micro-batches 2,32 -> see one value a channel

@@ -23,7 +23,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
-from imagenet_fast.recipe.load import find_recipe
+from imagenet_fast.recipe.load import find_file
 from tests.e2e.command import in_process
 
 
@@ -123,7 +123,7 @@ def test_an_option_of_before_is_read_with_a_warning(line: str, monkeypatch, caps
 @pytest.mark.parametrize("words", ["launch slurm --nodes 1", "compare --layout dp2 --nproc 2 --out {}/a"])
 def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_path: Path, monkeypatch, capsys):
     coded = tmp_path / "coded.toml"
-    coded.write_text(find_recipe("smoke").read_text().replace("[sync]", '[sync]\nwire = "int8"'))
+    coded.write_text(find_file("recipe", "smoke").read_text().replace("[sync]", '[sync]\nwire = "int8"'))
     monkeypatch.setattr("imagenet_fast.compare.contest._train", lambda *_: 2)
     words += f" --recipe {coded} --sync ddp"
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", *words.format(tmp_path).split()])

@@ -16,7 +16,7 @@ from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import find_recipe
+from imagenet_fast.recipe.load import find_file
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import refusal_of
@@ -49,7 +49,7 @@ def test_after_ctrl_c_it_says_how_to_go_on_with_the_run_if_that_was_saved(
     assert ("every layout with the engine hybrid\n" in done.output) == ("layout" in asked)
 
 
-ALEXNET, RESNET = find_recipe("alexnet-8gpu"), find_recipe("resnet50-8gpu")
+ALEXNET, RESNET = find_file("recipe", "alexnet-8gpu"), find_file("recipe", "resnet50-8gpu")
 WRONG = ("", "dp4,", "xx4", "4", "dp0", "dp-4", "dp4x", "dp2dp2", "DP4", "dp٤", "dp4;tp4", "tp 4", "dp" + "9" * 5000)
 
 
@@ -122,7 +122,11 @@ def test_what_is_said_of_pipelines_is_for_layouts_that_have_one():
 def test_a_layout_that_recipe_and_engine_cannot_have_is_named_and_no_other_fault():
     for name, override, sentence in (
         ("tp4", "model={kind='resnet18'}", "alexnet-8gpu.toml: parallel.tensor 4 divides AlexNet's large"),
-        ("pp4", "parallel.schedule=zb", "schedule zb is not one of gpipe, 1f1b and interleaved"),
+        (
+            "pp4",
+            "parallel.schedule=zb",
+            "is \"zb\": input should be 'gpipe', '1f1b' or 'interleaved'",
+        ),
         ("pp2dp2", "global_batch=6", "global_batch 6 does not divide over the recipe's 8 ranks"),
     ):
         told = refusal_of(laid, name, override)

@@ -13,14 +13,14 @@ from imagenet_fast.compare.reference import judge_by_reference, reference_at
 from imagenet_fast.metrics.past_run import PastRun
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import load_recipe
 
 
 def past_run(
     folder: Path, top1: dict[int, float], recipe: str = "resnet50-8gpu", batch: int = 3200, images: int = 1_281_167,
     overrides: tuple[str, ...] = (), init_from: Path | None = None,
 ) -> PastRun:  # fmt: skip
-    written = load_recipe(find_recipe(recipe), overrides=overrides)
+    written = load_recipe(recipe, overrides=overrides)
     job = Job(recipe, written, split_batch(written, written.ranks), None, folder, init_from=init_from)
     write_job(job, folder / "job.json")
     begun: dict[str, Any] = {"event": "run", "global_batch": batch, "train_images": images}

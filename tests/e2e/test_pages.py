@@ -20,7 +20,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from imagenet_fast.cli.main import app
-from imagenet_fast.recipe.load import find_recipe, load_recipe, to_toml
+from imagenet_fast.recipe.load import load_recipe, to_toml
 from tests.data.prepare.replica import official_tars, small_imagenet
 from tests.e2e.command import COMMAND, environment
 from tests.pages import PAGES, ROOT, Command, blocks, name_of, shown_commands
@@ -111,7 +111,7 @@ PYTHON = {
 def test_python_of_a_page_runs(page: str, tmp_path: Path):
     recipe = tmp_path / "tiny.toml"
     changes = ("global_batch=8", "micro_batch=4", "data.train_images=16", "data.val_images=8")
-    recipe.write_text(to_toml(load_recipe(find_recipe("smoke"), overrides=changes)))
+    recipe.write_text(to_toml(load_recipe("smoke", overrides=changes)))
     texts = [text.replace('"demo"', repr(str(recipe))) for text in PYTHON[page]]
     run(2, run_blocks, page, texts, tmp_path, fresh=True)
 

@@ -22,7 +22,7 @@ from typer.main import get_command
 from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
-from imagenet_fast.recipe.load import find_recipe
+from imagenet_fast.recipe.load import find_file
 from tests.e2e.command import environment, wait_for
 
 NAMES = (
@@ -113,7 +113,7 @@ def hostile_job(folder: Path, number: int, *options: str) -> str:
     """A job whose recipe, and the directories that it names, bear a hostile name."""
     recipe = folder / NAMES[number] / f"{NAMES[number]}.toml"
     recipe.parent.mkdir()
-    recipe.write_text(find_recipe("demo").read_text())
+    recipe.write_text(find_file("recipe", "demo").read_text())
     return launch(*options, "--recipe", str(recipe), "--set", f"seed={number}", "--out", f"/runs/{NAMES[number]}")
 
 
@@ -159,7 +159,7 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
         asked = parsed(words)
         ((file, toml),) = json.loads(text)["items"][0]["data"].items()
         assert (program, asked["recipe"], toml) == (
-            "imagenet-fast", f"/recipes/{file}", find_recipe("demo").read_text()
+            "imagenet-fast", f"/recipes/{file}", find_file("recipe", "demo").read_text()
         )  # fmt: skip
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
         assert (str(asked["out"]), asked["keys"]) == (f"/runs/{name}", [f"seed={number}"])

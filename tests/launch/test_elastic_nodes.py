@@ -11,9 +11,9 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch import nodes
 from imagenet_fast.launch.job_setup import on_ranks, plan_job
 from imagenet_fast.launch.nodes import local_ranks, parse_nodes, resolve_nodes
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import load_recipe
 
-SMOKE = load_recipe(find_recipe("smoke"), overrides=["global_batch=24"])
+SMOKE = load_recipe("smoke", overrides=["global_batch=24"])
 RANGE = ("--nodes", "1:3", "--nproc", "1")
 AT = ("--rdzv-endpoint", "node0:29400")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.recipe.load import find_recipe
+from imagenet_fast.recipe.load import find_file
 from tests.e2e.command import COMMAND, environment, events_of, outcome_of
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_an_interrupted_import_leaves_the_exit_code_as_it_is(tmp_path: Path):
 def test_a_run_ends_as_ever_without_anybody_to_read_what_it_says(tmp_path: Path):
     """Into a pipe that nobody reads and on a full device, in an ASCII locale; its recipe is UTF-8."""
     recipe, out = tmp_path / "größe.toml", tmp_path / "run"
-    recipe.write_text(f"# Größe – 数\n{find_recipe('smoke').read_text(encoding='utf-8')}", encoding="utf-8")
+    recipe.write_text(f"# Größe – 数\n{find_file('recipe', 'smoke').read_text(encoding='utf-8')}", encoding="utf-8")
     settings = ("global_batch=8", "epochs=1", "data.train_images=32", "data.val_images=4", "log_every=1")
     words = ["train", "--recipe", str(recipe), "--nproc", "1", *(w for s in settings for w in ("--set", s))]
     readable, nobody = os.pipe()

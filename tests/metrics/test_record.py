@@ -29,7 +29,7 @@ from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.metrics.tables import to_json
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, write_job
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
+from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.training.clock import Clock
 from scripts.mllog import mllog_lines
 from tests import world
@@ -38,7 +38,7 @@ from tests.corruption import corrupted, with_another_value
 from tests.metrics.past import leave_run, outcome, pretend_run, shown, strict
 from tests.training.jobs import job_of
 
-RECIPE = load_recipe(find_recipe("resnet50-8gpu"))
+RECIPE = load_recipe("resnet50-8gpu")
 
 
 def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path):

@@ -17,7 +17,7 @@ from imagenet_fast.metrics.events import take_back
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import load_recipe
 
 CURVES = {
     "compare/step_s", "compare/time_to_accuracy_s", "compare/top1_best", "data/wait_pct", "eval/top1",
@@ -27,7 +27,7 @@ CURVES = {
 
 
 def the_job(folder: Path, *overrides: str, sync: str | None = None) -> Job:
-    recipe = load_recipe(find_recipe("resnet50-8gpu"), sync, overrides)
+    recipe = load_recipe("resnet50-8gpu", sync, overrides)
     job = Job("resnet50-8gpu", recipe, split_batch(recipe, 8), None, folder)
     return replace(job, overrides=tuple(key.partition("=")[0] for key in overrides))
 
@@ -163,7 +163,7 @@ def test_table_has_what_the_user_set(tmp_path: Path):
 
 
 def test_keys_that_were_set_are_those_of_the_command(tmp_path: Path):
-    recipe = load_recipe(find_recipe("smoke"))
+    recipe = load_recipe("smoke")
     job = plan_job("smoke", recipe, 2, folder=tmp_path, overrides=["optim.lr=0.1", " seed =2"])
     assert job.overrides == ("optim.lr", "seed")
 

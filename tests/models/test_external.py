@@ -22,7 +22,7 @@ from imagenet_fast.models.blurpool import BlurConv2d
 from imagenet_fast.models.export import export_program
 from imagenet_fast.models.external import check_network
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
+from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 from imagenet_fast.training.ema import ModelEma
@@ -222,7 +222,7 @@ def test_every_size_of_training_images_is_tried():
     model = "model={kind='timm', name='vit_tiny_patch16_224', options={img_size=32, depth=2}}"
     changes = ("data.image_size=32", "data.eval_size=32", "data.resize=48", model)
     with pytest.raises(UserError, match=r"cannot take images of 4\d pixels .*data.sizes"):
-        build_initial_model(load_recipe(find_recipe("cifar10-resnet18"), overrides=changes), 10, ALONE)
+        build_initial_model(load_recipe("cifar10-resnet18", overrides=changes), 10, ALONE)
 
 
 @pytest.mark.parametrize("kind", ["index", "small integers", "five dimensions"])

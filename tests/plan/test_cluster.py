@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import load_profile, save_profile
-from imagenet_fast.plan.cluster import clusters, load_cluster
+from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.devices import DEVICES, find_device
+from imagenet_fast.recipe.load import shipped
 from tests.conftest import refusal_of
 
 GOOD = """
@@ -31,7 +32,7 @@ def written(folder: Path, old: str = "", new: str = "") -> str:
 
 
 def test_shipped_clusters_and_ones_own_name_a_device_and_the_kind_of_each_value(tmp_path: Path):
-    for name in clusters():
+    for name in shipped("cluster"):
         cluster = load_cluster(name)
         assert cluster.device in DEVICES
         assert cluster.kinds

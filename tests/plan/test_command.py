@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from imagenet_fast.cli.main import app
-from imagenet_fast.plan.cluster import clusters
+from imagenet_fast.recipe.load import shipped
 
 EIGHT = "--recipe resnet50-8gpu --cluster dgx-h100 --sync lazy"
 ALEXNET = "--recipe alexnet-512gpu --cluster gradientflow-v"
@@ -52,8 +52,8 @@ def test_small_batches_and_an_input_that_cannot_keep_up_are_warned_of(tmp_path: 
         done = planned(f"{EIGHT} --gpus 8 --set global_batch={batch}")
         assert ("the host sets the pace" in done.output) == (batch == 64)
     file = tmp_path / "slow.toml"
-    shipped = clusters()["gradientflow-v"].read_text()
-    file.write_text(shipped.replace('images_per_s = "unknown"', "images_per_s = 1000"))
+    written = shipped("cluster")["gradientflow-v"].read_text()
+    file.write_text(written.replace('images_per_s = "unknown"', "images_per_s = 1000"))
     text = planned(f"--recipe alexnet-512gpu --sync lazy --cluster {file}").output
     assert "the input gives 1,000 images/s a node, and" in text
 

@@ -22,7 +22,7 @@ from imagenet_fast.plan.network import StatedNetwork, expected_max, straggling
 from imagenet_fast.plan.prediction import Planned, Scaling, planned_engines, planned_slots, predict_step, situation_of
 from imagenet_fast.plan.report import verdict
 from imagenet_fast.recipe.engine_table import Collective, Wire
-from imagenet_fast.recipe.load import find_recipe, load_recipe
+from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
@@ -36,7 +36,7 @@ ENGINES = planned_engines(None)
 
 
 def written(recipe: str = "alexnet-512gpu") -> Recipe:
-    return load_recipe(find_recipe(recipe))
+    return load_recipe(recipe)
 
 
 def by_engine(

@@ -16,7 +16,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.models import build_model
 from imagenet_fast.plan.prediction import IMAGES
 from imagenet_fast.recipe.batching import Batching, split_batch
-from imagenet_fast.recipe.load import find_recipe, load_recipe, shipped
+from imagenet_fast.recipe.load import load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.lr_schedule import learning_rate
@@ -36,7 +36,7 @@ def of_data(recipe: Recipe, counts: dict[str, int], key: str) -> int:
 
 @pytest.mark.parametrize("name", shipped("recipe"))
 def test_a_shipped_recipe_is_planned_and_its_network_built(name: str):
-    recipe = load_recipe(find_recipe(name))
+    recipe = load_recipe(name)
     batching, images = split_batch(recipe, recipe.ranks), of_data(recipe, IMAGES, "train_images")
     assert batching.global_batch == recipe.global_batch
     assert batching.accumulation == (2 if recipe.micro_batch else 1)
@@ -61,7 +61,7 @@ def test_a_shipped_recipe_is_planned_and_its_network_built(name: str):
 @pytest.fixture(params=shipped("recipe"))
 def planned(request: pytest.FixtureRequest) -> Iterator[tuple[Recipe, DistContext]]:
     """On torch's fake process group."""
-    recipe = load_recipe(find_recipe(request.param))
+    recipe = load_recipe(request.param)
     with fake_ranks(0, recipe.ranks):
         yield recipe, tests.world(0, recipe.ranks, 0, min(8, recipe.ranks))
     gc.collect()  # each has hundreds of MB

@@ -16,7 +16,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe.batching import check_norms, explain, scale_recipe, split_batch
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe
+from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import refusal_of, tables
@@ -39,7 +39,7 @@ def test_a_batch_is_split_as_the_table_of_examples_has_it():
 
 
 def test_a_recipe_for_512_ranks_is_split_over_as_many_as_there_are():
-    recipe = load_recipe(find_recipe("alexnet-512gpu"))
+    recipe = load_recipe("alexnet-512gpu")
     assert split_batch(recipe, 65536).micro_batch == 1
     line = "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
     assert explain(recipe, recipe, split_batch(recipe, 1)) == line
@@ -56,9 +56,9 @@ def test_every_split_keeps_the_global_batch_or_names_one_that_works():
 
 def test_the_batch_that_is_advised_works():
     for name, ranks in (("resnet50-8gpu", 3), ("resnet50-8gpu-mild", 6), ("alexnet-512gpu", 10007)):
-        recipe = load_recipe(find_recipe(name))
+        recipe = load_recipe(name)
         assert keeps_its_batch_or_names_another(
-            recipe, ranks, lambda batch, name=name: load_recipe(find_recipe(name), overrides=[f"global_batch={batch}"])
+            recipe, ranks, lambda batch, name=name: load_recipe(name, overrides=[f"global_batch={batch}"])
         )
 
 
@@ -82,7 +82,7 @@ def test_scaling_keeps_a_ranks_share_and_scales_every_rate():
         ("demo", 2, 1.0, "1 accumulation step"),
         ("resnet50-8gpu-mild", 4, 0.5, ", decoupled weight decay 0.0005 -> 0.00025, ema_decay 0.99309 -> 0.9965"),
     ):
-        written = load_recipe(find_recipe(name))
+        written = load_recipe(name)
         scaled = scale_recipe(written, ranks)
         assert scaled.global_batch / ranks == written.global_batch / written.ranks
         assert scaled.optim.lr == pytest.approx(factor * written.optim.lr)
@@ -94,12 +94,12 @@ def test_scaling_keeps_a_ranks_share_and_scales_every_rate():
 
 
 def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
-    written = load_recipe(find_recipe("resnet50-8gpu-mild"))
+    written = load_recipe("resnet50-8gpu-mild")
     for ranks in (1, 4, 64):
         scaled, ratio = scale_recipe(written, ranks), 8 / ranks
         assert (1 - scaled.optim.weight_decay) ** ratio == pytest.approx(1 - written.optim.weight_decay, abs=1e-5)
         assert scaled.ema_decay**ratio == pytest.approx(written.ema_decay)
-    plain = load_recipe(find_recipe("resnet50-8gpu-ffcv16"))
+    plain = load_recipe("resnet50-8gpu-ffcv16")
     assert scale_recipe(plain, 64).optim.weight_decay == plain.optim.weight_decay, "which the rate multiplies"
 
 

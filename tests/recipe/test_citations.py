@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from imagenet_fast.recipe.load import find_recipe, load_recipe, shipped
+from imagenet_fast.recipe.load import find_file, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.lr_schedule import learning_rate
 
@@ -148,13 +148,13 @@ def test_the_promised_recipes_are_shipped():
 
 @pytest.mark.parametrize("name", CITED)
 def test_values_are_those_of_the_source(name: str):
-    recipe, (_, values) = load_recipe(find_recipe(name)), CITED[name]
+    recipe, (_, values) = load_recipe(name), CITED[name]
     assert {key: attrgetter(key)(recipe) for key in values} == values
 
 
 def test_a_header_says_what_is_reached_and_by_whose_log():
     for name in {*shipped("recipe")} - {"smoke"}:
-        header = " ".join(re.findall(r"^# ?(.*)$", find_recipe(name).read_text().split("\n[")[0], re.MULTILINE))
+        header = " ".join(re.findall(r"^# ?(.*)$", find_file("recipe", name).read_text().split("\n[")[0], re.MULTILINE))
         assert {"Reaches:", "Source:", "us"} <= {*re.findall(r"\w+:?", header)}, name
         assert ("Not run by us" in header) == (name not in RUN), name
         assert name in OWN or CITED[name][0] in header
@@ -162,7 +162,7 @@ def test_a_header_says_what_is_reached_and_by_whose_log():
 
 def test_the_reference_at_65536_has_our_steps():
     """resnet_ref_65536 warms up for 31 passes over all images and decays for 1133 steps."""
-    recipe = load_recipe(find_recipe("resnet50-512gpu"))
+    recipe = load_recipe("resnet50-512gpu")
     steps, passes = IMAGENET // recipe.global_batch, IMAGENET / recipe.global_batch
     warmup = steps * recipe.schedule.warmup_epochs
     assert warmup == pytest.approx(31 * passes, abs=steps / 2)
@@ -171,7 +171,7 @@ def test_the_reference_at_65536_has_our_steps():
 
 def test_nvidia_caffes_rates_at_its_own_iterations():
     """solver_8K.prototxt: base_lr 10, max_iter 15 600, rampup_interval 600, rampup_lr 1."""
-    recipe = load_recipe(find_recipe("alexnet-8gpu"))
+    recipe = load_recipe("alexnet-8gpu")
     steps = IMAGENET // recipe.global_batch
     assert steps * recipe.epochs == 15_600
     rates = [learning_rate(recipe.schedule, recipe.optim.lr, i, steps, recipe.epochs) for i in range(15_600)]
@@ -182,7 +182,7 @@ def test_nvidia_caffes_rates_at_its_own_iterations():
 @pytest.mark.parametrize("name", ["cifar10-93", "cifar10-94"])
 def test_airbenchs_decoupled_rates_are_ours(name: str):
     """Its rate and decay are per 1024 images and divided by the sum of Nesterov's steps, for a sum of losses."""
-    recipe = load_recipe(find_recipe(name))
+    recipe = load_recipe(name)
     kilostep = 1024 * (1 + 1 / (1 - recipe.optim.momentum))
     rate = 11.5 / kilostep * recipe.global_batch
     assert recipe.optim.lr == pytest.approx(rate, rel=0.01)
@@ -203,7 +203,7 @@ def test_milds_images_grow_as_composers_do():
 
     Its clock counts whole epochs where the duration is in epochs, as in config.yaml: 0.32 x 90, rounded down.
     """
-    recipe = load_recipe(find_recipe("resnet50-8gpu-mild"))
+    recipe = load_recipe("resnet50-8gpu-mild")
     assert recipe.epochs == int(0.32 * 90)
     ramp = [min(1.0, max(0.0, (epoch / recipe.epochs - 0.4) / (1 - 0.2 - 0.4))) for epoch in range(recipe.epochs)]
     assert sizes_of(recipe) == [round(176 * (0.5 + 0.5 * part) / 4) * 4 for part in ramp]
@@ -213,6 +213,6 @@ def test_milds_images_grow_as_composers_do():
 @pytest.mark.parametrize(("name", "start", "end"), [("resnet50-8gpu-ffcv16", 11, 13), ("resnet50-8gpu-ffcv32", 23, 27)])
 def test_ffcvs_images_grow_as_its_own_do(name: str, start: int, end: int):
     """get_resolution: linear between two epochs, counted from 0, rounded to multiples of 32."""
-    recipe = load_recipe(find_recipe(name))
+    recipe = load_recipe(name)
     ramp = [min(1.0, max(0.0, (epoch - start) / (end - start))) for epoch in range(recipe.epochs)]
     assert sizes_of(recipe) == [round((160 + 32 * part) / 32) * 32 for part in ramp]

@@ -14,7 +14,7 @@ import pytest
 from imagenet_fast.launch.job_setup import recipe_of
 from imagenet_fast.recipe.batching import Batching, split_batch
 from imagenet_fast.recipe.job import Evaluation, Job, differences, read_job, recipe_tables, write_job
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_recipe, to_toml
+from imagenet_fast.recipe.load import load_recipe, parse_recipe, to_toml
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import tables
 
@@ -90,7 +90,7 @@ def test_a_key_that_an_earlier_version_did_not_have_had_its_default_then():
 
 
 def test_a_run_goes_on_by_its_own_recipe_though_the_shipped_one_has_changed(tmp_path: Path):
-    own = load_recipe(find_recipe("alexnet-8gpu"), overrides=["optim.biases=plain"])
+    own = load_recipe("alexnet-8gpu", overrides=["optim.biases=plain"])
     job = Job("alexnet-8gpu", own, split_batch(own, 8), None, tmp_path)
     write_job(job, tmp_path / "job.json")
     (tmp_path / "recipe.toml").write_text(to_toml(own))

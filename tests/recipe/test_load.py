@@ -16,7 +16,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.job import flat_tables
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
-from imagenet_fast.recipe.load import find_recipe, load_recipe, parse_engines, parse_recipe, shipped, to_toml
+from imagenet_fast.recipe.load import find_file, load_recipe, parse_engines, parse_recipe, shipped, to_toml
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
@@ -42,7 +42,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_shipped_recipe_survives_being_written_out_in_full():
     for name in shipped("recipe"):
-        recipe = load_recipe(find_recipe(name))
+        recipe = load_recipe(name)
         assert parse_recipe(name, tomllib.loads(to_toml(recipe))) == recipe
 
 
@@ -62,7 +62,7 @@ eval_shift=1 -> eval_shift is for eval_mirror, which is off; set eval_mirror to 
 eval_mirror=true; eval_shift=32 -> eval_shift (32) must be less than the side of a validation image (32 pixels)
 schedule.warmup_epochs=9 -> schedule.warmup_epochs (9.0) exceeds epochs (2)
 sync.kind=hybrid; clip_norm=1.0 -> sync.kind 'hybrid' updates a layer before the gradients of
-sync.kind=auto; compile=true -> sync.kind 'auto' with sync.defer waits for each layer
+sync.kind=auto; compile=true -> sync.kind 'auto' with sync.defer true waits for each layer
 sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 ->
     overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take sync.wire 'bf16'
 sync.kind=sparse; clip_norm=1.0 ->
@@ -77,11 +77,11 @@ data={loader='dali', dataset='digits', image_size=32, resize=32}; data.dali.host
 data={loader='dali', dataset='digits', image_size=32, resize=32}; data.zz=1 -> on_bad_image, dali, mean, std
 parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
-    parallel: schedule zero-bubble is not one of gpipe, 1f1b and interleaved; those without a bubble assign
+    parallel.schedule is "zero-bubble": input should be 'gpipe', '1f1b' or 'interleaved'
 model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=interleaved; parallel.micro_batches=5 ->
     parallel.pipeline 5 with schedule interleaved cuts alexnet into 10 stages, and it comes in 8 pieces
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
-    sync.kind 'auto' with sync.defer may choose other engines for other shards, and optim.kind 'lars' adds
+    sync.kind 'auto' with sync.defer true may choose other engines for other shards, and optim.kind 'lars' adds
 checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
 parallel.tensor=2 -> parallel.tensor 2 divides AlexNet's large fully connected layers, and model.
 model.kind=alexnet; data.image_size=63; parallel.tensor=3 ->
@@ -147,7 +147,7 @@ def test_engines_of_a_benchmark_take_a_wire_and_keys_of_their_own():
 
 def test_set_overrides_any_key_in_tomls_own_notation():
     recipe = load_recipe(
-        find_recipe("demo"),
+        find_file("recipe", "demo"),
         overrides=["epochs=3", "data.crop_area=[0.5, 0.9]", "data.flip=true", "sync={kind='allreduce', wire='fp16'}"],
     )
     assert (recipe.epochs, recipe.data.crop_area, recipe.data.flip) == (3, (0.5, 0.9), True)
@@ -155,12 +155,12 @@ def test_set_overrides_any_key_in_tomls_own_notation():
 
 
 def test_none_is_the_value_of_a_key_that_is_absent():
-    recipe = load_recipe(find_recipe("resnet50-8gpu"), overrides=["target_top1=none", "first_eval = none"])
+    recipe = load_recipe("resnet50-8gpu", overrides=["target_top1=none", "first_eval = none"])
     assert (recipe.target_top1, recipe.first_eval) == (None, None)
 
 
 def test_sync_replaces_the_engine_and_keeps_the_wire_and_dense_epochs_follow_the_warmup():
-    demo = find_recipe("demo")
+    demo = find_file("recipe", "demo")
     assert load_recipe(demo, sync="allreduce").sync == AllReduceSync(wire="bf16")
     derived = {"dense_epochs": load_recipe(demo).schedule.warmup_epochs, "momentum": load_recipe(demo).optim.momentum}
     assert load_recipe(demo, sync="sparse").sync == SparseSync(**derived)
@@ -197,8 +197,8 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
         ("nowhere.toml", "no recipe file nowhere.toml"),
         (str(tmp_path / "broken.toml"), "broken.toml cannot be read as TOML"),
     ):
-        assert sentence in refusal_of(lambda name=name: load_recipe(find_recipe(name)))
-    assert "unknown key 'a\\nb'; " in refusal_of(load_recipe, find_recipe("demo"), overrides=["a\nb=1"]), "on one line"
+        assert sentence in refusal_of(lambda name=name: load_recipe(name))
+    assert "unknown key 'a\\nb'; " in refusal_of(load_recipe, "demo", overrides=["a\nb=1"]), "on one line"
 
 
 VALUES = [
@@ -227,7 +227,7 @@ def test_no_damage_of_200_gives_a_traceback_or_a_recipe_that_is_none(tmp_path: P
     refused = 0
     for seed in range(200):
         chance = random.Random(seed)
-        path.write_bytes(damaged(find_recipe(chance.choice([*shipped("recipe")])).read_bytes(), chance))
+        path.write_bytes(damaged(find_file("recipe", chance.choice([*shipped("recipe")])).read_bytes(), chance))
         try:
             recipe = load_recipe(path)
         except UserError as error:
@@ -278,7 +278,7 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         (f"data.sizes={'[' * 3000}", 'data.sizes is "[[['),
         (os.fsdecode(b"data.dataset=\xff"), "a value in it is not UTF-8, or arrays lie in one another too"),
     ):
-        told = refusal_of(load_recipe, find_recipe("demo"), overrides=[override])
+        told = refusal_of(load_recipe, "demo", overrides=[override])
         assert sentence in told
         assert not re.search(r"\[_|\.literal\[|constrained|function-", told)
 
@@ -293,7 +293,7 @@ def test_every_key_is_listed_with_a_meaning_and_none_that_is_gone():
         assert key.meaning.endswith((".", ".)")), key
         assert "``" not in key.meaning, key
     assert not {key.name for key in recipe_keys()} & {"data.cache", "data.cache_side"}
-    full = tomllib.loads(to_toml(load_recipe(find_recipe("cifar10-94"))))
+    full = tomllib.loads(to_toml(load_recipe("cifar10-94")))
     assert set(flat_tables(full)) <= {key.name for key in recipe_keys()}
 
 
@@ -327,13 +327,13 @@ PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
     (LazySync(wire="int8"), "'lazy' in sync.wire 'int8'", "backward", "keeps ours"),
     (ALL["hybrid"], "'hybrid'", "read", "defers exact ours"),
     (ALL["dear"], "'dear'", "read", "defers exact ours"),
-    (ALL["auto"], "'auto' with sync.defer", "read", "defers exact chooses ours"),
+    (ALL["auto"], "'auto' with sync.defer true", "read", "defers exact chooses ours"),
     (AutoSync(defer=False), "'auto'", "backward", "exact chooses ours"),
-    (AutoSync(inexact=True), "'auto' with sync.defer and sync.inexact", "read", "defers keeps chooses ours"),
-    (ALL["sparse"], "'sparse'", "backward", "keeps ours"),
+    (AutoSync(inexact=True), "'auto' with sync.defer true and sync.inexact true", "read", "defers keeps chooses ours"),
+    (ALL["sparse"], "'sparse' with sync.timing 'lazy'", "backward", "keeps ours"),
     (SparseSync(timing="hybrid"), "'sparse' with sync.timing 'hybrid'", "read", "defers keeps ours"),
-    (ALL["powersgd"], "'powersgd'", "backward", "keeps ours"),
-    (PowerSgdSync(timing="allreduce"), "'powersgd'", "each", "keeps ours"),
+    (ALL["powersgd"], "'powersgd' with sync.timing 'lazy'", "backward", "keeps ours"),
+    (PowerSgdSync(timing="allreduce"), "'powersgd' with sync.timing 'allreduce'", "each", "keeps ours"),
     (PowerSgdSync(timing="dear"), "'powersgd' with sync.timing 'dear'", "read", "defers keeps ours"),
     (ALL["ddp"], "'ddp'", "backward", "exact"),
     (DdpSync(powersgd_rank=1), "'ddp' with sync.powersgd_rank 1", "backward", "keeps"),
