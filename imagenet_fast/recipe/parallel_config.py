@@ -35,7 +35,7 @@ class Parallel(Table):
     schedule: PipelineSchedule = "1f1b"
     """Order of the forward and backward passes in a pipeline.
 
-    Those without a bubble assign gradients where no engine sees them.
+    Schedules without a bubble are not offered: they assign gradients where no engine sees them.
     """
 
     @property
