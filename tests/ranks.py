@@ -208,7 +208,7 @@ class _State:
         names = dist.distributed_c10d._world.pg_names
         streams = [stream for topology in _lent.values() for stream in topology._streams.values()]
         groups = set(names.values()) - {names[stream._group] for stream in streams if stream._group}
-        threads = {t.name for t in threading.enumerate()} - {f"comm stream {id(stream):x}" for stream in streams}
+        threads = {t.name for t in threading.enumerate()} - {f"comm stream {id(stream):x}_0" for stream in streams}
         return _State(
             dict(os.environ), str(Path.cwd()), torch.get_default_dtype(), torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(), torch.is_grad_enabled(),

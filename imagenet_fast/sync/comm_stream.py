@@ -5,12 +5,11 @@ A phase is a ``CommOp``: local work, then at most one collective operation.
 
 from __future__ import annotations
 
-import threading
-import weakref
+import atexit
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,9 @@ from imagenet_fast.distributed.watchdog import PeerLost
 # Renamed in torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+_open: WeakSet[CommStream] = WeakSet()
+"""Streams with threads of gloo."""
 
 
 @dataclass
@@ -73,9 +75,10 @@ class CommStream:
         self._group = new_group(device, ranks, True, max_ctas) if len(ranks) > 1 else None
         if device.type == "cpu" and self._group is not None:
             leave_at_exit()
+            _open.add(self)
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._idle = True
+        threads = (torch.get_num_threads(),)  # else products there would use all cores, and be rounded differently
+        self._thread = ThreadPoolExecutor(1, f"comm stream {id(self):x}", torch.set_num_threads, threads)
         self._traffic = CommStats()
 
     def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
@@ -184,8 +187,8 @@ class CommStream:
                 raise PeerLost(operations[min(number, len(operations) - 1)].peer, error) from error
 
     def close(self) -> None:
-        """End the process group and the thread. Nothing may be in flight."""
-        self._queue.put(None)
+        """End the thread and the process group. On a CPU wait for what is in flight; on a GPU nothing may be."""
+        self._thread.shutdown()
         if self._group is not None:
             end_group(self._group)
         self._group = None
@@ -200,45 +203,33 @@ class CommStream:
         self._count(sent, sent)
 
     def _hand_over(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
-        begun: Future[Work | None] = Future()
-
-        def task() -> None:
-            try:
-                for entry in after:
-                    entry.wait()
-                self._traffic = traffic
-                traffic.begun = record_timestamp(self._device)
-                work = start()
-            except BaseException as error:
-                begun.set_exception(error)
-                return
+        def issue() -> Work | None:
+            for entry in after:
+                entry.wait()
+            self._traffic = traffic
+            traffic.begun = record_timestamp(self._device)
+            work = start()
             if work is None:
                 traffic.ended = record_timestamp(self._device)
             else:
                 work.get_future().then(lambda _: _end(traffic, self._device))
-            begun.set_result(work)
+            return work
 
         def wait() -> None:
             work = begun.result()
             if work is not None:
                 work.wait()
 
-        if self._idle:
-            self._idle = False
-            name, arguments = f"comm stream {id(self):x}", (self._queue, torch.get_num_threads())
-            threading.Thread(target=_issue, name=name, args=arguments, daemon=True).start()
-            weakref.finalize(self, self._queue.put, None)
-        self._queue.put(task)
+        begun = self._thread.submit(issue)
         return PendingOp(wait)
-
-
-def _issue(queue: SimpleQueue[Callable[[], None] | None], threads: int) -> None:
-    # Otherwise this thread's first product would use all cores, and might be rounded differently.
-    torch.set_num_threads(threads)
-    while (task := queue.get()) is not None:
-        task()
-        del task
 
 
 def _end(traffic: CommStats, device: torch.device) -> None:
     traffic.ended = record_timestamp(device)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads of gloo before the interpreter, which they call: else they abort the process."""
+    for stream in list(_open):
+        stream.close()

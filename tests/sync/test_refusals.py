@@ -586,26 +586,26 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
 
 
 PROGRAM = """
-import sys, time
+import sys, time, torch
 import torch.distributed as dist
+from imagenet_fast.sync.comm_stream import CommStats, CommStream
 from tests.sync.test_refusals import ENGINES, started, train
 
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
 model, pool, optimizer = started(ENGINES["hybrid"])
 train(model, pool, optimizer, range(4))
+values, stream = torch.ones(1000), CommStream(torch.device("cpu"), (0, 1))
 if sys.argv[2] == "0":
     time.sleep(1)
+stream.enter(lambda: stream.all_reduce(values), (), CommStats())
 """
-CLOSED_LATE = """
-dist.destroy_process_group()
-pool.close()
-"""
+CLOSED_LATE = "dist.destroy_process_group(); pool.close()"
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("end", ["", CLOSED_LATE], ids=["never closed", "closed after the group"])
 def test_ranks_end_well_whatever_becomes_of_their_pools(end: str):
-    """An abort of the first to end would make torchrun kill the others, which may be saving."""
+    """An abort of the first to end, with phases in flight, would make torchrun kill the others, which may be saving."""
     with free_port() as port:
         command = [sys.executable, "-c", PROGRAM + end, str(port)]
         ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
