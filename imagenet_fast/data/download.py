@@ -1,17 +1,12 @@
 """Fetch the data sets that need no account, as one folder per class: CIFAR-10, and the digits of ``paths``.
 
-CIFAR-10 comes from its authors' host, or from their archive on disk, as torchvision leaves it.
+torchvision fetches CIFAR-10 from its authors' host, or reads their archive on disk.
 """
 
 from __future__ import annotations
 
-import hashlib
-import pickle
-import tarfile
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +21,6 @@ from imagenet_fast.errors import UserError
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGES = 60_000
-ARCHIVE = "cifar-10-python.tar.gz"
-HOST = "https://www.cs.toronto.edu/~kriz"
-SHA256 = "6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce"
-_TIMEOUT_S = 20.0  # timeout for a host that does not answer, as behind a firewall
-_PART = 2**18  # bytes to read at a time
-_BATCHES = (*(("train", f"data_batch_{number}") for number in range(1, 6)), ("val", "test_batch"))
 
 Batch = tuple[str, list[int], NDArray[np.uint8]]
 """Name of the split, labels, and images uint8 [n, 32, 32, 3]."""
@@ -68,12 +57,23 @@ def fetch_cifar10(place: Path, archive: Path | None) -> None:
 
     Raises UserError if there is no archive, or its checksum is not the published one.
     """
+    from torchvision.datasets import CIFAR10
+    from torchvision.datasets.utils import check_integrity
+
     with tempfile.TemporaryDirectory() as temporary:
-        if archive is None:
-            archive = _download(Path(temporary))
-        _verify(archive)
-        with tarfile.open(archive) as opened:
-            write_cifar10(place, _batches(opened))
+        if archive is not None:
+            if not check_integrity(archive, CIFAR10.tgz_md5):
+                raise UserError(
+                    f"{archive} is not there, or not {CIFAR10.filename} as its authors give it; fetch it again"
+                )
+            Path(temporary, CIFAR10.filename).symlink_to(archive.absolute())
+        try:
+            train, val = (CIFAR10(temporary, train, download=True) for train in (True, False))
+        except (OSError, RuntimeError) as error:
+            raise UserError(
+                f"{CIFAR10.url} cannot be fetched ({error}); try again, or fetch it elsewhere and give --archive FILE"
+            ) from None
+        write_cifar10(place, [("train", train.targets, train.data), ("val", val.targets, val.data)])
 
 
 def write_cifar10(place: Path, batches: Iterable[Batch]) -> None:
@@ -88,45 +88,3 @@ def write_cifar10(place: Path, batches: Iterable[Batch]) -> None:
                 Image.fromarray(pixels).save(target, compress_level=1)
                 done[split] += 1
                 bar.advance(task)
-
-
-def _download(folder: Path) -> Path:
-    """Download the archive into ``folder``."""
-    url = f"{HOST}/{ARCHIVE}"
-    try:
-        with (
-            urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer,
-            (folder / ARCHIVE).open("wb") as file,
-            progress_bars("bytes") as bar,
-        ):
-            length = answer.headers.get("Content-Length")
-            task = bar.add_task("downloading", total=int(length) if length is not None else None)
-            while part := answer.read(_PART):
-                file.write(part)
-                bar.advance(task, len(part))
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        raise UserError(
-            f"{url} cannot be fetched ({reason}); try again, or fetch it elsewhere and give --archive FILE"
-        ) from None
-    return folder / ARCHIVE
-
-
-def _verify(archive: Path) -> None:
-    """Raise UserError unless the archive is there and has the published SHA-256."""
-    if not archive.is_file():
-        raise UserError(f"there is no archive {archive}; give the path of {ARCHIVE}")
-    with archive.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != SHA256:
-        raise UserError(f"{archive} is not {ARCHIVE}: its sha256 is {found}, not {SHA256}; fetch it again")
-
-
-def _batches(archive: tarfile.TarFile) -> Iterator[Batch]:
-    """Yield the batches of an archive: labels, and the red, green and blue planes of each image, row by row."""
-    for split, batch in _BATCHES:
-        file = archive.extractfile(f"cifar-10-batches-py/{batch}")
-        assert file is not None
-        table = pickle.loads(file.read(), encoding="bytes")  # nothing else has its checksum
-        planes = table[b"data"].reshape(-1, 3, 32, 32)
-        yield split, table[b"labels"], np.ascontiguousarray(planes.transpose(0, 2, 3, 1))

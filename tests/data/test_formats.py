@@ -187,7 +187,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     *((GOOD | {name: b""}, as_it_is, f"train-0.tar: {name} would not be read") for name in UNREAD),
     (GOOD, lambda path: path.rename(path.with_name("train-0.tar.gz")), "train-0.tar.gz is compressed, so that"),
     (GOOD, lambda path: path.rename(path.with_name("train-0.tgz")), "train-0.tgz is compressed, so that"),
-    (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar is named after both splits"),
+    (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar would be taken for train, and"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
     *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label") for label in NO_LABELS),
     ({}, as_it_is, "no image in the 1 shard(s) of the train split"),
@@ -363,9 +363,21 @@ def test_validation_alone_is_numbered_by_itself(tmp_path: Path):
 def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
     for number, (names, sentence) in enumerate(
         [
-            ("train-0.tar train-1.tar train-3.tar", "lacks 1 of the 4 shards train-*, number 2 first"),
-            ("train-00000-of-00003 train-00001-of-00003", "lacks 1 of the 3 shards train-*, number 2 first"),
-            ("train-00000-of-00001 train-00000-of-00002 train-00001-of-00002", "-of-00001 and -of-00002; keep one"),
+            ("train-0.tar train-1.tar train-3.tar", "lacks 1 of the 4 parts like train-0.tar, number 2 first"),
+            ("train-00000-of-00003 train-00001-of-00003", "lacks 1 of the 3 parts like train-00000-of-00003, number 2"),
+            (
+                "train-00000-of-00003.tar train-00002-of-00003.tar",
+                "lacks 1 of the 3 parts like train-00000-of-00003.tar",
+            ),
+            (
+                "train_1_of_4.tar train_2_of_4.tar train_4_of_4.tar",
+                "lacks 1 of the 4 parts like train_1_of_4.tar, number 3",
+            ),
+            ("train-0000-ab1.tar train-0002-ab1.tar", "lacks 1 of the 3 parts like train-0000-ab1.tar, number 1 first"),
+            (
+                "train-00000-of-00001 train-00000-of-00002 train-00001-of-00002",
+                "holds parts of 1 and of 2, like train-000",
+            ),
             ("train-0.tar train-00000-of-00001", "in several formats"),
             ("train-0.tar train/cat/1.jpg", "in several formats"),
             ("train-0.tar train/train-0.tar", "both hold train-0.tar, whose images would count twice; keep one"),

@@ -11,16 +11,17 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
 from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import is_image_name, shown
-from imagenet_fast.data.source import in_sentences
+from imagenet_fast.data.source import SplitName, entries_of, in_sentences
 from imagenet_fast.errors import UserError
 
-SPLITS = ("train", "val")
+SPLITS: tuple[SplitName, ...] = ("train", "val")
 
 _ROWS = 64  # to decode at a time
 
@@ -97,15 +98,25 @@ class Source:
     """Files that belong to no class and are left out."""
     apart: list[str] = field(default_factory=list)
     """Images that are not directly in a class's folder, and are left out."""
-    archives: list[Path] = field(default_factory=list)
-    """The archives that were read."""
+    taken: list[Path] = field(default_factory=list)
+    """The archives, folders and tables that it was found in."""
+    parquet: list[tuple[SplitName, Path]] = field(default_factory=list)
+    """Files, with their splits, that must be made into tars to know their classes."""
 
     def __add__(self, other: Source) -> Source:
         """Return both as one."""
-        return Source(
-            self.classes + other.classes, self.others + other.others, self.apart + other.apart,
-            self.archives + other.archives,
-        )  # fmt: skip
+        return Source(*(ours + theirs for ours, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def passed_over(self, folder: Path) -> list[str]:
+        """Return what lies in ``folder`` and was not taken, by its path there; what is hidden is not named."""
+        found = []
+        for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
+            path = Path(entry.path)
+            if any(taken.is_relative_to(path) and taken != path for taken in self.taken):
+                found += [f"{shown(entry.name)}/{name}" for name in self.passed_over(path)]
+            elif path not in self.taken:
+                found.append(shown(entry.name))
+        return found
 
 
 def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> list[SourceFile]:
@@ -152,16 +163,6 @@ def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) ->
         yield SourceFile(name, str(tar), begin + info.offset_data, info.size)
 
 
-def parquet_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the parquet files of each split in ``folder``, named as those of Hugging Face's ImageNet."""
-    for root in (folder, folder / "data"):
-        words = {"train": "train", "val": "validation"}
-        found = {split: sorted(root.glob(f"{word}-*.parquet")) for split, word in words.items()}
-        if any(found.values()):
-            return {split: paths for split, paths in found.items() if paths}
-    return {}
-
-
 def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) -> None:
     """Write the images of a parquet file to a tar of class folders, under the names that they have in ImageNet's tars.
 
@@ -170,6 +171,7 @@ def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) ->
     Raises:
         UserError: The file is damaged, has no images, or does not name their classes.
     """
+    seen = set()
     with atomic_path(tar, fsync=True) as partial, tarfile.open(partial, "w") as archive:
         for path, content in _rows(parquet):
             named = re.fullmatch(r"(?:.*/)?([^/]+)_(n\d{8})(\.\w+)", path)
@@ -179,6 +181,9 @@ def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) ->
                     "n01440764_10026_n01440764.JPEG does; make class folders of these files"
                 )
             member = tarfile.TarInfo(f"{named[2]}/{named[1]}{named[3]}")
+            if member.name in seen:
+                raise UserError(f"{parquet} has two images '{path}'; give each image a name of its own")
+            seen.add(member.name)
             member.size = len(content)
             archive.addfile(member, BytesIO(content))
             on_bytes(len(content))
@@ -193,9 +198,11 @@ def _rows(parquet: Path) -> Iterator[tuple[str, bytes]]:
         raise UserError(f"{parquet} is read by pyarrow, which is not installed; `pip install pyarrow`") from None
     try:
         with ParquetFile(parquet) as file:
-            for batch in file.iter_batches(_ROWS, columns=["image"]):
-                for image in batch.column("image").to_pylist():
-                    yield str(image["path"]), bytes(image["bytes"])
+            images = (batch.column("image").to_pylist() for batch in file.iter_batches(_ROWS, columns=["image"]))
+            for number, image in enumerate(chain.from_iterable(images)):
+                if image is None or image["bytes"] is None or image["path"] is None:
+                    raise UserError(f"{parquet}: row {number} has no image or no path; take that row out")
+                yield str(image["path"]), bytes(image["bytes"])
     except (ArrowException, OSError, LookupError, TypeError) as error:
         raise UserError(
             f"{parquet} is no whole parquet file with a column image of bytes and path ({error}); fetch it again"

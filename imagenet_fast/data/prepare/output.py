@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from pydantic import ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import Field, NonNegativeInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_write_text, sync_folder
 from imagenet_fast.data.folders import list_folder
@@ -34,8 +34,6 @@ _T = TypeVar("_T", bound=Table)
 class PreparedClass(Table):
     """The images that were made of a class."""
 
-    model_config = ConfigDict(extra="ignore")  # earlier versions listed files here
-
     images: NonNegativeInt
     size: NonNegativeInt
     """Bytes of the source that it was made from."""
@@ -43,8 +41,6 @@ class PreparedClass(Table):
 
 class Record(Table):
     """The contents of a directory, by class."""
-
-    model_config = ConfigDict(extra="ignore")
 
     settings: Settings
     splits: dict[str, dict[str, PreparedClass]] = Field(default_factory=dict)
@@ -55,6 +51,10 @@ class Record(Table):
     """Files that are not images, and were left out."""
     apart: tuple[str, ...] = ()
     """Images that are not directly in a class's folder, and were left out."""
+    passed_over: tuple[str, ...] = ()
+    """Files and folders beside the splits of the source, which were not taken."""
+    parquet: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
+    """Bytes of each parquet file of the source, by split and file name."""
 
 
 class Begun(Table):
@@ -82,7 +82,7 @@ def in_place(out: Path, settings: Settings) -> Record:
             raise UserError(f"{out / split} is there already, and not from `data prepare`; give another --out")
     kept = {
         table: {split: there for split, there in getattr(finished, table).items() if split in landed}
-        for table in ("splits", "files")
+        for table in ("splits", "files", "parquet")
     }
     return finished.model_copy(update=kept)
 
@@ -149,11 +149,21 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def check_same(before: Record, out: Path, sized: Mapping[str, int], source: Path) -> None:
-    """Raise UserError if ``out`` was made from another source than one of classes ``sized``, or has been changed."""
+def check_same(
+    before: Record, out: Path, sized: Mapping[str, int], parquet: Mapping[str, Mapping[str, int]], source: Path
+) -> None:
+    """Raise UserError if ``out`` was made from another source, or has been changed.
+
+    Args:
+        before: What ``out`` holds.
+        out: The directory.
+        sized: The bytes of each class in the source now, by its path; those of parquet files need not be there.
+        parquet: The bytes of each parquet file, by split and file name.
+        source: The source, for the message.
+    """
     for split, classes in before.splits.items():
-        then = {f"{split}/{name}": made.size for name, made in classes.items()}
-        now = {path: size for path, size in sized.items() if path.startswith(f"{split}/")}
+        then = before.parquet.get(split) or {f"{split}/{name}": made.size for name, made in classes.items()}
+        now = parquet.get(split) or {path: size for path, size in sized.items() if path.startswith(f"{split}/")}
         if now and (others := then.items() ^ now.items()):  # else the source has only the other split
             raise UserError(
                 f"{out} was made from another source than {source}, by {min(others)[0]}; give that one, or another "

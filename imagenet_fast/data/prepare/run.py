@@ -8,21 +8,23 @@ import os
 import shutil
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 from rich.progress import Progress, TaskID
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.data.prepare import output
-from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_files, parquet_to_tar
-from imagenet_fast.data.prepare.sources import MD5, recognise
+from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_to_tar
+from imagenet_fast.data.prepare.sources import DEVKIT, MD5, in_tars, recognise
 from imagenet_fast.data.prepare.write import Piece, Settings, check_classes, pieces_of, write_classes, write_piece
 from imagenet_fast.data.progress import progress_bars
+from imagenet_fast.data.source import SplitName, in_sentences
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.units import gigabytes
@@ -72,21 +74,15 @@ def prepare(
     Raises:
         UserError: Something is wrong with the source, with ``out``, or with what is there already.
     """
-    packed = parquet_files(source)
-    found = Source([]) if packed else recognise(source)
+    found = recognise(source)
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
-        output.alone_in(out), ThreadPoolExecutor(workers or usable_cores()) as pool, progress_bars("bytes") as bars
+        output.alone_in(out), _writing(out), ThreadPoolExecutor(workers or usable_cores()) as pool,
+        progress_bars("bytes") as bars,
     ):  # fmt: skip
         work = _Work(pool, bars, threading.Event())
         try:
-            if packed:
-                before = output.in_place(out, settings)
-                if packed.keys() <= before.splits.keys() and not (out / _STAGING).exists():
-                    output.check_same(before, out, {}, source)
-                    return Prepared(before, already=True)
-                found = _unpacked(packed, out, work)
             return _fill(found, source, out, settings, work, subset, md5 and not subset)
         except BaseException as error:
             work.stop.set()
@@ -94,6 +90,17 @@ def prepare(
             if isinstance(error, KeyboardInterrupt):
                 print("stopped; run the same command again to continue", file=sys.stderr)
             raise
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raise UserError for an error of writing."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -111,40 +118,45 @@ class _Work:
         self.bars.advance(task, read)
 
 
-def _unpacked(packed: Mapping[str, Sequence[Path]], out: Path, work: _Work) -> Source:
-    """Return the source that parquet files make as tars; those that are there already are not made again."""
+def _unpacked(found: Source, before: output.Record, out: Path, work: _Work) -> Source:
+    """Return ``found`` with the tars that its parquet files become; those that are there already are not made again."""
     folder = out / _STAGING / "unpacked"
-    tars = {}
-    for split, files in packed.items():
-        (folder / split).mkdir(parents=True, exist_ok=True)
-        for file in files:
+    tars: dict[SplitName, dict[Path, Path]] = defaultdict(dict)
+    for number, (split, file) in enumerate(found.parquet):
+        if split not in before.splits:
             at = file.stat()
-            tars[folder / split / f"{file.stem}-{at.st_size:x}-{at.st_mtime_ns:x}.tar"] = file
-    for stale in set(folder.glob("*/*")) - tars.keys():
+            tars[split][folder / split / f"{number}-{at.st_size}-{at.st_mtime_ns}.tar"] = file
+    for split in tars:
+        (folder / split).mkdir(parents=True, exist_ok=True)
+    for stale in set(folder.glob("*/*")).difference(*tars.values()):
         stale.unlink()
-    missing = {tar: file for tar, file in tars.items() if not tar.exists()}
+    missing = {tar: file for made in tars.values() for tar, file in made.items() if not tar.exists()}
     size = sum(file.stat().st_size for file in missing.values())
     _require_room(out, size, " to be unpacked first")
     task = work.bars.add_task("unpacking", total=size)
-    with _writing(out):
-        for _ in work.pool.map(lambda tar: parquet_to_tar(missing[tar], tar, partial(work.advance, task)), missing):
-            pass
-    return recognise(folder)
+    for _ in work.pool.map(lambda tar: parquet_to_tar(missing[tar], tar, partial(work.advance, task)), missing):
+        pass
+    return reduce(Source.__add__, (in_tars(split, [*made]) for split, made in tars.items()), found)
 
 
 def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:
     """Make what ``out`` lacks, and move it to its place."""
     before, staging, is_folder = output.in_place(out, settings), out / _STAGING, settings.format == "folder"
+    parquet: dict[str, dict[str, int]] = defaultdict(dict)
+    for split, file in found.parquet:
+        parquet[split][file.name] = file.stat().st_size
+    if parquet.keys() - before.splits.keys():
+        found = _unpacked(found, before, out, work)
     classes = _classes(found, before, source, subset)
     sized = dict(zip(classes, work.pool.map(SourceClass.measured, classes), strict=True))
     by_path = {of.path: size for of, size in sized.items()}
-    output.check_same(before, out, by_path, source)
+    output.check_same(before, out, by_path, parquet, source)
     rest = {of: size for of, size in sized.items() if of.split not in before.splits}
     if not rest and not staging.exists():
         return Prepared(before, already=True)
     output.begin(staging, output.Begun(settings=settings, classes=by_path), source)
     if rest and md5:
-        _check_archives(found.archives, staging, work)
+        _check_archives([path for path in found.taken if path.name in MD5], staging, work)
     by_split = {split: {*before.splits.get(split, {}), *_names_in(rest, split)} for split in SPLITS}
     names = sorted(by_split["train"] or by_split["val"])  # in the order of labels
     if not is_folder:
@@ -168,6 +180,8 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
         files={split: files[split] for split in SPLITS if split in files},
         others=tuple(sorted({*before.others, *found.others, *others})),
         apart=tuple(sorted({*before.apart, *found.apart})),
+        passed_over=tuple(found.passed_over(source)),
+        parquet=before.parquet | parquet,
     )
     if not is_folder:
         write_classes(out, names)
@@ -192,11 +206,14 @@ def _classes(found: Source, before: output.Record, source: Path, subset: bool) -
     train = names["train"] | before.splits.get("train", {}).keys()
     strangers = sorted(names["val"] - train) if train else []
     if strangers and (not subset or len(strangers) == len(names["val"])):
-        raise UserError(f"{source} has a class {strangers[0]} to validate on that train lacks; fetch both again")
+        raise UserError(
+            f"{source} has a class {strangers[0]} to validate on that train lacks; name the classes of val as those of "
+            f"train or, if images of many classes lie in {strangers[0]}, put {DEVKIT} beside it"
+        )
     if strangers:
         warn(f"{len(strangers)} classes are left out of val, as train lacks them, the first {strangers[0]}")
     kept = [of for of in found.classes if of.split == "train" or of.name not in strangers]
-    if not kept:
+    if not kept and not found.parquet:
         raise UserError(f"{source} has no classes in it; give the directory that holds ImageNet with --source DIR")
     return sorted(kept, key=lambda of: (SPLITS.index(of.split), of.name))
 
@@ -235,6 +252,7 @@ def _check_archives(archives: Sequence[Path], staging: Path, work: _Work) -> Non
     if note.exists() and note.read_text(encoding="utf-8") == stamps:
         return
 
+    @in_sentences()
     def check(file: Path) -> None:
         task = work.bars.add_task(f"md5 of {file.name}", total=file.stat().st_size)
         digest = hashlib.md5(usedforsecurity=False)
@@ -273,20 +291,6 @@ def _require_room(out: Path, needed: float, told: str) -> None:
         )
 
 
-# Making it.
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Raise UserError for an error of writing."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
-        ) from None
-
-
 def _make(pieces: Sequence[Piece], staging: Path, settings: Settings, work: _Work) -> None:
     """Make pieces in threads."""
     tasks = {
@@ -296,8 +300,7 @@ def _make(pieces: Sequence[Piece], staging: Path, settings: Settings, work: _Wor
 
     def make(piece: Piece) -> None:
         path = staging / "partial" / piece.split / piece.name
-        with _writing(staging.parent):
-            write_piece(piece, path, settings, partial(work.advance, tasks[piece.split]))
+        write_piece(piece, path, settings, partial(work.advance, tasks[piece.split]))
 
     pending = {work.pool.submit(make, piece): piece for piece in pieces}
     while pending:
@@ -319,9 +322,11 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
         images = sum(made.images for made in classes.values())
         yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
     apart = f"as they lie in no class's own folder and so belong to no class: {len(record.apart)} images,"
-    for why, paths in (("as they are no images:", record.others), (apart, record.apart)):
+    beside = "as they are of no split, or another form of one that was taken:"
+    left_out = {"as they are no images:": record.others, apart: record.apart, beside: record.passed_over}
+    for why, paths in left_out.items():
         if paths:
             more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
             yield f"left out, {why} {', '.join(paths[:_SHOWN])}{more}"
-    if record.others or record.apart:
+    if any(left_out.values()):
         yield f"all of their names are in {out / output.RECORD}"

@@ -8,12 +8,22 @@ import re
 import tarfile
 import zlib
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 
-from imagenet_fast.data.folders import FolderContents, class_folders, is_folder, is_image_name, list_folder, shown
+from imagenet_fast.data.folders import (
+    FolderContents,
+    class_folders,
+    is_class_name,
+    is_folder,
+    is_image_name,
+    list_folder,
+    shown,
+)
 from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
+from imagenet_fast.data.source import WORDS, SplitName, check_parts, files_of, refuse_packed
 from imagenet_fast.errors import UserError
 
 TRAIN = "ILSVRC2012_img_train.tar"
@@ -32,7 +42,9 @@ _SOLUTION = "LOC_val_solution.csv"
 _ANNOTATIONS = "val_annotations.txt"
 _TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
 _MOST = 1 << 20  # bytes of it; it has some 200 kB
-_CLASS_TAR = re.compile(r"(n\d{8})\.tar")
+_OFFICIAL = {"train": TRAIN, "val": VAL}
+_WNID = re.compile(r"n\d{8}")
+_CLASS_TAR = re.compile(rf"({_WNID.pattern})\.tar")
 _INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for those to validate on
 
 
@@ -40,7 +52,7 @@ def recognise(folder: Path) -> Source:
     """Return the source in ``folder``. Raises UserError if the layout is not known, or the source is damaged."""
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
-    for root in (folder, folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
+    for root in (folder, folder / "data", folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
         train = _split(root, "train", set())
         val = _split(root, "val", {of.name for of in train.classes} if train else set())
         if train and val:
@@ -54,36 +66,69 @@ def recognise(folder: Path) -> Source:
     )
 
 
-def _split(root: Path, split: str, known: set[str]) -> Source | None:
+def _split(root: Path, split: SplitName, known: set[str]) -> Source | None:
     """Return one split, if it is there; ``known`` are the classes of training.
 
-    The official tar goes before a folder with the split's name, and that before other tars named after the split.
+    The official tar goes before folders with the split's name, and these before files named after the split.
     """
-    folder = root / split
-    if (official := root / {"train": TRAIN, "val": VAL}[split]).is_file():
-        return _in_tars(root, split, [official])
-    if not folder.is_dir():
-        tars = [path for path in root.glob("*.tar") if split in re.split(r"[-_.]", path.stem)]
-        return _in_tars(root, split, sorted(tars)) if tars else None
-    tars = sorted(folder.glob("*.tar"))
-    if not list_folder(folder).folders and tars:
-        return _in_tars(root, split, tars)
-    if packed := [tar for tar in tars if _CLASS_TAR.fullmatch(tar.name) and not tar.with_suffix("").is_dir()]:
-        raise UserError(f"{packed[0]} is not unpacked, as others beside it are; unpack it, or remove their folders")
-    return _in_folders(root, split, known)
+    if (official := root / _OFFICIAL[split]).is_file():
+        return in_tars(split, [official])
+    folders = [_unwrapped(root / word, split) for word in WORDS[split] if (root / word).is_dir()]
+    for folder in folders:
+        contents = list_folder(folder)
+        if contents.folders or contents.images:
+            return _in_folders(root, split, folder, known)
+    paths, _ = files_of(root, split, folders)
+    refuse_packed(paths)
+    tars = [path for path in paths if path.suffix == ".tar"]
+    parquet = [path for path in paths if path.suffix == ".parquet"]
+    if tars and parquet:
+        raise UserError(f"{root} holds the {split} split in several formats ({tars[0]} and {parquet[0]}); keep one")
+    check_parts(parquet + [tar for tar in tars if not _CLASS_TAR.fullmatch(tar.name)], split)
+    if parquet:
+        return Source([], taken=parquet, parquet=[(split, path) for path in parquet])
+    return in_tars(split, tars) if tars else None
+
+
+def _unwrapped(folder: Path, split: SplitName) -> Path:
+    """Return the folder that holds a split: ``folder``, or a folder that is alone in it and no class."""
+    contents = list_folder(folder)
+    while not contents.images and len(contents.folders) == 1 and _is_wrapper(contents.folders[0], split, folder):
+        folder /= contents.folders[0]
+        contents = list_folder(folder)
+    return folder
+
+
+def _is_wrapper(name: str, split: SplitName, place: Path) -> bool:
+    """Return whether the only folder in ``place`` has a name that is no class's: images to validate on lie in it."""
+    if name in (*WORDS[split], _INNER, Path(_OFFICIAL[split]).stem):
+        return True
+    return split == "val" and not _WNID.fullmatch(name) and _table(place) is not None
 
 
 # Archives.
 
 
-def _in_tars(root: Path, split: str, tars: list[Path]) -> Source:
-    """Return the split in tars, whose parts of a class are put together."""
-    source = reduce(Source.__add__, (_in_tar(root, split, tar) for tar in tars))
+def in_tars(split: SplitName, tars: list[Path]) -> Source:
+    """Return the split in tars, in which a class may lie in parts: in tars whose names differ in numbers alone.
+
+    Raises UserError if a tar cannot be read, or other tars have a class of one name.
+    """
+    found = {tar: _in_tar(split, tar) for tar in tars}
     parts: dict[str, list[SourceClass]] = defaultdict(list)
-    for of in source.classes:
-        parts[of.name].append(of)
+    first: dict[str, Path] = {}
+    for tar, source in found.items():
+        for of in source.classes:
+            other = first.setdefault(of.name, tar)
+            if re.split(r"\d+", other.name) != re.split(r"\d+", tar.name):
+                raise UserError(
+                    f"{other} and {tar} both hold a class {of.name}; name folders after their classes or, if it is "
+                    "one class in parts, number the tars: train-0.tar, train-1.tar"
+                )
+            parts[of.name].append(of)
     classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
-    return replace(source, classes=classes)
+    whole = reduce(Source.__add__, found.values())
+    return replace(whole, classes=classes, taken=whole.taken + tars)
 
 
 def _joined(parts: list[SourceClass]) -> SourceClass:
@@ -93,31 +138,38 @@ def _joined(parts: list[SourceClass]) -> SourceClass:
     return SourceClass(parts[0].split, parts[0].name, files, sum(of.measured() for of in parts))
 
 
-def _in_tar(root: Path, split: str, tar: Path) -> Source:
+def _in_tar(split: SplitName, tar: Path) -> Source:
     """Return what is in a tar: a class, class tars, class folders, or images to validate on without folders."""
-    archives = [tar] if tar.name in MD5 else []
     if named := _CLASS_TAR.fullmatch(tar.name):
         return Source([SourceClass(split, named[1], partial(members, tar), tar.stat().st_size)])
     files = members(tar, flat=False)
-    if any(file.name.endswith(".tar") for file in files):
-        return Source([_class_tar(split, tar, file) for file in files], archives=archives)
-    depths = {len(_folders(file)): file for file in files if is_image_name(file.name)}
-    if len(depths) != 1 or (0 in depths and split == "train"):
-        some = " and ".join(f"'{file.name}'" for file in depths.values()) or "none"
-        raise UserError(f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each; it holds {some}")
-    if 0 in depths:
-        return _by_table(root, files, tar) + Source([], archives=archives)
-    by_class: dict[str, list[SourceFile]] = defaultdict(list)
-    others = []
+    if any(file.name.endswith(".tar") and not file.name.startswith("._") for file in files):
+        return Source([_class_tar(split, tar, file) for file in files if not file.name.startswith("._")])
+    by_folder: dict[tuple[str, ...], list[SourceFile]] = defaultdict(list)
     for file in files:
-        if folders := _folders(file):
-            by_class[folders[-1]].append(replace(file, name=file.name.rpartition("/")[2]))
-        else:
-            others.append(f"{split}/{shown(file.name)}")
-    return Source(_listed_classes(split, by_class), others, archives=archives)
+        by_folder[_folders(file)].append(replace(file, name=file.name.rpartition("/")[2]))
+    images = {
+        folders: next(file.name for file in inside if is_image_name(file.name))
+        for folders, inside in by_folder.items()
+        if all(map(is_class_name, folders)) and any(is_image_name(file.name) for file in inside)
+    }
+    if split == "val" and len(images) == 1:
+        (only,) = images
+        if not only or _is_wrapper(only[-1], split, tar):
+            return _by_table(by_folder.pop(only), tar) + Source([], _paths(split, by_folder))
+    above = {folders[:-1] if folders else None: "/".join((*folders, name)) for folders, name in images.items()}
+    (root, *others) = above or [None]
+    if root is None or others or any(word in _above_split(root, split) for words in WORDS.values() for word in words):
+        some = " and ".join(f"'{shown(name)}'" for name in [*above.values()][:2]) or "none"
+        raise UserError(
+            f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each, of {split} alone; it holds {some}"
+        )
+    classes = [folders for folders in by_folder if folders and folders[:-1] == root and is_class_name(folders[-1])]
+    by_class = {folders[-1]: by_folder.pop(folders) for folders in classes}
+    return Source(_listed_classes(split, by_class), _paths(split, by_folder))
 
 
-def _class_tar(split: str, tar: Path, file: SourceFile) -> SourceClass:
+def _class_tar(split: SplitName, tar: Path, file: SourceFile) -> SourceClass:
     named = _CLASS_TAR.fullmatch(file.name)
     if named is None:
         raise UserError(
@@ -126,10 +178,20 @@ def _class_tar(split: str, tar: Path, file: SourceFile) -> SourceClass:
     return SourceClass(split, named[1], partial(members, tar, file), file.size)
 
 
-def _folders(file: SourceFile) -> list[str]:
+def _folders(file: SourceFile) -> tuple[str, ...]:
     """Return the folders above a file in a tar, of which the last is its class."""
-    folders = file.name.split("/")[:-1]
-    return folders[:-1] if folders[-1:] == [_INNER] else folders
+    folders = tuple(file.name.split("/")[:-1])
+    return folders[:-1] if folders[-1:] == (_INNER,) else folders
+
+
+def _above_split(root: tuple[str, ...], split: SplitName) -> tuple[str, ...]:
+    """Return the folders of a tar above the one that is named after the split, or all."""
+    return root[:-1] if root and root[-1] in WORDS[split] else root
+
+
+def _paths(split: SplitName, left: Mapping[tuple[str, ...], list[SourceFile]]) -> list[str]:
+    """Return the files that are left over in a tar."""
+    return [shown("/".join((split, *folders, file.name))) for folders, files in left.items() for file in files]
 
 
 def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[SourceClass]:
@@ -142,18 +204,19 @@ def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[S
 # Folders.
 
 
-def _in_folders(root: Path, split: str, known: set[str]) -> Source:
+def _in_folders(root: Path, split: SplitName, folder: Path, known: set[str]) -> Source:
     """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
-    folder = root / split
     contents = list_folder(folder)
-    classes = known.intersection(contents.folders) if known else {*contents.folders} - {_INNER}
-    place = folder if contents.images or _INNER not in contents.folders else folder / _INNER
-    if split == "val" and not classes and (inside := list_folder(place)).images:
-        apart = _deeper(root, inside)
-        return _by_table(root, _files(place), place) + Source([], apart=[*map(shown, apart)])
-    apart = [f"{split}/{name}" for name in contents.images]
-    source = Source([])
-    for name in class_folders(folder):
+    classes = known.intersection(contents.folders) if known else contents.folders
+    if split == "val" and contents.images and not classes:
+        apart = [*map(shown, _deeper(root, contents))]
+        return _by_table(_files(folder), folder) + Source([], apart=apart, taken=[folder])
+    names = class_folders(folder)
+    if packed := [name for name in contents.others if _CLASS_TAR.fullmatch(name) and name[:-4] not in names]:
+        raise UserError(f"{folder / packed[0]} is not unpacked, as others beside it are; unpack it, or remove theirs")
+    others = [f"{split}/{shown(name)}" for name in contents.others if not name.startswith(".")]
+    source = Source([], others, [f"{split}/{shown(name)}" for name in contents.images], [folder])
+    for name in names:
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
         place, inside = folder / name, list_folder(folder / name)
@@ -162,8 +225,7 @@ def _in_folders(root: Path, split: str, known: set[str]) -> Source:
         source.classes.append(SourceClass(split, name, partial(_files_of_class, folder / name, place)))
         if deeper := _deeper(root, inside):
             inside.require_images()
-            apart += deeper
-    source.apart.extend(map(shown, apart))
+            source.apart.extend(map(shown, deeper))
     return source
 
 
@@ -197,15 +259,24 @@ def _files(folder: Path) -> list[SourceFile]:
 # Images whose class a table tells.
 
 
-def _by_table(root: Path, files: list[SourceFile], held_by: Path) -> Source:
-    """Return the classes to validate on of images that lie together in ``held_by``."""
-    for folder in (root / "val", root, *root.absolute().parents[:3]):
+def _by_table(files: list[SourceFile], place: Path) -> Source:
+    """Return the classes to validate on of images that lie together in ``place``, a tar or a folder."""
+    found = _table(place)
+    if found is None:
+        raise UserError(
+            f"{place} does not say of which class its images are; put {DEVKIT}, or Kaggle's {_SOLUTION}, beside it"
+        )
+    table, read = found
+    return replace(_looked_up(files, place, table, read(table)), taken=[table])
+
+
+def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:
+    """Return the table of classes that lies in or near ``place``, and what reads it."""
+    for folder in (place, *place.absolute().parents[:5]):
         for name, read in ((DEVKIT, _devkit), (_SOLUTION, _solution), (_ANNOTATIONS, _annotations)):
             if (table := folder / name).is_file():
-                return _looked_up(files, held_by, table, read(table))
-    raise UserError(
-        f"{held_by} does not say of which class its images are; put {DEVKIT}, or Kaggle's {_SOLUTION}, beside it"
-    )
+                return table, read
+    return None
 
 
 def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dict[str, str]) -> Source:
@@ -213,12 +284,11 @@ def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dic
     for file in sorted(files, key=lambda file: file.name):
         if is_image_name(file.name):
             name = classes.get(file.name.rpartition(".")[0], "")
-            if not re.fullmatch(r"n\d{8}", name):
+            if not _WNID.fullmatch(name):
                 raise UserError(f"{table} has no class for '{shown(file.name)}' in {held_by}; fetch both again")
             by_class[name].append(file)
     others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
-    archives = [table] if table.name in MD5 else []
-    return Source(_listed_classes("val", by_class), others, archives=archives)
+    return Source(_listed_classes("val", by_class), others)
 
 
 def _solution(table: Path) -> dict[str, str]:

@@ -25,7 +25,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from imagenet_fast.data.prepare import run, sources
+from imagenet_fast.data.prepare import output, run, sources
 from imagenet_fast.data.prepare.output import alone_in
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.sources import recognise
@@ -87,8 +87,6 @@ def test_prepare_reports_and_second_call_finds_all_done(tmp_path: Path, tars: Pa
     printed = in_process(*command)
     assert "now holds:\n  train  34 images in 4 classes\n  val    12 images in" in printed
     assert f"left out, as they are no images: {ODD['AppleDouble']}\n" in printed
-    record = tmp_path / "out/prepared.json"
-    record.write_text(record.read_text().replace('"others"', '"hidden": [], "others"'))  # of an earlier version
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     assert "holds already" in in_process(*command)
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
@@ -215,6 +213,88 @@ def test_what_was_made_of_parquet_files_is_known(tmp_path: Path, monkeypatch: py
     prepare(source, out, WHOLE, subset=True)
     monkeypatch.setattr(run, "parquet_to_tar", None)
     assert prepare(source, out, WHOLE, subset=True).already
+    (source / "data/train-00004-of-00005.parquet").write_bytes(b"another")
+    refused(source, "was made from another source than .*, by train-00004-of-00005.parquet; give that one")
+    replica.image_folder(tmp_path / "folders", small_imagenet())
+    refused(tmp_path / "folders", "was made from another source than .*/folders, by train")
+
+
+# What lies in a source is taken, named or refused.
+
+IMAGE = {"n01440764_1.JPEG": b"an image"}
+CATS = {"cat/1.jpg": b"a cat", "dog/1.jpg": b"a dog"}
+FLAT = {f"ILSVRC2012_val_{number:08}.JPEG": b"an image" for number in (1, 2)}
+TRAIN_TAR = {"train.tar": CATS}
+
+
+def inside(folder: str, files: Any) -> Any:
+    return {f"{folder}/{name}": content for name, content in files.items()}
+
+
+def laid_out(folder: Path, files: dict[str, Any]) -> Path:
+    """Files by their paths, of which some are tars of others."""
+    content = {path: tar_of(of) if isinstance(of, dict) else of for path, of in files.items()}
+    return replica.image_folder(folder, content)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"train_val.tar": CATS}, "train_val.tar would be taken for train, and is named after the other split"),
+        ({"train/valid.tar": CATS}, "train/valid.tar would be taken for train, and is named after the other split"),
+        ({"train/cat.tar": {"a/1.jpg": b""}, "train/dog.tar": {"a/2.jpg": b""}}, "cat.tar and .*dog.tar both hold a"),
+        ({"a-train.tar": inside("train", CATS) | inside("val", CATS)}, "train alone; it holds 'train/dog/1.jpg' and"),
+        ({"train.tar": inside("a/val", CATS)}, "<class>/<image> each, of train alone; it holds 'a/val/dog/1.jpg'"),
+        ({"train.tar": {"train/cat/day1/1.jpg": b"", "train/dog/day1/2.jpg": b""}}, "it holds 'train/cat/day1/1.jpg'"),
+        ({"train.tar": {"train/cat/day1/1.jpg": b""}}, "it holds 'train/cat/day1/1.jpg'"),
+        ({"train-00000-of-00003.tar": CATS, "train-00002-of-00003.tar": CATS}, "lacks 1 of the 3 parts .*number 1"),
+        ({"train/part_1_of_2.tar": CATS}, "train lacks 1 of the 2 parts like part_1_of_2.tar, number 2 first"),
+        ({"data/train-00000-of-00002.parquet": b""}, "data lacks 1 of the 2 parts like train-00000-of-00002.parquet"),
+        ({"train-0.parquet": b"", "train.tar": CATS}, "holds the train split in several formats"),
+        ({"ILSVRC2012_img_train.tar.gz": b"", "val.tar": CATS}, "ILSVRC2012_img_train.tar.gz is compressed.*unpack it"),
+        ({"train.tar": CATS, "val/cat.tar.zst": b""}, "val/cat.tar.zst is compressed"),
+        (TRAIN_TAR | inside("val/ILSVRC2012_img_val", FLAT), "img_val does not say of which class its"),
+        (TRAIN_TAR | inside("val/photos", FLAT), "a class photos to validate on .* or, if images of many classes"),
+        ({"val.tar": inside("val", FLAT)}, "val.tar does not say of which class its images are; put ILSVRC2012_devkit"),
+    ],
+)  # fmt: skip
+def test_what_would_be_mixed_or_left_out_is_refused(tmp_path: Path, files: dict[str, Any], told: str):
+    refused(laid_out(tmp_path / "source", files), told)
+
+
+@pytest.mark.parametrize(
+    ("files", "made"),
+    [
+        (TRAIN_TAR | {"train/README": b"", "val/README": b"", "val.tar": inside("val", CATS)}, "train val"),
+        (TRAIN_TAR | {"valid/cat/1.jpg": b"", "test/1.jpg": b"", "bbox_val.tgz": b""}, "bbox_val.tgz test"),
+        (TRAIN_TAR | {"._train.tar": b"", "train-list.txt": b""}, "train-list.txt"),
+        ({"train/train/cat/1.jpg": b"", "train/train/dog/1.jpg": b"", "train/a.txt": b""}, "train/a.txt"),
+        (inside("ILSVRC/Data/CLS-LOC/train", CATS) | {"ILSVRC/Annotations/a.xml": b"", "L.csv": b""}, "ILSVRC/A L.csv"),
+        ({"train.tar": {"._n01440764.tar": b"", "n01440764.tar": tar_of(IMAGE)}, "train.tar.gz": b""}, "train.tar.gz"),
+        ({"train.tar": inside("in/train", CATS | {"@eaDir/a/1.jpg": b"", "cat/@eaDir/1.jpg": b""})}, ""),
+    ],
+)  # fmt: skip
+def test_what_is_not_taken_is_named(tmp_path: Path, files: dict[str, Any], made: str):
+    prepared = prepare(laid_out(tmp_path / "source", files), tmp_path / "out", WHOLE, subset=True)
+    assert {path.replace("nnotations", "") for path in prepared.record.passed_over} == {*made.split()}
+    assert {*prepared.record.splits["train"]} in ({"cat", "dog"}, {"n01440764"})
+    said = list(run.report(prepared, tmp_path / "out"))
+    assert any(line.startswith("left out, as they are of no split, or another form of one") for line in said) == bool(
+        made
+    )
+
+
+@pytest.mark.parametrize(
+    "place", ["val/ILSVRC2012_img_val", "val/val", "val/images", "val/photos", "val.tar/val", "valid"]
+)
+def test_images_in_one_folder_that_is_no_class_are_looked_up(tmp_path: Path, place: str):
+    folder, _, inner = place.partition("/")
+    files = {folder: inside(inner, FLAT)} if folder.endswith(".tar") else inside(place, FLAT)
+    source = laid_out(tmp_path / "source", files | {sources.DEVKIT: replica.devkit([171, 449])})
+    assert prepare(source, tmp_path / "out", WHOLE, subset=True).record.splits["val"].keys() == {
+        "n02105855",
+        "n01440764",
+    }
 
 
 # What is refused.
@@ -261,7 +341,10 @@ def test_what_is_no_class_tar_is_refused(own_tars: Path):
     inner = tar_of({"n01440764_1.JPEG": b"an image"})
     for name, told in (
         ("dogs.tar", "a member 'dogs.tar', which is no class's"),
-        ("n01440764.zip", "must hold class tars, as n01440764.tar, or <class>/<image> each; it holds none"),
+        (
+            "n01440764.zip",
+            "must hold class tars, as n01440764.tar, or <class>/<image> each, of train alone; it holds none",
+        ),
         ("n1440764.tar", "a member 'n1440764.tar', which is no class's"),
         ("n99999999.tar", "a class n01440764 to validate on that train lacks"),
     ):
@@ -281,8 +364,15 @@ def test_parquet_files_that_are_damaged_or_do_not_say_the_class_are_refused(tmp_
     refused(source, "train-00000-of-00001.parquet is no whole parquet file with a column image")
     write_table(pyarrow.table({"img": [1]}), path)
     refused(source, "train-00000-of-00001.parquet is no whole parquet file with a column image")
-    write_table(pyarrow.table({"image": [{"bytes": b"", "path": "1.jpg"}]}), path)
-    refused(source, "has an image '1.jpg', whose name does not end in its class")
+    one = {"bytes": b"", "path": "1_n01440764.jpg"}
+    for images, told in (
+        ([one | {"path": "1.jpg"}], "has an image '1.jpg', whose name does not end in its class"),
+        ([one, one], "00001.parquet has two images '1_n01440764.jpg'; give each image a name of its own"),
+        ([one, None], "00001.parquet: row 1 has no image or no path; take that row out"),
+        ([one | {"bytes": None}, one], "00001.parquet: row 0 has no image or no path"),
+    ):
+        write_table(pyarrow.table({"image": images}), path)
+        refused(source, told)
 
 
 def test_tars_that_do_not_say_which_class_an_image_has_are_refused(tmp_path: Path):
@@ -291,7 +381,7 @@ def test_tars_that_do_not_say_which_class_an_image_has_are_refused(tmp_path: Pat
     for tars, told in (
         ({"train.tar": image}, "train.tar must hold class tars, as n01440764.tar, or <class>/<image> each"),
         ({"train.tar": image | in_class}, "it holds 'a.jpg' and 'n01440764/a.jpg'"),
-        ({"train/n01440764.tar": image, "train/1.tar": in_class}, "train/n01440764 has two images of one name"),
+        ({"train/0.tar": in_class, "train/1.tar": in_class}, "train/n01440764 has two images of one name"),
         ({"val/1.tar": image}, "does not say of which class its images are"),
     ):
         replica.image_folder(source, {name: tar_of(files) for name, files in tars.items()})
@@ -315,7 +405,7 @@ def test_a_tar_that_breaks_off_or_is_damaged_is_refused_wherever_it_is(own_tars:
         (whole[:100], "is no whole tar"),
         (b"", "is no whole tar"),
         (b"<html>please log in</html>" * 99, "is no whole tar"),
-        (gzip.compress(whole), "is compressed, .*; unpack it"),
+        (gzip.compress(whole), "is compressed.*unpack it"),
         (tar_of({"n01440764.tar": inner[: 5 * 512]}), "'n01440764.tar' in .* is no whole tar"),
         (tar_of({"n01440764.tar": damaged(0)}), "'n01440764.tar' in .* is no whole tar"),
         (tar_of({"n01440764.tar": damaged(6 * 512)}), "'n01440764.tar' in .* is damaged at byte 3072"),
@@ -465,9 +555,13 @@ def test_a_disk_that_fills_up_is_named_and_what_is_made_is_kept(own_tars: Path, 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return usual(path, *arguments, **options)
 
+    told = "out cannot be written to .No space left on device.; put that right"
+    with monkeypatch.context() as patch:
+        patch.setattr(output, "atomic_write_text", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        refused(own_tars, told)  # before anything is made
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", full)
-        refused(own_tars, "out cannot be written to .No space left on device.; put that right", workers=1)
+        refused(own_tars, told, workers=1)
     assert (own_tars.parent / "out/.preparing/train/n01440764").is_dir()
     prepare(own_tars, own_tars.parent / "out", WHOLE, subset=True)
 
