@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,13 +55,9 @@ def shown(name: str) -> str:
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
-def quoted(name: str, others: Collection[str]) -> str:
-    """Return a name in quotes for a message, with its Unicode form where one of ``others`` looks the same."""
-    composed = unicodedata.normalize("NFC", name)
-    if all(other == name or unicodedata.normalize("NFC", other) != composed for other in others):
-        return f"'{name}'"
-    form = "composed" if name == composed else "decomposed"
-    return f"'{name}' in {form} Unicode ({ascii(name)[1:-1]})"
+def quoted(name: str) -> str:
+    """Return a name in quotes for a message, with escapes if another one could look the same."""
+    return f"'{name}'" if name.isascii() else f"'{name}' ({ascii(name)[1:-1]})"
 
 
 @dataclass(frozen=True)
@@ -229,7 +224,7 @@ def both_splits(root: Path) -> tuple[list[str], list[str]]:
     strangers = sorted(set(val) - set(train))
     if strangers:
         raise UserError(
-            f"{root / 'val'} has {len(strangers)} class(es) that train lacks, the first {quoted(strangers[0], train)}; "
+            f"{root / 'val'} has {len(strangers)} class(es) that train lacks, the first {quoted(strangers[0])}; "
             "class folders must have the same names in both"
         )
     return train, val
