@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _SYSTEM = frozenset(
 )  # fmt: skip
 """Names in lower case of folders that systems create beside the user's."""
 
+_DIGITS = 20
 _KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
 
 
@@ -63,6 +65,11 @@ def quoted(name: str, others: Collection[str]) -> str:
         return f"'{name}'"
     form = "composed" if name == composed else "decomposed"
     return f"'{name}' in {form} Unicode ({ascii(name)[1:-1]})"
+
+
+def ordered_by_number(names: Collection[str]) -> list[str]:
+    """Return names in the order that they have as text once the numbers in them have equally many digits."""
+    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(_DIGITS), name))
 
 
 @dataclass(frozen=True)
