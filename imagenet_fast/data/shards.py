@@ -6,6 +6,7 @@ import mmap
 import os
 import resource
 import tarfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
@@ -206,13 +207,15 @@ def class_names(
 
 
 def read_classes(root: Path) -> list[str] | None:
-    """Return the class names in ``classes.txt``; None without that file. Raises UserError if one is there twice."""
+    """Return the class names in ``classes.txt``; None without it. Raises UserError if it is no text, or has one twice."""
     path = root / CLASSES
     try:
-        names = path.read_bytes().removesuffix(b"\n").split(b"\n")
+        text = path.read_bytes().removeprefix(BOM_UTF8)
     except FileNotFoundError:
         return None
-    lines = [os.fsdecode(name.removesuffix(b"\r")) for name in names]
+    if b"\0" in text:
+        raise UserError(f"{path} is no text in UTF-8; write it anew, in UTF-8, one class a line in the order of labels")
+    lines = [os.fsdecode(name.removesuffix(b"\r")) for name in text.removesuffix(b"\n").split(b"\n")]
     if "" in lines or len(set(lines)) < len(lines):
         raise UserError(f"{path}: every class has a name of its own; write one a line, in the order of labels")
     return lines
@@ -300,7 +303,9 @@ def _key(name: str) -> tuple[str, str]:
 
 def _label(shard: Path, file: BinaryIO, member: tarfile.TarInfo) -> int:
     file.seek(member.offset_data)
-    text = file.read(min(member.size, _DIGITS)).strip()
+    text = file.read(min(member.size, _DIGITS)).removeprefix(BOM_UTF8).strip()
+    if text and not text.strip(b"\0"):
+        raise UserError(f"{shard}: {member.name} is damaged: it holds zeros, and no label; copy or make the shard again")
     if member.size > _DIGITS or not text.isdigit() or int(text) >= 1 << 31:
-        raise UserError(f"{shard}: {member.name} holds no label; write a number there, from 0 on")
+        raise UserError(f"{shard}: {member.name} holds no label; write a number there as plain text, from 0 on")
     return int(text)

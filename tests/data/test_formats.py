@@ -171,7 +171,7 @@ def as_it_is(path: Path) -> None:
 
 LINK = named("b.jpg", tarfile.SYMTYPE, "/etc/passwd")
 NINE: Members = {f"{number}.{kind}": b"1" for number in range(9) for kind in ("jpg", "cls")}
-NO_LABELS = (b"cat", b"-1", b"4000000000", b"9" * 99)
+NO_LABELS = (b"", b"cat", b"-1", b"4000000000", b"9" * 99, "5\n".encode("utf-16"))
 UNREAD = ("photo.v2.jpg", "photo.v2.cls", "deep.er/photo.mask.PNG", "photo.gif")
 BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, cut(1000), "train-0.tar is no whole tar file (unexpected end of data)"),
@@ -189,7 +189,8 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, lambda path: path.rename(path.with_name("train-0.tgz")), "train-0.tgz is compressed, so that"),
     (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar is named after both splits"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
-    *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label") for label in NO_LABELS),
+    *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label; write a number") for label in NO_LABELS),
+    *((GOOD, overwritten(3072, hole), "a.cls is damaged: it holds") for hole in (bytes(1), bytes(512))),
     ({}, as_it_is, "no image in the 1 shard(s) of the train split"),
     ({"n01440764_1.JPEG": b""}, lambda path: path.rename(path.with_name("n01440764.tar")), "data prepare"),
     ({}, lambda path: path.rename(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
@@ -342,6 +343,20 @@ def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
     assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["cat", "dog", "an owl"]
     (tmp_path / "classes.txt").write_text("cat\n\ndog\n")
     assert "classes.txt: every class has a name of its own" in refusal_of(open_training, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["cat\r\ndog\r\nan öwl\r\n", "cat\ndog\nan öwl"])
+def test_texts_of_a_windows_editor_are_read_or_refused_by_their_encoding(tmp_path: Path, text: str):
+    """With a byte order mark; names of files that are no UTF-8 stay as they are."""
+    tar_of(tmp_path / "train-0.tar", {"a.jpg": b"V", "a.cls": "2\r\n".encode("utf-8-sig")})
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "classes.txt").write_text(text, encoding=encoding)
+        assert open_training(tmp_path).classes == ["cat", "dog", "an öwl"]
+    (tmp_path / "classes.txt").write_text(text, encoding="latin-1")
+    assert open_training(tmp_path).classes == ["cat", "dog", os.fsdecode(b"an \xf6wl")]
+    for content in (*(text.encode(encoding) for encoding in ("utf-16", "utf-16-be", "utf-32")), bytes(40)):
+        (tmp_path / "classes.txt").write_bytes(content)
+        assert "classes.txt is no text in UTF-8; write it anew, in UTF-8, one class" in refusal_of(open_training, tmp_path)
 
 
 @pytest.mark.parametrize(("label", "told"), [(2, "2 and 2 of them occur, 1 not; name all"), (2 * 10**9, "2 of them")])

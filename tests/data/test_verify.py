@@ -138,6 +138,9 @@ def test_what_has_no_images_or_a_list_that_is_damaged_is_refused(tmp_path: Path,
     for text in ("", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
         (data / "quarantine.json").write_text(text)
         assert "quarantine.json is damaged; remove it" in refusal_of(scan, data)
+    for encoding in ("utf-8-sig", "utf-16"):  # of an editor on Windows
+        (data / "quarantine.json").write_text(json.dumps({"files": {ODD["twin"]: "mine"}}), encoding=encoding)
+        assert len(scan(data)[0]) == 33
 
 
 def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
