@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import repeat
 from threading import Event, Lock
 from typing import TypeVar
@@ -28,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from imagenet_fast.data.device import Batch, copied, empty
-from imagenet_fast.data.order import BatchIndices, Order, TrainSampler, augmentation_of, bits, resolution
+from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, bits, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, central_crop, decode, random_crop
 from imagenet_fast.data.source import ImageSource
 from imagenet_fast.errors import UserError, warn
@@ -205,19 +206,24 @@ class ThreadLoader:
         draws = repeat(None) if self._augmentation is None else zip(*self._augmentation.draw(indices), strict=True)
         unflipped = np.empty(pixels.shape[1:], dtype=np.uint8)
         for place, (index, drawn) in enumerate(zip(indices.images.tolist(), draws, strict=False)):
-            image, labels[place] = self._policy.load_or_substitute(index, indices.epoch, self._load) or (None, NO_CLASS)
-            if image is None:
-                pixels[place] = 0
-            elif self._augmentation is None or drawn is None:
-                pixels[place] = central_crop(image, sizes)
+            show = partial(self._show, sizes, drawn, pixels[place], unflipped)
+            if (shown := self._policy.load_or_substitute(index, indices.epoch, show)) is not None:
+                _, labels[place] = shown
             else:
-                numbers, flip = drawn
-                crop = unflipped if flip else pixels[place]
-                random_crop(image, sizes, self._augmentation, numbers.tolist(), into=crop)
-                if flip:
-                    cv2.flip(unflipped, 1, dst=pixels[place])
+                pixels[place], labels[place] = 0, NO_CLASS
             yield
 
-    def _load(self, index: int) -> Pixels:
+    def _show(
+        self, sizes: Resolution, drawn: tuple[NDArray[np.float64], bool] | None, into: Pixels, unflipped: Pixels,
+        index: int,
+    ) -> None:  # fmt: skip
+        """Write image ``index`` as it is shown, ``into`` its place; ``unflipped`` is room for one of the same size."""
         stored = self._images.pixels(index)
-        return decode(self._images.read(index)) if stored is None else stored
+        image = decode(self._images.read(index)) if stored is None else stored
+        if self._augmentation is None or drawn is None:
+            into[:] = central_crop(image, sizes)
+            return
+        numbers, flip = drawn
+        random_crop(image, sizes, self._augmentation, numbers.tolist(), into=unflipped if flip else into)
+        if flip:
+            cv2.flip(unflipped, 1, dst=into)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ _ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """A marker that ends a scan."""
 
 _PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
+_HEADER = 32  # bytes that it has at most
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 """Chunks of a PNG that decide its pixels."""
 
@@ -63,8 +64,9 @@ def decode(encoded: bytes) -> Pixels:
     Raises:
         ImageDecodeError: If the bytes are no image, or not a whole one.
     """
-    if (stored := stored_pixels(encoded)) is not None:
-        return stored
+    there = memoryview(encoded)
+    if (stored := stored_pixels(lambda begin, end: there[begin:end], len(encoded))) is not None:
+        return stored[0 : stored.shape[0], 0 : stored.shape[1]]
     plain = _plain(encoded)
     if _common_size(plain):
         try:
@@ -86,14 +88,37 @@ def store_pixels(pixels: Pixels) -> bytes:
     return b"P6\n%d %d\n255\n" % (pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
 
 
-def stored_pixels(encoded: bytes | memoryview) -> Pixels | None:
-    """Return the pixels of a whole PPM, read-only, without a copy; None for all else."""
-    header = _PIXELS.match(encoded)
+Part = Callable[[int, int], bytes | memoryview]
+"""A function that returns the bytes of an encoded image from one offset to another."""
+
+
+class StoredPixels:
+    """The pixels of an image in a file, of which rows are read as they are asked for.
+
+    The file is not mapped into memory: one that is cut, or a disk that fails, would end the process.
+    """
+
+    def __init__(self, height: int, width: int, begin: int, part: Part) -> None:
+        """Keep the size, where the values ``begin``, and what reads them."""
+        self.shape = height, width, 3
+        self._begin = begin
+        self._part = part
+
+    def __getitem__(self, window: tuple[slice, slice]) -> Pixels:
+        """Return the pixels of these rows and columns, read-only. Raises what reading raises."""
+        rows, columns = window
+        begin, end = (self._begin + 3 * self.shape[1] * row for row in (rows.start, rows.stop))
+        return np.frombuffer(self._part(begin, end), np.uint8).reshape(-1, *self.shape[1:])[:, columns]
+
+
+def stored_pixels(part: Part, length: int) -> StoredPixels | None:
+    """Return the pixels of a whole PPM of ``length`` bytes; None for all else."""
+    header = _PIXELS.match(part(0, min(length, _HEADER)))
     if header is None:
         return None
     width, height = map(int, header.groups())
-    values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
-    return values.reshape(height, width, 3) if len(values) == 3 * height * width > 0 else None
+    whole = length - header.end() == 3 * height * width > 0
+    return StoredPixels(height, width, header.end(), part) if whole else None
 
 
 def _decode_slowly(encoded: bytes) -> Pixels:
@@ -206,7 +231,7 @@ def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
     return shorter * height // shortest, shorter * width // shortest
 
 
-def without_ends(image: Pixels) -> Pixels:
+def without_ends(image: Pixels | StoredPixels) -> Pixels:
     """Return a view of an image that is at most 8 times as long as wide: its middle, and an odd pixel more.
 
     A strip has too many pixels once its shorter side is enlarged, and few of them are in a crop.
@@ -248,27 +273,28 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
         return into
     import torch  # not needed to decode, as `data verify` does
 
-    own = image if image.flags.writeable else image.copy()  # torch warns about a read-only array, as in a mapped file
-    source, target = (torch.from_numpy(pixels).permute(2, 0, 1)[None] for pixels in (own, into))
-    # `interpolate` calls this op but returns channels first; converting that back takes longer than the filter.
-    torch.ops.aten._upsample_bilinear2d_aa.out(source, [height, width], False, out=target)
+    own = image if image.flags.writeable else image.copy()  # torch warns about a read-only array
+    source, target = (torch.from_numpy(pixels[None]).permute(0, 3, 1, 2) for pixels in (own, into))
+    # `interpolate` calls this too but returns channels first; converting that back takes longer than the filter.
+    torch._C._nn._upsample_bilinear2d_aa(source, [height, width], False, out=target)  # type: ignore[call-arg]
     return into
 
 
 def random_crop(
-    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float], into: Pixels
-) -> None:
+    image: Pixels | StoredPixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float],
+    into: Pixels,
+) -> None:  # fmt: skip
     """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
 
     The ``numbers`` are those that ``augmentation`` drew for this image; one that is padded is first resized.
     """
     if augmentation.padding is None:
         window = augmentation.window(image.shape[0], image.shape[1], numbers)
-        resized(window.of(image), resolution.size, resolution.size, into=into)
+        resized(image[window.slices], resolution.size, resolution.size, into=into)
         return
-    image = _scaled(image, resolution.shorter)
-    window = augmentation.padded_window(image.shape[0], image.shape[1], resolution.size, numbers)
-    into[:] = window.of(mirror_padded(image, augmentation.padding))
+    scaled = _scaled(image, resolution.shorter)
+    window = augmentation.padded_window(scaled.shape[0], scaled.shape[1], resolution.size, numbers)
+    into[:] = mirror_padded(scaled, augmentation.padding)[window.slices]
 
 
 def mirror_padded(image: Pixels, padding: int) -> Pixels:
@@ -279,14 +305,14 @@ def mirror_padded(image: Pixels, padding: int) -> Pixels:
     return padded
 
 
-def central_crop(image: Pixels, resolution: Resolution) -> Pixels:
+def central_crop(image: Pixels | StoredPixels, resolution: Resolution) -> Pixels:
     """Resize an image to the shorter side ``resolution.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = resolution
-    image = _scaled(image, shorter)
-    top, left = middle_of(image.shape[:2], size)
-    return image[top : top + size, left : left + size]
+    scaled = _scaled(image, shorter)
+    top, left = middle_of(scaled.shape[:2], size)
+    return scaled[top : top + size, left : left + size]
 
 
-def _scaled(image: Pixels, shorter: int) -> Pixels:
-    image = without_ends(image)
-    return resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))
+def _scaled(image: Pixels | StoredPixels, shorter: int) -> Pixels:
+    middle = without_ends(image)
+    return resized(middle, *scaled_size(middle.shape[0], middle.shape[1], shorter))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 import tarfile
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import SUFFIXES
 from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
-from imagenet_fast.data.pixels import PIXELS, Pixels, stored_pixels
+from imagenet_fast.data.pixels import PIXELS, StoredPixels, stored_pixels
 from imagenet_fast.errors import UserError
 
 COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
@@ -66,7 +65,6 @@ class Shards:
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
         )
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
-        self._map = lru_cache(_descriptors(len(files)))(_mapped)
         if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
             raise UserError(
                 f"{self.name(strange[0])} has the label {labels[strange[0]]}, counted from 0, and there are "
@@ -92,16 +90,15 @@ class Shards:
         """Return image ``index``, still encoded. Raises UserError if the shard ends before the image does."""
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
 
-    def pixels(self, index: int) -> Pixels | None:
-        """Return the pixels of image ``index`` where they are stored, in memory that all processes share."""
-        if not self._stores_pixels:
-            return None
-        begin = int(self._offsets[index])
-        return stored_pixels(self._map(self.files[self._shards[index]])[begin : begin + int(self._lengths[index])])
+    def pixels(self, index: int) -> StoredPixels | None:
+        """Return the pixels of image ``index`` where they are stored; they are read as they are used."""
+        first = int(self._offsets[index])
+        part = lambda begin, end: self.read_at(index, first + begin, end - begin)  # noqa: E731
+        return stored_pixels(part, int(self._lengths[index])) if self._stores_pixels else None
 
     @cached_property
     def _stores_pixels(self) -> bool:
-        """True if the first image is stored as pixels. Other shards are not mapped: there a disk error is a SIGBUS."""
+        """True if the first image is stored as pixels: of other shards no image's header is read."""
         with suppress(OSError, UserError):
             return self.read_at(0, int(self._offsets[0]), len(PIXELS)) == PIXELS
         return False
@@ -131,7 +128,7 @@ class Shards:
         """Return ``length`` bytes at ``offset`` of image ``index``'s shard. Raises UserError if it ends before them."""
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
-            raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
+            raise UserError(f"{self.name(index)}: the shard is truncated and ends before it; copy or make it again")
         return content
 
 
@@ -153,12 +150,6 @@ class Descriptor:
         while len(content) < length and (more := os.pread(self.number, length - len(content), offset + len(content))):
             content += more
         return content
-
-
-def _mapped(path: str) -> memoryview:
-    """Return a file's bytes, read from the disk as they are used."""
-    with open(path, "rb") as file:  # noqa: PTH123
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def indexes_of(
@@ -207,7 +198,7 @@ def class_names(
 
 
 def read_classes(root: Path) -> list[str] | None:
-    """Return the class names in ``classes.txt``; None without it. Raises UserError if it is no text, or has one twice."""
+    """Return the names in ``classes.txt``; None without it. Raises UserError if it is no text, or has one twice."""
     path = root / CLASSES
     try:
         text = path.read_bytes().removeprefix(BOM_UTF8)
@@ -305,7 +296,7 @@ def _label(shard: Path, file: BinaryIO, member: tarfile.TarInfo) -> int:
     file.seek(member.offset_data)
     text = file.read(min(member.size, _DIGITS)).removeprefix(BOM_UTF8).strip()
     if text and not text.strip(b"\0"):
-        raise UserError(f"{shard}: {member.name} is damaged: it holds zeros, and no label; copy or make the shard again")
+        raise UserError(f"{shard}: {member.name} is damaged: it holds zeros, and no label; copy or make it again")
     if member.size > _DIGITS or not text.isdigit() or int(text) >= 1 << 31:
         raise UserError(f"{shard}: {member.name} holds no label; write a number there as plain text, from 0 on")
     return int(text)

@@ -18,6 +18,7 @@ from imagenet_fast.data import folders
 from imagenet_fast.data.folders import is_class_name, is_folder, shown
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.pixels import StoredPixels
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
 from imagenet_fast.data.shards import Shards, open_webdataset
 from imagenet_fast.data.tfrecord import open_tfrecord
@@ -58,8 +59,8 @@ class ImageSource(Protocol):
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image ``index``. Thread-safe."""
 
-    def pixels(self, index: int) -> NDArray[np.uint8] | None:
-        """Return the pixels of image ``index`` if they are stored, read-only; None if it must be decoded."""
+    def pixels(self, index: int) -> StoredPixels | None:
+        """Return the pixels of image ``index`` if they are stored, read as they are used; None if not."""
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Announce that these images will be read next, so that a file server can be asked for all of them."""
@@ -91,7 +92,7 @@ class Subset:
         """Return the encoded bytes of image ``index``."""
         return self._split.read(int(self._kept[index]))
 
-    def pixels(self, index: int) -> NDArray[np.uint8] | None:
+    def pixels(self, index: int) -> StoredPixels | None:
         """Return the pixels of image ``index`` if they are stored."""
         return self._split.pixels(int(self._kept[index]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import verify
+from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import refusal_of, tables
 from tests.data.encoded import BAD, IMAGES
-from tests.data.small import LOADERS, image_data, one_class, opened
+from tests.data.small import LOADERS, collect, image_data, one_class, opened
 
 SIDE = 60  # of images of 70 to 140 pixels
 PIXELS = Settings(format="pixels", resize=SIDE, quality=None, shard_size=200_000)
@@ -45,6 +47,19 @@ def test_every_loader_shows_the_same_of_them(image_dir: Path, tmp_path: Path):
         for (ours, labels), (theirs, same_labels) in zip(batches[0], others, strict=True):
             assert labels.equal(same_labels)
             assert (ours - theirs).abs().mean() < 0.05, "DALI resizes by itself"
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+def test_a_shard_that_is_cut_while_it_is_read_is_named(image_dir: Path, tmp_path: Path, loader: str):
+    """In place: a mapping of it would end the process."""
+    prepare(image_dir, tmp_path, PIXELS, subset=True)
+    data = opened(tmp_path, loader)
+    next(data.train), next(data.val)
+    for shard in tmp_path.rglob("*.tar"):
+        os.truncate(shard, 9000)
+    for batches, split in ((data.train, "train"), (data.val, "val")):
+        with pytest.raises(UserError, match=rf"{split}-00000\d.tar: .*: the shard is truncated and ends before"):
+            collect(batches, 40)
 
 
 @pytest.mark.parametrize("kind", IMAGES)
