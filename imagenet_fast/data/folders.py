@@ -36,7 +36,6 @@ _SYSTEM = frozenset(
 )  # fmt: skip
 """Names in lower case of folders that systems create beside the user's."""
 
-_DIGITS = 20
 _KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
 
 
@@ -69,7 +68,7 @@ def quoted(name: str, others: Collection[str]) -> str:
 
 def ordered_by_number(names: Collection[str]) -> list[str]:
     """Return names in the order that they have as text once the numbers in them have equally many digits."""
-    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(_DIGITS), name))
+    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(20), name))
 
 
 @dataclass(frozen=True)
@@ -186,9 +185,6 @@ class ImageFolder:
     def digest(self) -> str:
         """Return a digest of the names and labels of all images."""
         return digest_of(self.names, self.ends, self.labels)
-
-    def pixels(self, index: int) -> None:
-        """Return None: image files are decoded."""
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Do nothing: opening the files ahead would wait for the server as often as reading them does."""

@@ -188,10 +188,9 @@ class Window(NamedTuple):
     height: int
     width: int
 
-    @property
-    def slices(self) -> tuple[slice, slice]:
-        """The rows and columns that the window covers: ``image[window.slices]`` is the part of an image."""
-        return slice(self.top, self.top + self.height), slice(self.left, self.left + self.width)
+    def of(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the part of an image, [height, width, ...], that the window covers, as a view."""
+        return image[self.top : self.top + self.height, self.left : self.left + self.width]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import NamedTuple
 
@@ -25,9 +25,8 @@ Pixels = NDArray[np.uint8]
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
-PIXELS = b"P6\n"
-"""The first bytes of an image that ``store_pixels`` has written."""
-_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", PIXELS: "ppm"}
+_PPM = b"P6\n"
+_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", _PPM: "ppm"}
 _FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
 """Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
 _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
@@ -35,13 +34,15 @@ _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 _ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """A marker that ends a scan."""
 
-_PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
-_HEADER = 32  # bytes that it has at most
+_PIXELS = re.compile(_PPM + rb"(\d+) (\d+)\n255\n")
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 """Chunks of a PNG that decide its pixels."""
 
 NO_IMAGE = "it is no image"
 """Reason reported for a file that no decoder recognises."""
+
+NO_MEMORY = re.compile(r"MemoryError|out of memory|insufficient memory|allocate memory|bad_alloc", re.IGNORECASE)
+"""A pattern in the ``repr`` of errors by which Python, decoders, torch and the system say that memory is short."""
 
 _LONGEST = 8  # sides of what is seen of a strip, the longer one by the shorter one
 
@@ -63,10 +64,13 @@ def decode(encoded: bytes) -> Pixels:
 
     Raises:
         ImageDecodeError: If the bytes are no image, or not a whole one.
+        MemoryError: If there is too little memory to tell.
     """
-    there = memoryview(encoded)
-    if (stored := stored_pixels(lambda begin, end: there[begin:end], len(encoded))) is not None:
-        return stored[0 : stored.shape[0], 0 : stored.shape[1]]
+    if (header := _PIXELS.match(encoded)) is not None:
+        width, height = map(int, header.groups())
+        values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
+        if len(values) == 3 * height * width > 0:
+            return values.reshape(height, width, 3)  # as they lie in memory, read-only
     plain = _plain(encoded)
     if _common_size(plain):
         try:
@@ -88,49 +92,21 @@ def store_pixels(pixels: Pixels) -> bytes:
     return b"P6\n%d %d\n255\n" % (pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
 
 
-Part = Callable[[int, int], bytes | memoryview]
-"""A function that returns the bytes of an encoded image from one offset to another."""
-
-
-class StoredPixels:
-    """The pixels of an image in a file, of which rows are read as they are asked for.
-
-    The file is not mapped into memory: one that is cut, or a disk that fails, would end the process.
-    """
-
-    def __init__(self, height: int, width: int, begin: int, part: Part) -> None:
-        """Keep the size, where the values ``begin``, and what reads them."""
-        self.shape = height, width, 3
-        self._begin = begin
-        self._part = part
-
-    def __getitem__(self, window: tuple[slice, slice]) -> Pixels:
-        """Return the pixels of these rows and columns, read-only. Raises what reading raises."""
-        rows, columns = window
-        begin, end = (self._begin + 3 * self.shape[1] * row for row in (rows.start, rows.stop))
-        return np.frombuffer(self._part(begin, end), np.uint8).reshape(-1, *self.shape[1:])[:, columns]
-
-
-def stored_pixels(part: Part, length: int) -> StoredPixels | None:
-    """Return the pixels of a whole PPM of ``length`` bytes; None for all else."""
-    header = _PIXELS.match(part(0, min(length, _HEADER)))
-    if header is None:
-        return None
-    width, height = map(int, header.groups())
-    whole = length - header.end() == 3 * height * width > 0
-    return StoredPixels(height, width, header.end(), part) if whole else None
-
-
 def _decode_slowly(encoded: bytes) -> Pixels:
-    """Decode with PIL; an image is bad only if PIL fails. Raise ImageDecodeError then."""
+    """Decode with PIL; an image is bad only if PIL fails where memory is not short. Raise ImageDecodeError then."""
     if not encoded:
         raise ImageDecodeError("it is empty")
+    taken = 1024 * min(len(encoded), 1 << 20)  # bytes that decoding may take, as long as the size is not known
     try:
         with Image.open(BytesIO(encoded)) as image:
+            taken = 12 * image.width * image.height
             return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         raise ImageDecodeError(NO_IMAGE) from None
     except Exception as error:  # decoders raise many types, such as SyntaxError and struct.error
+        if NO_MEMORY.search(repr(error)):
+            raise MemoryError from None
+        np.empty(taken, np.uint8)  # some call an image broken where memory is short; this raises MemoryError then
         raise ImageDecodeError(str(error) or type(error).__name__) from None
 
 
@@ -231,7 +207,7 @@ def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
     return shorter * height // shortest, shorter * width // shortest
 
 
-def without_ends(image: Pixels | StoredPixels) -> Pixels:
+def without_ends(image: Pixels) -> Pixels:
     """Return a view of an image that is at most 8 times as long as wide: its middle, and an odd pixel more.
 
     A strip has too many pixels once its shorter side is enlarged, and few of them are in a crop.
@@ -281,20 +257,19 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
 
 
 def random_crop(
-    image: Pixels | StoredPixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float],
-    into: Pixels,
-) -> None:  # fmt: skip
+    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float], into: Pixels
+) -> None:
     """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
 
     The ``numbers`` are those that ``augmentation`` drew for this image; one that is padded is first resized.
     """
     if augmentation.padding is None:
         window = augmentation.window(image.shape[0], image.shape[1], numbers)
-        resized(image[window.slices], resolution.size, resolution.size, into=into)
+        resized(window.of(image), resolution.size, resolution.size, into=into)
         return
-    scaled = _scaled(image, resolution.shorter)
-    window = augmentation.padded_window(scaled.shape[0], scaled.shape[1], resolution.size, numbers)
-    into[:] = mirror_padded(scaled, augmentation.padding)[window.slices]
+    image = _scaled(image, resolution.shorter)
+    window = augmentation.padded_window(image.shape[0], image.shape[1], resolution.size, numbers)
+    into[:] = window.of(mirror_padded(image, augmentation.padding))
 
 
 def mirror_padded(image: Pixels, padding: int) -> Pixels:
@@ -305,14 +280,14 @@ def mirror_padded(image: Pixels, padding: int) -> Pixels:
     return padded
 
 
-def central_crop(image: Pixels | StoredPixels, resolution: Resolution) -> Pixels:
+def central_crop(image: Pixels, resolution: Resolution) -> Pixels:
     """Resize an image to the shorter side ``resolution.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = resolution
-    scaled = _scaled(image, shorter)
-    top, left = middle_of(scaled.shape[:2], size)
-    return scaled[top : top + size, left : left + size]
+    image = _scaled(image, shorter)
+    top, left = middle_of(image.shape[:2], size)
+    return image[top : top + size, left : left + size]
 
 
-def _scaled(image: Pixels | StoredPixels, shorter: int) -> Pixels:
-    middle = without_ends(image)
-    return resized(middle, *scaled_size(middle.shape[0], middle.shape[1], shorter))
+def _scaled(image: Pixels, shorter: int) -> Pixels:
+    image = without_ends(image)
+    return resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from imagenet_fast.data.build import build_val_loader
+from imagenet_fast.data.pixels import ImageDecodeError
 from imagenet_fast.data.prepare.write import write_classes, write_tar
 from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
 from imagenet_fast.data.tfrecord import find_features, masked_crc32c
@@ -243,15 +244,16 @@ def test_a_record_whose_bytes_have_changed_is_told_when_it_is_read(tmp_path: Pat
     train = open_training(tmp_path)
     assert train.read(1) == train.read(1) == b"a photo"
     for _ in range(2):
-        told = refusal_of(train.read, 2)
-        assert "train-00000-of-00001: record 2 at byte 152 is damaged: its bytes are not" in told
+        with pytest.raises(ImageDecodeError, match="its bytes are not those of its checksum"):
+            train.read(2)
 
 
 def test_a_shard_that_has_become_shorter_is_told(tmp_path: Path):
     shard = tar_of(tmp_path / "train-0.tar", GOOD)
     train = open_training(tmp_path)
     cut(1000)(shard)
-    assert "train-0.tar: a.jpg: the shard is truncated and ends before it" in refusal_of(train.read, 0)
+    with pytest.raises(ImageDecodeError, match="its shard is truncated"):
+        train.read(0)
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(60, marks=pytest.mark.ci)])
@@ -266,7 +268,7 @@ def test_no_bytes_whatever_are_more_than_refused(tmp_path: Path, rounds: int):
         root = tmp_path / f"{round}"
         root.mkdir()
         (root / name).write_bytes(corrupted(content, drawn))
-        with suppress(UserError):
+        with suppress(UserError, ImageDecodeError):
             train = open_training(root)
             for i in range(len(train)):
                 train.read(i)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import sys
 from collections import defaultdict
@@ -13,6 +14,7 @@ from threading import current_thread
 from typing import Any
 from unittest.mock import Mock, create_autospec
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -207,6 +209,25 @@ def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, mon
             assert told in refusal_of(collect, train, 1)
 
 
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(), cv2.error("OpenCV(5.0.0) alloc.cpp: error: (-4:Insufficient memory) Failed to allocate 9 bytes"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=lambda error: type(error).__name__,
+)  # fmt: skip
+def test_short_memory_is_no_fault_of_an_image(image_dir: Path, loader: str, error: Exception, monkeypatch):
+    train = opened(image_dir, loader, on_bad_image="skip").train
+    monkeypatch.setattr(
+        f"imagenet_fast.data.{'loader.decode' if loader == 'folder' else 'dali.to_common_format'}",
+        Mock(side_effect=error),
+    )
+    told = refusal_of(collect, train, 1)
+    assert re.search(r"class\d/\d+.jpg cannot be decoded, as there is too little memory; let", told)
+
+
 def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path):
     for number, (files, sentence) in enumerate(
         [
@@ -285,7 +306,7 @@ def damaged(image_dir: Path, tmp_path: Path) -> Path:
 @ALL
 def test_an_image_that_is_bad_or_has_gone_is_named(image_dir: Path, tmp_path: Path, loader: str, monkeypatch):
     shutil.copytree(image_dir, tmp_path / "data")
-    monkeypatch.setattr("imagenet_fast.data.loader._PAUSES_S", (0.01,))
+    monkeypatch.setattr(source, "_PAUSES_S", (0.01,))
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     for bad, told in (
         *((bad, r"decoded \(.*\); .*--set data.on_bad_image=skip") for bad in ("empty", "half a jpeg")),
@@ -300,7 +321,7 @@ def test_an_image_that_is_bad_or_has_gone_is_named(image_dir: Path, tmp_path: Pa
 @ALL
 def test_a_shard_that_has_gone_ends_a_run_that_skips_bad_images_too(tmp_path: Path, loader: str, monkeypatch):
     """It is no damage that stays: the server of the files may be away for a while."""
-    monkeypatch.setattr("imagenet_fast.data.loader._PAUSES_S", (0.01,))
+    monkeypatch.setattr(source, "_PAUSES_S", (0.01,))
     monkeypatch.setattr(fingerprint, "_SAMPLE", 1)  # shards that were read stay open
     shards = [tmp_path / f"train-{number}.tar" for number in range(4)]
     for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
@@ -327,7 +348,7 @@ def test_threads_announce_what_they_will_read(image_dir: Path, loader: str, monk
 
 @ALL
 def test_an_error_of_the_disk_that_passes_leaves_no_trace(image_dir: Path, loader: str, monkeypatch, capfd):
-    monkeypatch.setattr("imagenet_fast.data.loader._PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(source, "_PAUSES_S", (0.01, 0.01))
     expected = torch.cat([labels for _, labels in opened(image_dir, loader).next_evaluation()])
     read, failures = ImageFolder.read, iter([True, False, True, True, False])
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+from itertools import repeat
 from pathlib import Path
 from unittest.mock import Mock, create_autospec
 
 import pytest
+from PIL import Image
 
+from imagenet_fast.data import source
 from imagenet_fast.data import verify as verification
+from imagenet_fast.data.folders import ImageFolder
 from imagenet_fast.data.shards import TarShards
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
-from tests.data.encoded import JPEG, deep_png, encoded
+from tests.data.encoded import IMAGES, JPEG, deep_png, encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
 from tests.data.records import in_records
@@ -109,9 +113,45 @@ def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path)
     overwritten(2000, bytes([shard.read_bytes()[2000] ^ 1]))(shard)
     found = verify(tmp_path / "shards")
     (damaged,) = (what for path, what in found.quarantine.items() if path.startswith("validation"))
-    assert damaged.startswith("unreadable: ")
+    assert damaged.startswith("damaged: its bytes are not")
     assert "its bytes are not those of its checksum" in damaged
     assert len(scan(tmp_path / "shards")[1]) == 9
+
+
+def test_what_can_be_read_at_last_is_no_bad_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What never can is listed with the reason."""
+    put(tmp_path / "train/a", *(f"{number}.jpg" for number in range(70)))
+    errors = {0: iter([errno.ESTALE]), 1: iter([errno.EIO] * 3), 2: repeat(errno.EACCES)}
+    read = ImageFolder.read
+
+    def unsteady(images: ImageFolder, index: int) -> bytes:
+        if number := next(errors.get(int(Path(images.name(index)).stem), iter(())), 0):
+            raise OSError(number, os.strerror(number))
+        return read(images, index)
+
+    monkeypatch.setattr(ImageFolder, "read", unsteady)
+    monkeypatch.setattr(source, "_PAUSES_S", (0.0, 0.0))
+    found = verify(tmp_path)
+    assert found.quarantine == {"train/a/2.jpg": "unreadable: Permission denied"}
+    assert found.classes["train"] == {"a": 69}
+    assert "bad: 1 unreadable, such as train/a/2.jpg" in list(summary(found, tmp_path))
+
+
+@pytest.mark.parametrize("where", ["read", "decode"])
+def test_short_memory_is_no_fault_of_an_image(tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch):
+    put(tmp_path / "train/a", "1.jpg")
+    errors = {"read": OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "decode": MemoryError()}
+    monkeypatch.setattr(ImageFolder if where == "read" else verification, where, Mock(side_effect=errors[where]))
+    told = refusal_of(verify, tmp_path)
+    assert "train/a/1.jpg cannot be decoded, as there is too little memory; let each process have more, or" in told
+    assert not (tmp_path / "quarantine.json").exists()
+
+
+def test_an_image_beyond_pils_limit_is_called_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+    put(tmp_path / "train/a", "1.gif", content=IMAGES["gif"])
+    (fault,) = verify(tmp_path).quarantine.values()
+    assert fault.startswith("too large: Image size (9600 pixels) exceeds")
 
 
 def test_a_second_look_finds_what_was_mended(data: Path, images: Images):

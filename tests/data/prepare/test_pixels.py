@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +13,14 @@ import pytest
 from imagenet_fast.data.pixels import ImageDecodeError, decode, shrunk, store_pixels
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
-from imagenet_fast.data.source import ImageSource, open_training, open_validation
+from imagenet_fast.data.source import (
+    ImageSource,
+    check_folders,
+    check_validation,
+    find_data,
+    open_training,
+    open_validation,
+)
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import parse_recipe
@@ -58,8 +66,32 @@ def test_a_shard_that_is_cut_while_it_is_read_is_named(image_dir: Path, tmp_path
     for shard in tmp_path.rglob("*.tar"):
         os.truncate(shard, 9000)
     for batches, split in ((data.train, "train"), (data.val, "val")):
-        with pytest.raises(UserError, match=rf"{split}-00000\d.tar: .*: the shard is truncated and ends before"):
+        with pytest.raises(UserError, match=rf"{split}-00000\d.tar: .* cannot be decoded \(its shard is truncated\); "):
             collect(batches, 40)
+
+
+@pytest.mark.parametrize(
+    "settings", [PIXELS, Settings(format="folder", resize=SIDE, quality=95)], ids=["pixels", "jpeg"]
+)
+def test_images_that_were_shrunk_to_less_than_loaders_show_are_refused(image_dir, tmp_path: Path, settings: Settings):
+    """By what would be enlarged: in an evaluation the whole image, in training the largest crop of one."""
+    prepare(image_dir, tmp_path, settings, subset=True)
+    growing = {"image_size": 40, "resize": 50}
+    for needed, of_eval, changes in (
+        (60, 60, {"resize": 60}), (61, 61, {"resize": 61}), (64, 64, {"image_size": 32, "eval_size": 48, "resize": 64}),
+        (60, 50, growing | {"sizes": [[1, 40], [2, 60]]}), (61, 50, growing | {"sizes": [[1, 61], [2, 40]]}),
+        (75, 50, growing | {"sizes": [[1, 60]], "crop": "window"}),
+        (75, 50, growing | {"sizes": [[1, 60]], "augment": False}),
+    ):  # fmt: skip
+        for needed_here, check in ((needed, check_folders), (of_eval, check_validation)):
+            find = partial(find_data, image_data(**changes), tmp_path, check)
+            if needed_here <= SIDE:
+                assert find() == tmp_path
+            else:
+                told = f"shrunk to 60 pixels, and the recipe enlarges them to {needed_here}; prepare them with --resize"
+                assert told in refusal_of(find), changes
+    (tmp_path / "prepared.json").unlink()
+    assert find_data(image_data(resize=99), tmp_path) == tmp_path
 
 
 @pytest.mark.parametrize("kind", IMAGES)
