@@ -25,8 +25,7 @@ Pixels = NDArray[np.uint8]
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
-_PPM = b"P6\n"
-_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", _PPM: "ppm"}
+_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", b"P6\n": "ppm"}
 _FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
 """Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
 _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
@@ -34,7 +33,7 @@ _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 _ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """A marker that ends a scan."""
 
-_PIXELS = re.compile(_PPM + rb"(\d+) (\d+)\n255\n")
+_PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 """Chunks of a PNG that decide its pixels."""
 

@@ -97,10 +97,7 @@ class Shards:
         return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
-        """Ask the system to start reading these images, in the order in which they lie there.
-
-        A file server is then waited for once, not once per image.
-        """
+        """Ask the system to start reading these images: a file server is then waited for once, not once for each."""
         for index in indices[np.lexsort((self._offsets[indices], self._shards[indices]))].tolist():
             begin, length = int(self._offsets[index]), int(self._lengths[index])
             with suppress(OSError):  # whoever reads the image meets it again, and can name the image or skip it

@@ -118,17 +118,8 @@ def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3
 
 
-def test_tensorboards_reader_of_records_reads_ours_and_has_the_same_checksums(roots: dict[str, Path]):
+def test_checksums_of_records_are_tensorboards():
     stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
-    images, records = open_validation(roots["tfrecord"]), []
-    for shard in sorted(roots["tfrecord"].glob("validation-*-of-*[0-9]")):
-        reader = stub.PyRecordReader_New(str(shard))
-        with suppress(Exception):  # its way to say that there are no more
-            while True:
-                reader.GetNext()
-                records.append(reader.record())
-    assert len(records) == len(images)
-    assert all(images.read(i) in record for i, record in enumerate(records))
     for content in (random.Random(length).randbytes(length) for length in (0, 1, 3, 5, 1023, 1024, 5000)):
         assert masked_crc32c(content) == stub.masked_crc32c(content)
 
@@ -163,7 +154,7 @@ def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Pa
     assert shown(val) == [(b"V", 1)]
 
 
-GOOD: Members = {"a.jpg": bytes(2000), "a.cls": b"0"}
+GOOD: Members = {"a.jpg": bytes(2000), "a.cls": b"\xef\xbb\xbf0\r\n"}
 
 
 def as_it_is(path: Path) -> None:
@@ -191,7 +182,7 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar is named after both splits"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
     *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label; write a number") for label in NO_LABELS),
-    *((GOOD, overwritten(3072, hole), "a.cls is damaged: it holds") for hole in (bytes(1), bytes(512))),
+    *((GOOD, overwritten(3072, hole), "a.cls is damaged: it holds") for hole in (bytes(6), bytes(512))),
     ({}, as_it_is, "no image in the 1 shard(s) of the train split"),
     ({"n01440764_1.JPEG": b""}, lambda path: path.rename(path.with_name("n01440764.tar")), "data prepare"),
     ({}, lambda path: path.rename(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
@@ -236,24 +227,6 @@ def test_a_bad_record_is_told_with_its_place(tmp_path: Path):
     for number, (examples, damage, sentence) in enumerate(BAD_RECORDS):
         damage(records_of(tmp_path / f"{number}" / "train-00000-of-00001", *examples))
         assert sentence in refusal_of(open_training, tmp_path / f"{number}")
-
-
-def test_a_record_whose_bytes_have_changed_is_told_when_it_is_read(tmp_path: Path):
-    shard = records_of(tmp_path / "train-00000-of-00001", example(0), example(1), example(2))
-    overwritten(shard.read_bytes().rindex(b"a photo"), b"P")(shard)
-    train = open_training(tmp_path)
-    assert train.read(1) == train.read(1) == b"a photo"
-    for _ in range(2):
-        with pytest.raises(ImageDecodeError, match="its bytes are not those of its checksum"):
-            train.read(2)
-
-
-def test_a_shard_that_has_become_shorter_is_told(tmp_path: Path):
-    shard = tar_of(tmp_path / "train-0.tar", GOOD)
-    train = open_training(tmp_path)
-    cut(1000)(shard)
-    with pytest.raises(ImageDecodeError, match="its shard is truncated"):
-        train.read(0)
 
 
 @pytest.mark.parametrize("rounds", [8, pytest.param(60, marks=pytest.mark.ci)])
@@ -345,18 +318,11 @@ def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
     assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["cat", "dog", "an owl"]
     (tmp_path / "classes.txt").write_text("cat\n\ndog\n")
     assert "classes.txt: every class has a name of its own" in refusal_of(open_training, tmp_path)
-
-
-@pytest.mark.parametrize("text", ["cat\r\ndog\r\nan öwl\r\n", "cat\ndog\nan öwl"])
-def test_texts_of_a_windows_editor_are_read_or_refused_by_their_encoding(tmp_path: Path, text: str):
-    """With a byte order mark; names of files that are no UTF-8 stay as they are."""
-    tar_of(tmp_path / "train-0.tar", {"a.jpg": b"V", "a.cls": "2\r\n".encode("utf-8-sig")})
-    for encoding in ("utf-8", "utf-8-sig"):
-        (tmp_path / "classes.txt").write_text(text, encoding=encoding)
-        assert open_training(tmp_path).classes == ["cat", "dog", "an öwl"]
-    (tmp_path / "classes.txt").write_text(text, encoding="latin-1")
-    assert open_training(tmp_path).classes == ["cat", "dog", os.fsdecode(b"an \xf6wl")]
-    for content in (*(text.encode(encoding) for encoding in ("utf-16", "utf-16-be", "utf-32")), bytes(40)):
+    for encoding in ("utf-8-sig", "latin-1"):  # names of files may be no UTF-8
+        (tmp_path / "classes.txt").write_text("cat\r\ndög\r\nan owl\r\n", encoding=encoding)
+        dog = os.fsdecode("dög".encode(encoding.removesuffix("-sig")))
+        assert open_training(tmp_path).classes == ["cat", dog, "an owl"]
+    for content in (*("cat\ndog\n".encode(encoding) for encoding in ("utf-16", "utf-16-be", "utf-32")), bytes(40)):
         (tmp_path / "classes.txt").write_bytes(content)
         assert "classes.txt is no text in UTF-8; write it anew, in UTF-8, one" in refusal_of(open_training, tmp_path)
 

@@ -227,10 +227,8 @@ def test_classes_whose_numbers_are_in_another_order_as_text_need_weights_with_na
     write_tiny(nameless := tmp_path / "w.safetensors", [])
     for names, found in (
         (["0", "10", "2"], "'10' before '2'"), (["class_0", "class_11", "class_2"], "'class_11' before 'class_2'"),
-        (["10 kind", "12 kind", "9 kind"], "'10 kind' before '9 kind'"), (["v1.10", "v1.9", "v2"], "'v1.10' before"),
-        (["a", "b" + "7" * 5000, "b8"], "before 'b8'"),
-        (["00", "02", "10"], ""), (["0", "1", "2"], ""), (CLASSES, ""), (["n02", "n1", "x"], "'n02' before 'n1'"),
-        (["cat", "7up", "9"], ""), (["0", "2", "10"], ""), (["٣", "٤", "x"], ""),
+        (["10 kind", "12 kind", "9 kind"], "before '9 kind'"), (["a", "b" + "7" * 5000, "b8"], "before 'b8'"),
+        (["00", "02", "10"], ""), (CLASSES, ""), (["0", "2", "10"], ""), (["7up", "cat", "٣"], ""),
     ):  # fmt: skip
         (said,) = run(1, _refusal, nameless, names, evaluates)
         assert (found in said and "does not name its classes" in said) if found else not said, names
