@@ -68,7 +68,7 @@ def quoted(name: str, others: Collection[str]) -> str:
 
 def ordered_by_number(names: Collection[str]) -> list[str]:
     """Return names in the order that they have as text once the numbers in them have equally many digits."""
-    return sorted(names, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(20), name))
+    return sorted(names, key=lambda name: re.sub("[0-9]+", lambda number: number[0].zfill(20), name))
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def _checked(files: Sequence[_File], workers: int) -> Generator[tuple[int, str, 
                 yield from found
             for tried, number in enumerate(unread):
                 _, images, index = files[number]
-                waits = tried < _CHUNK  # not for hours if the disk is gone
+                waits = tried < 10  # a minute in all, and not hours if a disk is gone
                 try:
                     yield number, *patiently(images, index, partial(_check, images), waits)
                 except OSError as error:
