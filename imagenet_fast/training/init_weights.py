@@ -102,7 +102,7 @@ def _for_classes(weights: Weights, model: Model, class_names: list[str], evaluat
     if not names and class_names == sorted(class_names) != by_number:
         first, later = next(pair for pair in zip(class_names, by_number, strict=True) if pair[0] != pair[1])
         raise UserError(
-            f"{weights.source} does not name its classes, and the data has '{first}' before '{later}', perhaps in another "
+            f"{weights.source} names no classes, and the data has '{first}' before '{later}', perhaps in another "
             "order; number the folders in that of the weights, with equally many digits, and make shards of them anew"
         )
     if not names or not class_names or names == class_names:

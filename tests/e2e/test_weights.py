@@ -231,7 +231,7 @@ def test_classes_whose_numbers_are_in_another_order_as_text_need_weights_with_na
         (["00", "02", "10"], ""), (CLASSES, ""), (["0", "2", "10"], ""), (["7up", "cat", "٣"], ""),
     ):  # fmt: skip
         (said,) = run(1, _refusal, nameless, names, evaluates)
-        assert (found in said and "does not name its classes" in said) if found else not said, names
+        assert (found in said and "names no classes" in said) if found else not said, names
     write_tiny(named := tmp_path / "named.safetensors", names := ["0", "10", "2"])
     assert run(1, _refusal, named, names, evaluates) == [""]
 
