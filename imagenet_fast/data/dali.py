@@ -28,6 +28,7 @@ from imagenet_fast.data.order import (
     resolution,
 )
 from imagenet_fast.data.pixels import (
+    NO_MEMORY,
     EncodedImage,
     decode,
     encode,
@@ -151,7 +152,7 @@ class DaliLoader:
 
     def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
-        if re.search(r"out of memory|bad_alloc", error, re.IGNORECASE):
+        if NO_MEMORY.search(error):
             where = "the GPU" if self._device.type == "cuda" else "the node"
             raise UserError(
                 f"DALI found no memory left on {where} ({error.splitlines()[0]}); take a smaller data.prefetch "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,17 +27,15 @@ Batch = tuple[str, list[int], NDArray[np.uint8]]
 """Name of the split, labels, and images uint8 [n, 32, 32, 3]."""
 
 
-def fetch_dataset(name: str, out: Path | None, archive: Path | None) -> Path:
+def fetch_dataset(name: Literal["cifar10", "digits"], out: Path | None, archive: Path | None) -> Path:
     """Fetch the data set ``name``, unless it is already there, and return its directory.
 
     It is ``out``, or one in the cache directory; CIFAR-10 comes from its ``archive``, or is downloaded.
 
     Raises:
-        UserError: The name is unknown, something else lies in the data set's place, or it cannot be fetched.
+        UserError: Something else lies in the data set's place, or it cannot be fetched.
     """
-    classes = {"digits": tuple(map(str, range(10))), "cifar10": CLASSES}.get(name)
-    if classes is None:
-        raise UserError(f"there is no data set '{name}' to fetch; there are cifar10 and digits")
+    classes = CLASSES if name == "cifar10" else tuple(map(str, range(10)))
     if archive is not None and name != "cifar10":
         raise UserError(f"--archive {archive} is for cifar10; the {name} are made here, so leave it out")
     place = out or cache_dir() / name

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from imagenet_fast.data.folders import quoted, shown
 from imagenet_fast.data.index import digest_of
+from imagenet_fast.data.pixels import ImageDecodeError
 from imagenet_fast.data.quarantine import QUARANTINE
-from imagenet_fast.data.source import ImageSource
+from imagenet_fast.data.source import ImageSource, patiently
 from imagenet_fast.distributed.consistency import first_difference
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
@@ -35,7 +37,8 @@ def contents_of_split(images: int, source: ImageSource | None) -> dict[str, Any]
     count, sample = min(images, _SAMPLE), []
     for index in (number * images // count for number in range(count)):
         try:
-            sample.append(source.read(index))
+            with suppress(ImageDecodeError):  # the loader will name it
+                sample.append(patiently(source, index, source.read))
         except OSError as error:
             raise UserError(
                 f"{source.name(index)} cannot be read ({error.strerror}); put that right, or leave such files out by "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,11 @@ def shown(name: str) -> str:
 def quoted(name: str) -> str:
     """Return a name in quotes for a message, with escapes if another one could look the same."""
     return f"'{name}'" if name.isascii() else f"'{name}' ({ascii(name)[1:-1]})"
+
+
+def ordered_by_number(names: Collection[str]) -> list[str]:
+    """Return names in the order that they have as text once the numbers in them have equally many digits."""
+    return sorted(names, key=lambda name: re.sub("[0-9]+", lambda number: number[0].zfill(20), name))
 
 
 @dataclass(frozen=True)
@@ -174,9 +180,6 @@ class ImageFolder:
     def digest(self) -> str:
         """Return a digest of the names and labels of all images."""
         return digest_of(self.names, self.ends, self.labels)
-
-    def pixels(self, index: int) -> None:
-        """Return None: image files are decoded."""
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Do nothing: opening the files ahead would wait for the server as often as reading them does."""

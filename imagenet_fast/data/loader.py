@@ -14,10 +14,10 @@ wrong. It is read again for some seconds, and then the run ends.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import repeat
 from threading import Event, Lock
 from typing import TypeVar
@@ -28,9 +28,9 @@ import torch
 from numpy.typing import NDArray
 
 from imagenet_fast.data.device import Batch, copied, empty
-from imagenet_fast.data.order import BatchIndices, Order, TrainSampler, augmentation_of, bits, resolution
+from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, bits, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, central_crop, decode, random_crop
-from imagenet_fast.data.source import ImageSource
+from imagenet_fast.data.source import ImageSource, patiently
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
@@ -43,8 +43,6 @@ NO_CLASS = -1
 """Label of an image that is missing."""
 
 _ATTEMPTS = 100
-_PAUSES_S = (0.1, 1.0, 5.0)
-"""The times between tries to read an image."""
 
 Job = Iterator[None]
 """Part of the work on a batch, in steps; it may be abandoned after any step."""
@@ -103,18 +101,18 @@ class BadImagePolicy:
     def load_or_substitute(self, index: int, epoch: int, load: Callable[[int], T]) -> tuple[T, int] | None:
         """Load image ``index`` in an epoch, counted from 0, or a replacement if it is bad.
 
-        An image is bad if ``load`` raises ImageDecodeError or UserError (its shard is damaged). Return what ``load``
-        does for an index, with the label it belongs to; None for a bad image in an evaluation.
+        An image is bad if ``load`` raises ImageDecodeError. Return what ``load`` does for an index, with the label it
+        belongs to; None for a bad image in an evaluation.
 
         Raises:
-            UserError: If the image cannot be read; if it is bad and ``data.on_bad_image`` is "fail"; or if in training
-                all 100 replacements are bad too.
+            UserError: If the image cannot be read, or not for want of memory; if it is bad and ``data.on_bad_image`` is
+                "fail"; or if in training all 100 replacements are bad too.
         """
         for candidate in self._candidates(index, epoch):
             if candidate in self._bad:
                 continue
             try:
-                return _patiently(load, candidate), int(self._images.labels[candidate])
+                return patiently(self._images, candidate, load), int(self._images.labels[candidate])
             except OSError as error:
                 raise UserError(
                     f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right and "
@@ -122,10 +120,6 @@ class BadImagePolicy:
                 ) from None
             except ImageDecodeError as error:
                 self._exclude(candidate, f"cannot be decoded ({error})")
-            except UserError as error:  # from a damaged shard; its message says where
-                if not self._skips:
-                    raise
-                self._exclude(candidate, f"cannot be read ({error})")
         if isinstance(self._order, TrainSampler):
             raise UserError(
                 f"{self._images.name(index)} cannot be decoded, nor can any of {_ATTEMPTS} other images; look at "
@@ -152,16 +146,6 @@ class BadImagePolicy:
             for attempt in range(_ATTEMPTS):
                 drawn = bits("substitute", self._order.seed, epoch, attempt, of=index)[0]
                 yield int(drawn) % len(self._images)
-
-
-def _patiently(load: Callable[[int], T], index: int) -> T:
-    """Return ``load(index)``, tried again for some seconds while the image cannot be read."""
-    for pause in _PAUSES_S:
-        try:
-            return load(index)
-        except OSError:
-            time.sleep(pause)
-    return load(index)
 
 
 class ThreadLoader:
@@ -203,21 +187,24 @@ class ThreadLoader:
         self._images.readahead(indices.images)
         sizes = resolution(self._data, self._order, indices)
         draws = repeat(None) if self._augmentation is None else zip(*self._augmentation.draw(indices), strict=True)
-        unflipped = np.empty(pixels.shape[1:], dtype=np.uint8)
         for place, (index, drawn) in enumerate(zip(indices.images.tolist(), draws, strict=False)):
-            image, labels[place] = self._policy.load_or_substitute(index, indices.epoch, self._load) or (None, NO_CLASS)
-            if image is None:
-                pixels[place] = 0
-            elif self._augmentation is None or drawn is None:
-                pixels[place] = central_crop(image, sizes)
+            show = partial(self._show, sizes, drawn, pixels[place])
+            if (shown := self._policy.load_or_substitute(index, indices.epoch, show)) is not None:
+                _, labels[place] = shown
             else:
-                numbers, flip = drawn
-                crop = unflipped if flip else pixels[place]
-                random_crop(image, sizes, self._augmentation, numbers.tolist(), into=crop)
-                if flip:
-                    cv2.flip(unflipped, 1, dst=pixels[place])
+                pixels[place], labels[place] = 0, NO_CLASS
             yield
 
-    def _load(self, index: int) -> Pixels:
-        stored = self._images.pixels(index)
-        return decode(self._images.read(index)) if stored is None else stored
+    def _show(
+        self, sizes: Resolution, drawn: tuple[NDArray[np.float64], bool] | None, into: Pixels, index: int
+    ) -> None:
+        """Write image ``index`` to its place in a batch, as it is shown there."""
+        image = decode(self._images.read(index))
+        if self._augmentation is None or drawn is None:
+            into[:] = central_crop(image, sizes)
+            return
+        numbers, flip = drawn
+        crop = np.empty_like(into) if flip else into
+        random_crop(image, sizes, self._augmentation, numbers.tolist(), into=crop)
+        if flip:
+            cv2.flip(crop, 1, dst=into)

@@ -25,9 +25,7 @@ Pixels = NDArray[np.uint8]
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
-PIXELS = b"P6\n"
-"""The first bytes of an image that ``store_pixels`` has written."""
-_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", PIXELS: "ppm"}
+_KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", b"P6\n": "ppm"}
 _FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
 """Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
 _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
@@ -35,12 +33,15 @@ _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 _ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """A marker that ends a scan."""
 
-_PIXELS = re.compile(PIXELS + rb"(\d+) (\d+)\n255\n")
+_PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 """Chunks of a PNG that decide its pixels."""
 
 NO_IMAGE = "it is no image"
 """Reason reported for a file that no decoder recognises."""
+
+NO_MEMORY = re.compile(r"MemoryError|out of memory|insufficient memory|allocate memory|bad_alloc", re.IGNORECASE)
+"""A pattern in the ``repr`` of errors by which Python, decoders, torch and the system say that memory is short."""
 
 _LONGEST = 8  # sides of what is seen of a strip, the longer one by the shorter one
 
@@ -62,9 +63,13 @@ def decode(encoded: bytes) -> Pixels:
 
     Raises:
         ImageDecodeError: If the bytes are no image, or not a whole one.
+        MemoryError: If there is too little memory to tell.
     """
-    if (stored := stored_pixels(encoded)) is not None:
-        return stored
+    if (header := _PIXELS.match(encoded)) is not None:
+        width, height = map(int, header.groups())
+        values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
+        if len(values) == 3 * height * width > 0:
+            return values.reshape(height, width, 3)  # as they lie in memory, read-only
     plain = _plain(encoded)
     if _common_size(plain):
         try:
@@ -86,26 +91,21 @@ def store_pixels(pixels: Pixels) -> bytes:
     return b"P6\n%d %d\n255\n" % (pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
 
 
-def stored_pixels(encoded: bytes | memoryview) -> Pixels | None:
-    """Return the pixels of a whole PPM, read-only, without a copy; None for all else."""
-    header = _PIXELS.match(encoded)
-    if header is None:
-        return None
-    width, height = map(int, header.groups())
-    values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
-    return values.reshape(height, width, 3) if len(values) == 3 * height * width > 0 else None
-
-
 def _decode_slowly(encoded: bytes) -> Pixels:
-    """Decode with PIL; an image is bad only if PIL fails. Raise ImageDecodeError then."""
+    """Decode with PIL; an image is bad only if PIL fails where memory is not short. Raise ImageDecodeError then."""
     if not encoded:
         raise ImageDecodeError("it is empty")
+    taken = 1024 * min(len(encoded), 1 << 20)  # bytes that decoding may take, as long as the size is not known
     try:
         with Image.open(BytesIO(encoded)) as image:
+            taken = 12 * image.width * image.height
             return np.array(image.convert("RGB"))
     except UnidentifiedImageError:
         raise ImageDecodeError(NO_IMAGE) from None
     except Exception as error:  # decoders raise many types, such as SyntaxError and struct.error
+        if NO_MEMORY.search(repr(error)):
+            raise MemoryError from None
+        np.empty(taken, np.uint8)  # some call an image broken where memory is short; this raises MemoryError then
         raise ImageDecodeError(str(error) or type(error).__name__) from None
 
 
@@ -248,10 +248,10 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
         return into
     import torch  # not needed to decode, as `data verify` does
 
-    own = image if image.flags.writeable else image.copy()  # torch warns about a read-only array, as in a mapped file
-    source, target = (torch.from_numpy(pixels).permute(2, 0, 1)[None] for pixels in (own, into))
-    # `interpolate` calls this op but returns channels first; converting that back takes longer than the filter.
-    torch.ops.aten._upsample_bilinear2d_aa.out(source, [height, width], False, out=target)
+    own = image if image.flags.writeable else image.copy()  # torch warns about a read-only array
+    source, target = (torch.from_numpy(pixels[None]).permute(0, 3, 1, 2) for pixels in (own, into))
+    # `interpolate` calls this too but returns channels first; converting that back takes longer than the filter.
+    torch._C._nn._upsample_bilinear2d_aa(source, [height, width], False, out=target)  # type: ignore[call-arg]
     return into
 
 

@@ -21,7 +21,7 @@ def quarantined(root: Path) -> dict[str, str]:
     """
     path = root / QUARANTINE
     try:
-        files = json.loads(path.read_text(encoding="utf-8"))["files"]
+        files = json.loads(path.read_bytes())["files"]  # in any UTF, with a byte order mark or without
         if not all(isinstance(what, str) for what in files.values()):
             raise TypeError
     except FileNotFoundError:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 import tarfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property, lru_cache
-from itertools import groupby
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import SUFFIXES
 from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
-from imagenet_fast.data.pixels import PIXELS, Pixels, stored_pixels
+from imagenet_fast.data.pixels import ImageDecodeError
 from imagenet_fast.errors import UserError
 
 COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
@@ -42,7 +41,6 @@ Looked = tuple[list[Row], Collection[tuple[int, str]]]
 IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 """Suffixes of images in tars."""
 
-_GAP = 1 << 17  # bytes; reading a gap of this size is faster than skipping it
 _TAR = Kind("webdataset", COLUMNS)
 _DIGITS = 20  # more than any label has
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
@@ -65,7 +63,6 @@ class Shards:
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
         )
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
-        self._map = lru_cache(_descriptors(len(files)))(_mapped)
         if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
             raise UserError(
                 f"{self.name(strange[0])} has the label {labels[strange[0]]}, counted from 0, and there are "
@@ -88,22 +85,8 @@ class Shards:
                 yield from (index for index in some if self.name(index) in names)
 
     def read(self, index: int) -> bytes:
-        """Return image ``index``, still encoded. Raises UserError if the shard ends before the image does."""
+        """Return image ``index``, still encoded. Raises ImageDecodeError if the shard ends before the image does."""
         return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
-
-    def pixels(self, index: int) -> Pixels | None:
-        """Return the pixels of image ``index`` where they are stored, in memory that all processes share."""
-        if not self._stores_pixels:
-            return None
-        begin = int(self._offsets[index])
-        return stored_pixels(self._map(self.files[self._shards[index]])[begin : begin + int(self._lengths[index])])
-
-    @cached_property
-    def _stores_pixels(self) -> bool:
-        """True if the first image is stored as pixels. Other shards are not mapped: there a disk error is a SIGBUS."""
-        with suppress(OSError, UserError):
-            return self.read_at(0, int(self._offsets[0]), len(PIXELS)) == PIXELS
-        return False
 
     def digest(self) -> str:
         """Return a digest of the shards' names, and of the places and labels of all images.
@@ -114,23 +97,18 @@ class Shards:
         return digest_of(names, self._shards, self._offsets, self._lengths, self.labels)
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
-        """Ask the system to start reading these images, close neighbours in one request.
-
-        A file server is then waited for once, not once per image.
-        """
-        ordered = indices[np.lexsort((self._offsets[indices], self._shards[indices]))]
-        for shard, group in groupby(ordered.tolist(), key=lambda index: int(self._shards[index])):
-            places = ((int(self._offsets[index]), int(self._lengths[index])) for index in group)
+        """Ask the system to start reading these images: a file server is then waited for once, not once for each."""
+        for index in indices[np.lexsort((self._offsets[indices], self._shards[indices]))].tolist():
+            begin, length = int(self._offsets[index]), int(self._lengths[index])
             with suppress(OSError):  # whoever reads the image meets it again, and can name the image or skip it
-                descriptor = self._open(self.files[shard])
-                for begin, end in _together(places):
-                    os.posix_fadvise(descriptor.number, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                descriptor = self._open(self.files[self._shards[index]])
+                os.posix_fadvise(descriptor.number, begin, length, os.POSIX_FADV_WILLNEED)
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes at ``offset`` of image ``index``'s shard. Raises UserError if it ends before them."""
+        """Return ``length`` bytes at ``offset`` of an image's shard. Raises ImageDecodeError if it ends before them."""
         content = self._open(self.files[self._shards[index]]).read(offset, length)
         if len(content) < length:
-            raise UserError(f"{self.name(index)}: the shard ends before the image does; copy or make it again")
+            raise ImageDecodeError("its shard is truncated")
         return content
 
 
@@ -152,12 +130,6 @@ class Descriptor:
         while len(content) < length and (more := os.pread(self.number, length - len(content), offset + len(content))):
             content += more
         return content
-
-
-def _mapped(path: str) -> memoryview:
-    """Return a file's bytes, read from the disk as they are used."""
-    with open(path, "rb") as file:  # noqa: PTH123
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def indexes_of(
@@ -206,28 +178,18 @@ def class_names(
 
 
 def read_classes(root: Path) -> list[str] | None:
-    """Return the class names in ``classes.txt``; None without that file. Raises UserError if one is there twice."""
+    """Return the names in ``classes.txt``; None without it. Raises UserError if it is no text, or has one twice."""
     path = root / CLASSES
     try:
-        names = path.read_bytes().removesuffix(b"\n").split(b"\n")
+        text = path.read_bytes().removeprefix(BOM_UTF8)
     except FileNotFoundError:
         return None
-    lines = [os.fsdecode(name.removesuffix(b"\r")) for name in names]
+    if b"\0" in text:
+        raise UserError(f"{path} is no text in UTF-8; write it anew, in UTF-8, one class a line in the order of labels")
+    lines = [os.fsdecode(name.removesuffix(b"\r")) for name in text.removesuffix(b"\n").split(b"\n")]
     if "" in lines or len(set(lines)) < len(lines):
         raise UserError(f"{path}: every class has a name of its own; write one a line, in the order of labels")
     return lines
-
-
-def _together(places: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the ranges to read, as (begin, end), for (offset, length) pairs in rising order."""
-    begin, end = next(places, (0, 0))
-    end += begin
-    for offset, length in places:
-        if offset > end + _GAP:
-            yield begin, end
-            begin = offset
-        end = max(end, offset + length)
-    yield begin, end
 
 
 def _descriptors(files: int) -> int:
@@ -300,7 +262,9 @@ def _key(name: str) -> tuple[str, str]:
 
 def _label(shard: Path, file: BinaryIO, member: tarfile.TarInfo) -> int:
     file.seek(member.offset_data)
-    text = file.read(min(member.size, _DIGITS)).strip()
+    text = file.read(min(member.size, _DIGITS)).removeprefix(BOM_UTF8).strip()
+    if text and not text.strip(b"\0"):
+        raise UserError(f"{shard}: {member.name} is damaged: it holds zeros, and no label; copy or make it again")
     if member.size > _DIGITS or not text.isdigit() or int(text) >= 1 << 31:
-        raise UserError(f"{shard}: {member.name} holds no label; write a number there, from 0 on")
+        raise UserError(f"{shard}: {member.name} holds no label; write a number there as plain text, from 0 on")
     return int(text)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +19,16 @@ from imagenet_fast.data import folders
 from imagenet_fast.data.folders import is_class_name, is_folder, shown
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
+from imagenet_fast.data.pixels import NO_MEMORY
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
 from imagenet_fast.data.shards import Shards, open_webdataset
 from imagenet_fast.data.tfrecord import open_tfrecord
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.data_config import Data, SyntheticData
+from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 
 Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
+T = TypeVar("T")
 
 WORDS: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid")}
 """The words that name a split, in the names of its files or as the name of their folder."""
@@ -33,6 +36,7 @@ WORDS: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "val": ("val", "
 _TAR = re.compile(r".*\.tar", re.DOTALL)
 _RECORDS = re.compile(r".*\d-of-\d+(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
 _COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz|zip)", re.DOTALL)
+_PAUSES_S = (0.1, 1.0, 5.0)  # between tries to read an image
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
 
@@ -58,13 +62,32 @@ class ImageSource(Protocol):
         """Return how messages name image ``index``: by its path, or by its place in a shard."""
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image ``index``. Thread-safe."""
-
-    def pixels(self, index: int) -> NDArray[np.uint8] | None:
-        """Return the pixels of image ``index`` if they are stored, read-only; None if it must be decoded."""
+        """Return the encoded bytes of image ``index``. Thread-safe. Raises ImageDecodeError if its shard is damaged."""
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Announce that these images will be read next, so that a file server can be asked for all of them."""
+
+
+def patiently(images: ImageSource, index: int, load: Callable[[int], T], waits: bool = True) -> T:
+    """Return ``load(index)``, tried again for some seconds while the image cannot be read, unless it never ``waits``.
+
+    Raises:
+        OSError: If it cannot be read.
+        UserError: If memory is too short to load it.
+    """
+    pauses = iter(_PAUSES_S if waits else ())
+    while True:
+        try:
+            return load(index)
+        except Exception as error:
+            if NO_MEMORY.search(repr(error)):
+                raise UserError(
+                    f"{images.name(index)} cannot be decoded, as there is too little memory; let each process have "
+                    "more, or work on fewer images at a time (data.workers of a recipe, --workers of `data verify`)"
+                ) from None
+            if not isinstance(error, OSError) or (pause := next(pauses, None)) is None:
+                raise
+            time.sleep(pause)
 
 
 class Subset:
@@ -92,10 +115,6 @@ class Subset:
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image ``index``."""
         return self._split.read(int(self._kept[index]))
-
-    def pixels(self, index: int) -> NDArray[np.uint8] | None:
-        """Return the pixels of image ``index`` if they are stored."""
-        return self._split.pixels(int(self._kept[index]))
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Announce that these images will be read next."""
@@ -305,6 +324,7 @@ def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = ch
     if not isinstance(data, SyntheticData):
         root = resolve_data_dir(data.dataset, given).absolute()
         check(root)
+        _check_size(root, data, trains=check is not check_validation)
         return root
     if given is not None:
         raise UserError(
@@ -312,3 +332,19 @@ def find_data(data: Data, given: Path | None, check: Callable[[Path], None] = ch
             "leave --data out, or choose a recipe with another loader"
         )
     return None
+
+
+def _check_size(root: Path, data: ImageData, trains: bool) -> None:
+    """Raise UserError if `data prepare` has shrunk the images so far that loaders would enlarge even whole ones."""
+    largest = max(data.training_sizes) if trains else 0
+    whole = data.crop != "resized" or not data.augment  # images are resized before they are cropped
+    needed = max(data.resize, data.resize * largest // data.image_size if whole else largest)
+    try:
+        side = json.loads((root / "prepared.json").read_bytes())["settings"]["resize"]
+    except (OSError, ValueError, KeyError, TypeError):  # not from `data prepare`
+        return
+    if isinstance(side, int) and side < needed:
+        raise UserError(
+            f"{root} holds images that `data prepare` has shrunk to {side} pixels, and the recipe enlarges them to "
+            f"{needed}; prepare them with --resize {needed} or more, or choose a smaller data.resize or data.sizes"
+        )

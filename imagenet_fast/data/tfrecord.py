@@ -17,6 +17,7 @@ import numpy as np
 
 from imagenet_fast.data.archives import refuse_compressed
 from imagenet_fast.data.index import Kind
+from imagenet_fast.data.pixels import ImageDecodeError
 from imagenet_fast.data.shards import COLUMNS, Looked, Row, Shards, class_names, indexes_of
 from imagenet_fast.errors import UserError
 
@@ -55,7 +56,7 @@ class RecordShards(Shards):
         return f"{self.files[shard]}: record {number} at byte {self._offsets[index] - self._before[index]}"
 
     def read(self, index: int) -> bytes:
-        """Return image ``index``, still encoded. Raises UserError if the record is damaged."""
+        """Return image ``index``, still encoded. Raises ImageDecodeError if the record is damaged."""
         place, before = int(self._offsets[index]), int(self._before[index])
         length, _ = HEAD.unpack(self.read_at(index, place - before, HEAD.size))
         at, end = before - HEAD.size, before - HEAD.size + int(self._lengths[index])
@@ -63,7 +64,7 @@ class RecordShards(Shards):
             record = self.read_at(index, place - at, length + TAIL.size)
             if masked_crc32c(record[:length]) == TAIL.unpack(record[length:])[0]:
                 return record[at:end]
-        raise UserError(f"{self.name(index)} is damaged: its bytes are not those of its checksum; {_AGAIN}")
+        raise ImageDecodeError("its bytes are not those of its checksum")
 
 
 def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,11 +22,12 @@ from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_o
 from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
 from imagenet_fast.data.shards import Shards
-from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards
+from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards, patiently
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
 
 _CHUNK = 64  # files per task of a thread
+_SAID = {"truncated": "truncated", "exceeds limit": "too large"}  # kinds of faults, by what decoders say
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
     """The first file of each content, by the hash of it."""
     copies: dict[int, list[int]] = defaultdict(list)
     with closing(_checked(files, workers or usable_cores())) as checked:
-        for number, ((split, of, index), (fault, digest)) in enumerate(zip(files, checked, strict=True)):
+        for number, fault, digest in checked:
+            split, of, index = files[number]
             if fault:
                 bad[of.name(index).removeprefix(prefix)] = fault
                 continue
@@ -114,16 +117,23 @@ def _images_of(root: Path, split: SplitName) -> _Images | None:
     return every_image(root / split) if (root / split).is_dir() else None
 
 
-def _checked(files: Sequence[_File], workers: int) -> Generator[tuple[str, int], None, None]:
-    """Yield the fault of each file, empty for a good image, and a 64-bit hash of its content."""
-    stop = threading.Event()
+def _checked(files: Sequence[_File], workers: int) -> Generator[tuple[int, str, int], None, None]:
+    """Yield each file's number, its fault, empty for a good image, and a 64-bit hash of its content.
 
-    def check(begin: int) -> list[tuple[str, int]]:
+    Files that could not be read are tried again when all others have been: their server may have been away.
+    """
+    stop, unread = threading.Event(), list[int]()
+
+    def check(begin: int) -> list[tuple[int, str, int]]:
         found = []
-        for _, images, index in files[begin : begin + _CHUNK]:
+        for number in range(begin, min(begin + _CHUNK, len(files))):
             if stop.is_set():
                 raise CancelledError
-            found.append(_check(images, index))
+            _, images, index = files[number]
+            try:
+                found.append((number, *patiently(images, index, partial(_check, images), waits=False)))
+            except OSError:
+                unread.append(number)
         return found
 
     with warnings.catch_warnings(), progress_bars("images") as bars, ThreadPoolExecutor(workers) as pool:
@@ -133,22 +143,29 @@ def _checked(files: Sequence[_File], workers: int) -> Generator[tuple[str, int],
             for found in pool.map(check, range(0, len(files), _CHUNK)):
                 bars.advance(task, len(found))
                 yield from found
+            for tried, number in enumerate(unread):
+                _, images, index = files[number]
+                waits = tried < 10  # a minute in all, and not hours if a disk is gone
+                try:
+                    yield number, *patiently(images, index, partial(_check, images), waits)
+                except OSError as error:
+                    yield number, f"unreadable: {error.strerror or error}", 0
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
 
 
 def _check(images: _Images, index: int) -> tuple[str, int]:
-    """Decode a file as loaders do, so that both agree on what is bad."""
+    """Decode a file as loaders do, so that both agree on what is bad. Raises OSError if it cannot be read."""
+    content = b""
     try:
         content = images.read(index)
         fault = "" if content else "empty"
         if content:
             decode(content)
-    except (OSError, UserError) as error:
-        return f"unreadable: {error.strerror if isinstance(error, OSError) else error}", 0
     except ImageDecodeError as error:
-        fault = f"{'truncated' if 'truncated' in str(error).lower() else 'damaged'}: {error}"
+        kinds = (kind for said, kind in _SAID.items() if said in str(error).lower())
+        fault = f"{next(kinds, 'damaged')}: {error}"
         if str(error) == NO_IMAGE:
             fault = "damaged" if kind_of(content) else "no image"
     return fault, int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

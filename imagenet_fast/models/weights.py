@@ -272,8 +272,8 @@ def _misfit(weights: Weights, model: schema.Model, classes: int, wrong: Mapping[
     theirs = classes_of(weights, model)
     if theirs not in (0, classes) and not _differences(weights.tensors, _expected(model, theirs)):
         return (
-            f"{weights.source} tells {theirs} classes apart, and the data has {classes}; give weights and data of the "
-            "same classes, or train with --fresh-head, which starts the last layer anew"
+            f"{weights.source} tells {theirs} classes apart, and the data has {classes}; give data of all {theirs} (to "
+            "evaluate on some, as ImageNet-A, add an empty folder train/<class> for each), or train with --fresh-head"
         )
     listed = [f"{name} {what}" for name, what in list(wrong.items())[:_LISTED]]
     more = f" and {len(wrong) - _LISTED} more do not fit" if len(wrong) > _LISTED else ""

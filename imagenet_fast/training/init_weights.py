@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.checkpoint.folder import Manifest, read_survey
+from imagenet_fast.data.folders import ordered_by_number
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
@@ -97,11 +98,12 @@ def load_initial_weights(
 
 def _for_classes(weights: Weights, model: Model, class_names: list[str], evaluates: bool) -> Weights:
     """Return the weights with the classes in the data's order: labels are numbers, which would mean other classes."""
-    names = weights.class_names
-    if not names and evaluates and all(map(str.isdecimal, class_names)) and class_names != sorted(class_names, key=int):
+    names, by_number = weights.class_names, ordered_by_number(class_names)
+    if not names and class_names == sorted(class_names) != by_number:
+        first, later = next(pair for pair in zip(class_names, by_number, strict=True) if pair[0] != pair[1])
         raise UserError(
-            f"{weights.source} has no names of classes, and the folders {', '.join(class_names[:3])}, ... are numbers "
-            "whose order as text is another: give them equally many digits, so that each has the label of its number"
+            f"{weights.source} names no classes, and the data has '{first}' before '{later}', perhaps in another "
+            "order; number the folders in that of the weights, with equally many digits, and make shards of them anew"
         )
     if not names or not class_names or names == class_names:
         return weights

@@ -17,7 +17,6 @@ from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.data.encoded import BLOBS, encoded
 from tests.data.small import WHOLE, put, put_classes, scan
-from tests.e2e.command import in_process
 
 IMAGES = ["1.jpg", "2.JPEG", "3.Png", "4.jfif", "5.tif", "6.TIFF", "7.gif", "8.avif", "9.ppm", "a b%s.jpg", "-rf.jpe"]
 IMAGES += [".hidden.jpg", "é\n.webp", "日本.BMP", os.fsdecode(b"\xff.jpg")]
@@ -116,13 +115,6 @@ def test_prepare_counts_images_in_nested_folders_and_beside_classes(tmp_path: Pa
             "train/dog/more/2.jpg", "train/dog/more/3.PNG", "train/dog/more/folder.jpg/4.gif",
             "train/dog/linked/5.jpg", "train/stray.jpg",
         }  # fmt: skip
-
-
-def test_verify_prints_names_that_are_no_text(tmp_path: Path):
-    for split in ("train", "val"):
-        put(tmp_path / split / "cat", "1.jpg")
-    (tmp_path / "train/cat" / os.fsdecode(b"\xff.jpg")).write_bytes(b"")
-    assert r"bad: 1 empty, such as train/cat/\xff.jpg" in in_process("data", "verify", "--data", str(tmp_path))
 
 
 def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_path: Path):

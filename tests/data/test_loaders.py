@@ -13,6 +13,7 @@ from threading import current_thread
 from typing import Any
 from unittest.mock import Mock, create_autospec
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -129,13 +130,6 @@ def test_a_padded_crop_is_of_numpys_reflected_image(tmp_path: Path, loader: str,
             assert np.array_equal(crop.permute(1, 2, 0), expected[:, ::-1] if flip else expected)
             places.add((top, left, bool(flip)))
     assert len(places) > 7
-
-
-def test_padding_beyond_an_image_is_refused():
-    told = refusal_of(image_data, crop="padded", crop_padding=56)
-    assert "crop_padding (56) must be less than an image's shorter side of 56 pixels" in told
-    told = refusal_of(image_data, crop="padded", crop_padding=42, sizes=[[1, 36]])
-    assert "shorter side of 42 pixels" in told
 
 
 @pytest.mark.parametrize(
@@ -285,7 +279,7 @@ def damaged(image_dir: Path, tmp_path: Path) -> Path:
 @ALL
 def test_an_image_that_is_bad_or_has_gone_is_named(image_dir: Path, tmp_path: Path, loader: str, monkeypatch):
     shutil.copytree(image_dir, tmp_path / "data")
-    monkeypatch.setattr("imagenet_fast.data.loader._PAUSES_S", (0.01,))
+    monkeypatch.setattr(source, "_PAUSES_S", (0.01,))
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     for bad, told in (
         *((bad, r"decoded \(.*\); .*--set data.on_bad_image=skip") for bad in ("empty", "half a jpeg")),
@@ -300,7 +294,7 @@ def test_an_image_that_is_bad_or_has_gone_is_named(image_dir: Path, tmp_path: Pa
 @ALL
 def test_a_shard_that_has_gone_ends_a_run_that_skips_bad_images_too(tmp_path: Path, loader: str, monkeypatch):
     """It is no damage that stays: the server of the files may be away for a while."""
-    monkeypatch.setattr("imagenet_fast.data.loader._PAUSES_S", (0.01,))
+    monkeypatch.setattr(source, "_PAUSES_S", (0.01,))
     monkeypatch.setattr(fingerprint, "_SAMPLE", 1)  # shards that were read stay open
     shards = [tmp_path / f"train-{number}.tar" for number in range(4)]
     for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
@@ -327,7 +321,7 @@ def test_threads_announce_what_they_will_read(image_dir: Path, loader: str, monk
 
 @ALL
 def test_an_error_of_the_disk_that_passes_leaves_no_trace(image_dir: Path, loader: str, monkeypatch, capfd):
-    monkeypatch.setattr("imagenet_fast.data.loader._PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr(source, "_PAUSES_S", (0.01, 0.01))
     expected = torch.cat([labels for _, labels in opened(image_dir, loader).next_evaluation()])
     read, failures = ImageFolder.read, iter([True, False, True, True, False])
 
@@ -341,6 +335,19 @@ def test_an_error_of_the_disk_that_passes_leaves_no_trace(image_dir: Path, loade
     for _ in range(2):
         assert torch.equal(torch.cat([labels for _, labels in dataset.next_evaluation()]), expected)
     assert not capfd.readouterr().err
+
+
+@ALL
+def test_short_memory_is_no_fault_of_an_image(image_dir: Path, loader: str, monkeypatch: pytest.MonkeyPatch):
+    for error in (
+        MemoryError(),
+        cv2.error("(-4:Insufficient memory) Failed"),
+        RuntimeError("can't allocate memory: you"),
+    ):
+        train = opened(image_dir, loader, on_bad_image="skip").train
+        for loads in ("loader.random_crop", "dali.to_common_format"):
+            monkeypatch.setattr(f"imagenet_fast.data.{loads}", Mock(side_effect=error))
+        assert "jpg cannot be decoded, as there is too little memory; let each" in refusal_of(collect, train, 1)
 
 
 @ALL

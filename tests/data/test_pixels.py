@@ -47,13 +47,21 @@ def test_what_is_no_whole_image_is_refused_with_a_reason(name: str):
         assert name == "a png with a changed bit", "what is broken at an end is given to no other decoder"
 
 
-def test_whatever_a_decoder_raises_is_a_bad_image(monkeypatch: pytest.MonkeyPatch):
-    """Pillow's decoders raise of many kinds."""
-    for error in (struct.error("unpack"), EOFError(), ZeroDivisionError("by zero"), KeyError(3), MemoryError()):
+def test_whatever_a_decoder_raises_is_a_bad_image_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch):
+    """Pillow's decoders raise of many kinds; where memory is short, some of them call an image broken."""
+    for error in (struct.error("unpack"), EOFError(), ZeroDivisionError("by zero"), KeyError(3)):
         monkeypatch.setattr(Image, "open", Mock(side_effect=error))
         for read in (decode, to_common_format):
             with pytest.raises(ImageDecodeError, match=r"\S"):
                 read(IMAGES["gif"])
+    monkeypatch.setattr(cv2, "imdecode", Mock(side_effect=cv2.error("(-4:Insufficient memory) Failed to allocate")))
+    for error in (MemoryError(), OSError("Pixel allocation failed: Out of memory"), OSError("broken data stream")):
+        monkeypatch.setattr(Image, "open", Mock(side_effect=error))
+        if "broken" in str(error):
+            monkeypatch.setattr(np, "empty", Mock(side_effect=MemoryError()))
+        for kind in ("jpeg", "gif"):
+            with pytest.raises(MemoryError):
+                decode(IMAGES[kind])
 
 
 def test_a_common_image_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):

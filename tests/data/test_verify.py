@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import json
 import os
+from itertools import repeat
 from pathlib import Path
 from unittest.mock import Mock, create_autospec
 
 import pytest
+from PIL import Image
 
+from imagenet_fast.data import source
 from imagenet_fast.data import verify as verification
+from imagenet_fast.data.folders import ImageFolder
 from imagenet_fast.data.shards import TarShards
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import summary, verify
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
-from tests.data.encoded import JPEG, deep_png, encoded
+from tests.data.encoded import IMAGES, JPEG, deep_png, encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
 from tests.data.records import in_records
@@ -51,21 +55,7 @@ def test_what_cannot_be_decoded_is_left_out_of_training_wherever_one_stands(data
     assert [len(split) for split in scan(Path())] == [len(train), len(val)] == [31, 10]
 
 
-def test_verify_finds_bad_files_and_odd_images(data: Path):
-    found = verify(data)
-    assert found.quarantine == {
-        ODD["truncated"]: found.quarantine[ODD["truncated"]],
-        ODD["empty"]: "empty",
-        ODD["garbage"]: "no image",
-    }
-    assert found.quarantine[ODD["truncated"]].startswith("truncated: image file is truncated")
-    assert found.duplicates == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
-    assert found.in_both_splits == []
-    assert found.classes["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
-    assert found.classes["train"]["n01443537"] == 5
-
-
-def test_verify_command_screen_and_json(tmp_path: Path, data: Path):
+def test_verify_finds_bad_files_and_odd_images_on_screen_and_in_json(tmp_path: Path, data: Path):
     json_file = tmp_path / "all.json"
     lines = in_process("data", "verify", "--data", str(data), "--json", str(json_file)).splitlines()
     assert len(lines) < 24
@@ -73,8 +63,12 @@ def test_verify_command_screen_and_json(tmp_path: Path, data: Path):
     assert f"bad: 1 truncated, such as {ODD['truncated']}" in lines
     assert f"`train` and `eval` leave out the bad files; they are listed in {data / 'quarantine.json'}" in lines
     told = json.loads(json_file.read_text())
-    assert told["quarantine"].keys() == BAD
+    assert told["quarantine"].pop(ODD["truncated"]).startswith("truncated: image file is truncated")
+    assert told["quarantine"] == {ODD["empty"]: "empty", ODD["garbage"]: "no image"}
+    assert told["duplicates"] == [["train/n01443537/n01443537_1.JPEG", ODD["twin"]]]
+    assert told["in_both_splits"] == []
     assert told["classes"]["val"] == dict.fromkeys(sorted(replica.CLASSES), 2) | {"n01440764": 4}
+    assert told["classes"]["train"]["n01443537"] == 5
 
 
 @pytest.mark.parametrize("kind", [FORMATS[1], pytest.param(FORMATS[2], marks=pytest.mark.ci)])
@@ -109,9 +103,29 @@ def test_a_record_that_is_damaged_is_quarantined_too(tmp_path: Path, data: Path)
     overwritten(2000, bytes([shard.read_bytes()[2000] ^ 1]))(shard)
     found = verify(tmp_path / "shards")
     (damaged,) = (what for path, what in found.quarantine.items() if path.startswith("validation"))
-    assert damaged.startswith("unreadable: ")
-    assert "its bytes are not those of its checksum" in damaged
+    assert damaged == "damaged: its bytes are not those of its checksum"
     assert len(scan(tmp_path / "shards")[1]) == 9
+
+
+def test_what_can_be_read_at_last_is_no_bad_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What never can is listed with the reason."""
+    put(tmp_path / "train/a", *(f"{number}.jpg" for number in range(70)))
+    errors = {0: iter([errno.ESTALE]), 1: iter([errno.EIO] * 3), 2: repeat(errno.EACCES), 3: iter([0, errno.ENOMEM])}
+    read = ImageFolder.read
+
+    def unsteady(images: ImageFolder, index: int) -> bytes:
+        if number := next(errors.get(int(Path(images.name(index)).stem), iter(())), 0):
+            raise OSError(number, os.strerror(number))
+        return read(images, index)
+
+    monkeypatch.setattr(ImageFolder, "read", unsteady)
+    monkeypatch.setattr(source, "_PAUSES_S", (0.0, 0.0))
+    found = verify(tmp_path)
+    assert found.quarantine == {"train/a/2.jpg": "unreadable: Permission denied"}
+    assert found.classes["train"] == {"a": 69}
+    listed = (tmp_path / "quarantine.json").stat()
+    assert "train/a/3.jpg cannot be decoded, as there is too little memory; let each" in refusal_of(verify, tmp_path)
+    assert (tmp_path / "quarantine.json").stat() == listed, "short memory is no fault of an image, nor ends the list"
 
 
 def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
@@ -123,14 +137,18 @@ def test_a_second_look_finds_what_was_mended(data: Path, images: Images):
     assert len(scan(data)[0]) == 32
 
 
-def test_odd_names_and_folders_do_no_harm(tmp_path: Path):
+def test_odd_names_sizes_and_folders_do_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     put(tmp_path / "val/a", "0.jpg")
     put(tmp_path / "train/a", "0.jpg")
     put(tmp_path / "train/a", os.fsdecode(b"\xfe.jpg"), content=b"")
     (tmp_path / "train/a/folder.jpg").mkdir()
-    found = verify(tmp_path)
-    assert list(map(os.fsencode, found.quarantine)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
+    assert r"bad: 1 empty, such as train/a/\xfe.jpg" in in_process("data", "verify", "--data", str(tmp_path))
+    listed = json.loads((tmp_path / "quarantine.json").read_text())["files"]
+    assert list(map(os.fsencode, listed)) == [b"train/a/\xfe.jpg"], "a folder is no image, whatever its name"
     assert [len(split) for split in scan(tmp_path)] == [1, 1]
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
+    put(tmp_path / "val/a", "0.jpg", content=IMAGES["gif"])
+    assert verify(tmp_path).quarantine["val/a/0.jpg"].startswith("too large: Image size (9600 pixels) exceeds")
 
 
 def test_what_has_no_images_or_a_list_that_is_damaged_is_refused(tmp_path: Path, data: Path):
@@ -138,6 +156,9 @@ def test_what_has_no_images_or_a_list_that_is_damaged_is_refused(tmp_path: Path,
     for text in ("", "[]", '{"files": 3}', '{"files": {"a": 1}}'):
         (data / "quarantine.json").write_text(text)
         assert "quarantine.json is damaged; remove it" in refusal_of(scan, data)
+    for encoding in ("utf-8-sig", "utf-16"):  # of an editor on Windows
+        (data / "quarantine.json").write_text(json.dumps({"files": {ODD["twin"]: "mine"}}), encoding=encoding)
+        assert len(scan(data)[0]) == 33
 
 
 def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):

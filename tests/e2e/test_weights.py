@@ -221,16 +221,24 @@ def write_tiny(file: Path, names: Sequence[str] = NAMES) -> None:
     write_weights(build_model(TINY.model, 3).state_dict(), file, describe("test", TINY, names))
 
 
-def test_folders_that_are_numbers_in_another_order_need_weights_with_names(tmp_path: Path):
-    write_tiny(file := tmp_path / "w.safetensors", [])
-    for names, refused in ((["0", "10", "2"], True), (["00", "02", "10"], False), (["0", "1", "2"], False)):
-        (said,) = run(1, _refusal, file, names)
-        assert ("no names of classes, and the folders 0, 10, 2, ... are numbers" in said) == refused == bool(said)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_classes_whose_numbers_are_in_another_order_as_text_need_weights_with_names(tmp_path: Path, evaluates: bool):
+    """Whatever stands around the numbers; names without any, or in an order of one's own, as of shards, do not."""
+    write_tiny(nameless := tmp_path / "w.safetensors", [])
+    for names, found in (
+        (["0", "10", "2"], "'10' before '2'"), (["class_0", "class_11", "class_2"], "'class_11' before 'class_2'"),
+        (["10 kind", "12 kind", "9 kind"], "before '9 kind'"), (["a", "b" + "7" * 5000, "b8"], "before 'b8'"),
+        (["00", "02", "10"], ""), (CLASSES, ""), (["0", "2", "10"], ""), (["7up", "cat", "٣"], ""),
+    ):  # fmt: skip
+        (said,) = run(1, _refusal, nameless, names, evaluates)
+        assert (found in said and "names no classes" in said) if found else not said, names
+    write_tiny(named := tmp_path / "named.safetensors", names := ["0", "10", "2"])
+    assert run(1, _refusal, named, names, evaluates) == [""]
 
 
-def _refusal(file: Path, names: list[str]) -> str:
+def _refusal(file: Path, names: list[str], evaluates: bool) -> str:
     try:
-        load_initial_weights(file, TINY.model, 3, tests.world(), class_names=names, evaluates=True)
+        load_initial_weights(file, TINY.model, 3, tests.world(), class_names=names, evaluates=evaluates)
     except UserError as refusal:
         return str(refusal)
     return ""

@@ -186,7 +186,7 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
     """Return ``content`` as a JPEG with the short side ``side`` in pixels, without metadata.
 
     It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
-    pixels are those that the loaders see: as stored, without the rotation that EXIF asks for. Grey stays grey.
+    pixels are those that the loaders see. Grey stays grey.
     Raises ImageDecodeError if the loaders cannot decode the image.
     """
     pixels = decode(content)
@@ -239,7 +239,7 @@ def _lines(classes: Sequence[str]) -> bytes:
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
     """Write one WebDataset shard of samples, each with its number, which becomes its key."""
-    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT, copybufsize=1 << 20) as tar:
         for number, sample in samples:
             for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
                 member = tarfile.TarInfo(f"{number:08}.{extension}")
