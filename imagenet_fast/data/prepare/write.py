@@ -190,15 +190,12 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
     Raises ImageDecodeError if the loaders cannot decode the image.
     """
     pixels = decode(content)
-    height, width, _ = pixels.shape
-    scale = side / min(width, height)
-    size = round(width * scale), round(height * scale)
-    if scale >= 1 or max(size) > _LONGEST:
+    small = loaders_shrunk(pixels, side)
+    if small is pixels or max(small.shape) > _LONGEST:
         return content
     is_grey = bool((pixels == pixels[..., :1]).all())
     written = io.BytesIO()
-    image = Image.fromarray(pixels[..., 0] if is_grey else pixels)
-    image.resize(size, Image.Resampling.LANCZOS).save(written, "JPEG", quality=quality)
+    Image.fromarray(small[..., 0] if is_grey else small).save(written, "JPEG", quality=quality)
     return written.getvalue()
 
 
