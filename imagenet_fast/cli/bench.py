@@ -350,12 +350,6 @@ def bench_data(
     opt.show_rows(rates, json_file, draw_loading, png)
 
 
-@bench_app.command("kernels", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def bench_kernels() -> None:
-    """Say what counts the kernels of an optimizer's step now."""
-    raise UserError("bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels` in the source directory")
-
-
 def _profile(model: str, compute_s: float | None) -> Profile:
     """Return a layer profile, scaled to a compute time if there is one."""
     from imagenet_fast.cost_model.layer_profile import load_profile

@@ -50,7 +50,7 @@ def recipe_keys(prefix: str = "") -> list[Key]:
 
 def table_keys(root: type[Table]) -> Iterator[Key]:
     """Yield the keys of ``root`` and of the tables in it, in the order of the schema."""
-    schema = root.model_json_schema(mode="serialization")  # without keys that are only read
+    schema = root.model_json_schema()
     return _keys(schema, schema["$defs"], "")
 
 

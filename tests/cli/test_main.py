@@ -95,30 +95,6 @@ def test_completion_names_commands_options_and_choices(words: str, completed: st
     assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
 
 
-BEFORE = """
-compare --recipe=smoke --layout=dp2 --hosts 3: --hosts is now --nproc
-compare --recipe=smoke --layout=dp2 --hosts=3: --hosts is now --nproc
-bench sync --count --ranks 9 --ranks-per-node 8: bench sync --count is now bench count, --ranks-per-node is now --nproc
-bench sync --hosts 2 --ladder --model none: bench sync --ladder is now bench published ladder, --hosts is now --nodes
-bench sync --batches=16,0: bench sync --batches is now bench published batches --batches
-bench collectives --sizes 0 --ranks-per-host 2: --ranks-per-host is now --nproc
-plan --cluster none --cheapest: plan --cheapest is now plan --fastest --cheapest
-plan --recipe none --validate: plan --validate is now plan validate
-"""
-"""Options of before, and the warnings with which they are read; then each command is refused for another reason."""
-
-
-@pytest.mark.parametrize("line", BEFORE.strip().splitlines())
-def test_an_option_of_before_is_read_with_a_warning(line: str, monkeypatch, capsys: pytest.CaptureFixture[str]):
-    words, _, warnings = line.partition(": ")
-    monkeypatch.setattr(sys, "argv", ["imagenet-fast", *words.split()])
-    with pytest.raises(SystemExit):
-        main()
-    *warned, refused = capsys.readouterr().err.splitlines()
-    assert [sentence.partition(";")[0] for sentence in warned] == [f"warning: {said}" for said in warnings.split(", ")]
-    assert refused.startswith("error: --") or "none" in refused
-
-
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("words", ["launch slurm --nodes 1", "compare --layout dp2 --nproc 2 --out {}/a"])
 def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_path: Path, monkeypatch, capsys):
@@ -252,7 +228,7 @@ def test_two_runs_that_begin_at_once_have_two_directories():
     assert new_folder("smoke", "ring") != new_folder("smoke", "ring")
 
 
-@pytest.mark.parametrize("word", ["--out=~/runs/a", "~/runs/a", "$HOME/runs/a", "--set=data.cache=${HOME}/c"])
+@pytest.mark.parametrize("word", ["--out=~/runs/a", "~/runs/a", "$HOME/runs/a", "--set=model.name=${HOME}/c"])
 def test_what_no_shell_has_expanded_is_no_path(word: str, refusal: Callable[..., str]):
     """A shell leaves ``--out=~/a`` as it is, and a job that no shell starts a ``$HOME`` too."""
     assert refusal("report", word).startswith(f"error: {word}: no shell has expanded what it begins with; write the")

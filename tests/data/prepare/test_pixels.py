@@ -13,10 +13,8 @@ from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import verify
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import refusal_of, tables
 from tests.data.encoded import BAD, IMAGES
-from tests.data.small import LOADERS, image_data, one_class, opened
+from tests.data.small import LOADERS, one_class, opened
 
 SIDE = 60  # of images of 70 to 140 pixels
 PIXELS = Settings(format="pixels", resize=SIDE, quality=None, shard_size=200_000)
@@ -70,12 +68,3 @@ def test_what_cannot_be_decoded_is_kept_as_it_is_and_found(tmp_path: Path):
     images = open_training(tmp_path / "out")
     assert bad in {images.read(index) for index in range(len(images))}
     assert len(verify(tmp_path / "out").quarantine) == 1
-
-
-def test_a_cache_is_refused_with_what_came_instead_and_one_that_was_off_is_read():
-    data = image_data().model_dump()
-    for gone in ({"cache": "/nvme"}, {"cache_side": 256}):
-        said = refusal_of(parse_recipe, "test", tables(data=data | gone))
-        assert "leave data.cache and data.cache_side out" in said
-        assert "data prepare --format pixels" in said
-    assert parse_recipe("test", tables(data=data | {"cache": "", "cache_side": 0})).data == image_data()
