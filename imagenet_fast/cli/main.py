@@ -57,8 +57,13 @@ def entry() -> None:
 
 def _inherit_nothing() -> None:
     """Let no directory or variable around decide what runs: neither here nor in the Pythons that this one starts."""
+    if os.environ.pop("PYTHONOPTIMIZE", ""):  # help is made of docstrings, and so is DALI
+        os.execv(sys.executable, sys.orig_argv)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun's options, as an operator of Kubernetes sets them
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):  # nothing can be read in less than 20 columns
+        if not re.fullmatch("[2-9][0-9]|[1-9][0-9]{2,3}", os.environ.get(name, "")):
+            os.environ.pop(name, None)
     os.environ["MPLBACKEND"] = "agg"  # not the kernel's, in a cell of a notebook
     # Else a rank would look into the working directory first. The same Python finds the standard library by itself.
     first = takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
@@ -83,8 +88,6 @@ def main() -> None:
         exit_with_error(str(error))
     except JobAborted as fault:
         exit_with_error(str(fault), code=1)
-    except UnicodeDecodeError as error:
-        exit_with_error(f"{error}; check the path")
     except OSError as error:
         if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
             raise
@@ -206,6 +209,6 @@ def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> No
     Args:
         name: Name of a shipped recipe, or a TOML file.
     """
-    from imagenet_fast.recipe.load import find_file
+    from imagenet_fast.recipe.load import find_file, read_text
 
-    print(find_file("recipe", name).read_bytes().decode(), end="")
+    print(read_text(find_file("recipe", name)), end="")

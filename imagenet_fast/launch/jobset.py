@@ -17,6 +17,7 @@ from typing import Any
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
 from imagenet_fast.metrics.run_result import STOPPED
+from imagenet_fast.recipe.load import read_text
 
 _DATA, _RUNS, _RECIPES = "/data", "/runs", "/recipes"  # where volumes are mounted in a pod
 _RESTARTS = 10  # per node; Kubernetes counts those of all nodes together
@@ -95,7 +96,7 @@ def jobset_text(
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{label}-recipe", **at},
-        "data": {file: job.path.read_text(encoding="utf-8")},
+        "data": {file: read_text(job.path)},
     }
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -24,7 +24,7 @@ from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.load import find_file
-from tests.e2e.command import in_process
+from tests.e2e.command import imagenet_fast, in_process
 
 
 def test_an_error_of_a_path_is_a_sentence(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
@@ -63,6 +63,23 @@ def test_help_needs_neither_torch_nor_pydantic():
     assert not modules & {"torch", "pydantic", "numpy", "rich.live"}
     for command in ("train", "eval", "export", "recipes", "plan", "report", "bench", "data", "launch"):
         assert command in imported.stdout
+
+
+@pytest.mark.usefixtures("subprocesses")
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ("recipes keys optim", {"COLUMNS": "0", "LINES": "0"}),
+        ("recipes keys optim", {"COLUMNS": "²", "LINES": "-1"}),
+        ("recipes keys optim.LR", {"PYTHONOPTIMIZE": "2"}),
+        ("recipes --help", {"COLUMNS": "9" * 12, "LINES": "³", "TERMINAL_WIDTH": "wide", "PYTHONOPTIMIZE": "2"}),
+    ],
+)
+def test_no_variable_takes_away_what_is_printed(words: str, variables: dict[str, str]):
+    """Neither a terminal without columns nor a Python without docstrings."""
+    usual, hostile = imagenet_fast(*words.split(), COLUMNS="80"), imagenet_fast(*words.split(), **variables)
+    assert usual.stdout + usual.stderr
+    assert (hostile.stdout, hostile.stderr, hostile.returncode) == (usual.stdout, usual.stderr, usual.returncode)
 
 
 def test_every_option_has_help_and_no_flag_an_opposite():
@@ -110,8 +127,11 @@ def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_
     )
 
 
-def test_a_recipe_is_shown_as_its_file_is():
-    assert in_process("recipes", "show", "demo") == (ROOT / "recipes" / "demo.toml").read_text()
+def test_a_recipe_is_shown_as_its_file_is(tmp_path: Path, refusal: Callable[..., str]):
+    text = (ROOT / "recipes" / "demo.toml").read_text()
+    assert in_process("recipes", "show", "demo") == text
+    (tmp_path / "wide.toml").write_text(text, encoding="utf-16")
+    assert f"{tmp_path}/wide.toml is in UTF-16; save" in refusal("recipes", "show", str(tmp_path / "wide.toml"))
 
 
 REFUSED = {

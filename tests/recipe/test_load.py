@@ -122,6 +122,13 @@ def test_what_looks_like_a_mistake_is_doubted_and_kept(written: Path):
         assert "target_top1" not in change or recipe.target_top1 == float(change.partition("=")[2])
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(written: Path, tmp_path: Path):
+    """Editors of Windows write one."""
+    marked = tmp_path / "my.toml"
+    marked.write_text(written.read_text(), encoding="utf-8-sig")
+    assert load_recipe(marked) == load_recipe(written)
+
+
 def test_engines_take_what_their_kind_can_do(written: Path):
     for change in (
         "sync.kind=hybrid; precision={kind='fp16', loss_scale=128.0}",
@@ -191,13 +198,16 @@ def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
 
 
 def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
-    (tmp_path / "broken.toml").write_text("ranks = = 2")
-    for name, sentence in (
-        ("dmeo", "no recipe 'dmeo'; did you mean demo"),
-        ("nowhere.toml", "no recipe file nowhere.toml"),
-        (str(tmp_path / "broken.toml"), "broken.toml cannot be read as TOML"),
+    broken = tmp_path / "broken.toml"
+    for content, sentence in (
+        (b"ranks = = 2", f"{broken} cannot be read as TOML"),
+        ("# größe\nranks = 2".encode("latin-1"), f"{broken} is not UTF-8 in line 1; save it as UTF-8"),
+        *(("# a\n".encode(code), f"{broken} is in UTF-16; save it as UTF-8") for code in ("utf-16", "utf-16-be")),
     ):
-        assert sentence in refusal_of(lambda name=name: load_recipe(name))
+        broken.write_bytes(content)
+        assert refusal_of(load_recipe, broken).startswith(sentence)
+    assert "no recipe 'dmeo'; did you mean demo" in refusal_of(load_recipe, "dmeo")
+    assert "no recipe file nowhere.toml" in refusal_of(load_recipe, "nowhere.toml")
     assert "unknown key 'a\\nb'; " in refusal_of(load_recipe, "demo", overrides=["a\nb=1"]), "on one line"
 
 
@@ -258,6 +268,10 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         ("sync.threshold_mb=16MB", "threshold_mb is \"16MB\": input should be a valid number or 'auto'; correct it"),
         ("compile=True", 'compile is "True": input should be a valid boolean; write true or false'),
         ("optim.lr=.5", "write digits before and after the point, as in 0.5 or 1e-4"),
+        ("target_top1=None", "as in 0.5 or 1e-4, or leave it out (KEY=none)"),
+        ("first_eval=~", 'first_eval is "~": input should be a valid integer; correct it, or leave it out (KEY=none)'),
+        ("sync.max_ctas=null", "correct it, or leave it out (KEY=none)"),
+        ("optim.lr=None", "as in 0.5 or 1e-4$"),
         ("model=resnet50", "it is a table, so write model.kind=VALUE"),
         ("timeout=5", "it is a table, so write timeout.KEY=VALUE"),
         ("lr=0.5", "unknown key lr; did you mean optim.lr?"),
@@ -279,7 +293,7 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         (os.fsdecode(b"data.dataset=\xff"), "a value in it is not UTF-8, or arrays lie in one another too"),
     ):
         told = refusal_of(load_recipe, "demo", overrides=[override])
-        assert sentence in told
+        assert sentence in f"{told}$"
         assert not re.search(r"\[_|\.literal\[|constrained|function-", told)
 
 
