@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
-from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, write_weights
+from imagenet_fast.models.weights import (
+    Weights,
+    classes_of,
+    describe,
+    fill,
+    fit,
+    read_weights,
+    under_names_of,
+    write_weights,
+)
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import CifarNet, Model, ResNet
@@ -48,12 +57,14 @@ PICKLED: dict[str, Any] = {
     "bare": SMALL,
     "as in PyTorch's ImageNet example": {"epoch": 3, "arch": "x", "state_dict": SMALL, "best_acc1": torch.tensor(7.0)},
     "as in torchvision's references": {
-        "model": {"fc.weight": torch.zeros(2, 3)},
+        "model": SMALL,
         "optimizer": {"state": {}, "param_groups": []},
-        "model_ema": {"n_averaged": torch.tensor(9)} | {f"module.{n}": t for n, t in SMALL.items()},
         "args": argparse.Namespace(lr=0.1, data="/d"),
     },
+    "beside another network": {"D": {"fc.weight": torch.zeros(2, 3)}, "model": SMALL},
+    "an average": {"model_ema": {"n_averaged": torch.tensor(9)} | {f"module.{n}": t for n, t in SMALL.items()}},
     "of a compiled model under DDP": {"net": {f"module._orig_mod.{n}": t for n, t in SMALL.items()}, "acc": 81.2},
+    "as Lightning saves it": {"state_dict": {f"model.net.{n}": t for n, t in SMALL.items()}, "global_step": 3},
     "only its features wrapped, as in PyTorch's examples": {"features.module.0.bias": SMALL["fc.bias"]},
     "of parameters": {name: nn.Parameter(tensor) for name, tensor in SMALL.items()},
 }
@@ -64,9 +75,8 @@ PICKLED: dict[str, Any] = {
 def test_a_pth_is_read_however_people_wrap_it_and_whatever_it_is_called(content: Any, zipped: bool, tmp_path: Path):
     file = tmp_path / "größe 1:2.safetensors"
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
-    found, wanted = read_weights(file).tensors, SMALL
-    if "features.module.0.bias" in content:
-        wanted = {"features.0.bias": SMALL["fc.bias"]}
+    wanted = {"features.0.bias": SMALL["fc.bias"]} if "features.module.0.bias" in content else SMALL
+    found = under_names_of(wanted, read_weights(file).tensors)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -144,11 +154,15 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "two networks": (
         lambda path: torch.save({"G": SMALL, "D": SMALL, "epoch": 1}, path),
-        "holds several state dicts; its entries are G, D, epoch; give a file of one alone",
+        r"holds several state dicts, G and D; give a file of one alone, as torch.save\(checkpoint\['D'\], FILE\) makes",
     ),
     "a moving average of another name": (
         lambda path: torch.save({"ema": {f"module.{n}": t for n, t in SMALL.items()}, "model": SMALL}, path),
-        "holds several state dicts; its entries are ema, model; give a file of one alone",
+        "holds several state dicts, ema and model; give a file of one alone",
+    ),
+    "a moving average, as timm saves it": (
+        lambda path: torch.save({"state_dict": SMALL, "state_dict_ema": SMALL, "arch": "resnet18"}, path),
+        "holds several state dicts, state_dict and state_dict_ema; give a file of one alone",
     ),
     "a folder": (lambda path: path.mkdir(), "cannot be read"),
 }  # fmt: skip
@@ -199,6 +213,22 @@ def test_torchvision_weights_load_in_half_precision_with_batch_counts_and_withou
         for name, tensor in ours.state_dict().items():
             assert tensor.dtype == theirs[name].dtype
             assert torch.equal(tensor, half[name].to(tensor.dtype)), name
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "net._orig_mod.", "model.module.backbone."])
+def test_a_prefix_of_all_names_is_none_of_the_networks(prefix: str):
+    given = Weights("w.pth", {prefix + name: tensor for name, tensor in zeros(RESNET18, 10).items()})
+    assert classes_of(given, RESNET18) == 10
+    assert fit(given, RESNET18, 10).tensors.keys() == zeros(RESNET18, 10).keys()
+    assert "fc.weight" not in fit(given, RESNET18, 3, fresh_head=True).tensors
+    with pytest.raises(UserError, match=r"w\.pth tells 10 classes apart, and the data has 3"):
+        fit(given, RESNET18, 3)
+    wrapped = ExternalModel(kind="python", name="tests.models.own:wrapped", options={"by": "wrapper"})
+    names = build_model(wrapped, 10).state_dict().keys()
+    given = Weights(
+        "w", {prefix + n.removeprefix("wrapper."): t for n, t in build_model(wrapped, 10).state_dict().items()}
+    )
+    assert fit(given, wrapped, 10).tensors.keys() == names
 
 
 def test_networks_with_classifiers_for_training_have_one_output_and_their_published_weights_load():
