@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.join import introduce, meet
-from imagenet_fast.distributed.network import parse_endpoint
+from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
+from tests.conftest import refusal_of
 from tests.e2e.command import outcome_of
 from tests.hosts import Hosts, hosts
 from tests.launch.test_slurm import step
@@ -150,6 +152,36 @@ def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     assert "at 10.77.9.9:29400 within 1 s: " in silent
     assert "the name nowhere cannot be resolved here" in unknown
     assert "at node1:29400 within 1 s: connection refused; start the same command on that host" in refused
+
+
+def test_a_name_that_does_not_resolve_is_told_at_once_and_tried_on(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    """As those of nodes that only Slurm knows."""
+    answers = iter([socket.gaierror(), socket.gaierror(), ConnectionRefusedError(), None])
+    told: list[str] = []
+
+    def connect(*_: object, **__: object) -> Mock:
+        told.append(capsys.readouterr().err)
+        if (error := next(answers)) is not None:
+            raise error
+        return Mock()
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    await_listener(Endpoint("gpu07", 29400), time.monotonic() + 30)
+    name = (
+        "warning: the name gpu07 cannot be resolved here; give an address, or add it to /etc/hosts (tried for 30 s)\n"
+    )
+    assert told == ["", name, "", ""]
+
+
+@pytest.mark.parametrize("name", ["a" * 64, "node..0"])
+def test_a_name_that_no_resolver_takes_is_refused(name: str, monkeypatch: pytest.MonkeyPatch):
+    what = f"{name} cannot be a host's name, since a part of it is empty or has more than 63 characters; choose another"
+    assert refusal_of(parse_endpoint, f"{name}:29400") == what
+    monkeypatch.setenv("MASTER_ADDR", name)
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    assert refusal_of(introduce, RankInfo(0, 2, 0, 2), {}, 1.0) == what
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert refusal_of(meet, None, 1, 1.0) == what
 
 
 def introduced(
