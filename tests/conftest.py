@@ -31,6 +31,19 @@ if TYPE_CHECKING:
 
 COST: pytest.StashKey[Cost] = pytest.StashKey()
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)  # the last one torchrun's
+
+
+def give_signals_back() -> None:
+    """Answer signals that the starter of the tests ignores or blocks, as a shell in the background or nohup does."""
+    for number in (*STOPPING, signal.SIGCHLD):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+give_signals_back()  # before anything is started, which would inherit them
+
 # To make all commands of the application takes longer than most of what tests ask of one of them.
 typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
@@ -134,8 +147,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """For what answers signals in this process: afterwards it is pytest again that does."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)  # the last one torchrun's
-    answers = {number: signal.getsignal(number) for number in numbers}
+    answers = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, answer in answers.items():
         signal.signal(number, answer)

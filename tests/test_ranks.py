@@ -1,9 +1,11 @@
-"""The pool of ranks, the guard of the first tier, and what becomes of tests that need root."""
+"""The pool of ranks, the guard of the first tier, signals, and what becomes of tests that need root."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import STOPPING, give_signals_back
 from tests.guard import counting
 from tests.ranks import run
 from tests.root import require_root
@@ -98,3 +101,23 @@ def test_a_user_is_told_what_a_test_needs(ci: str, outcome: type[BaseException],
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(outcome, match=r"needs root .* you are not root"):
         require_root()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("starter", ["trap '' INT QUIT HUP TERM; exec \"$@\"", 'nohup "$@" <&- & wait $!'])
+def test_signals_that_a_starter_ignores_are_given_back(starter: str):
+    """As a shell in the background does; here a test that needs them passes, from whatever starts it."""
+    one = "tests/launch/test_refusals.py::test_after_torchrun_a_signal_interrupts_as_before"
+    tests = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", one]
+    done = subprocess.run(["sh", "-c", starter, "sh", *tests], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_signals_that_a_starter_blocks_are_given_back():
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    give_signals_back()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    assert {signal.getsignal(number) for number in STOPPING} == {signal.default_int_handler, signal.SIG_DFL}
