@@ -14,7 +14,19 @@ from typer.models import CommandFunctionType
 from imagenet_fast.cli import options
 
 
-class Command(TyperCommand):
+class _PlainFlags:
+    """Flags take no value, such as ``<bool>`` in help, and have no opposite, such as ``--no-trace``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of a command or a group
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar, param.secondary_opts = "", []
+        return params
+
+
+class Command(_PlainFlags, TyperCommand):
     """A command.
 
     What its parameters mean is said in docstrings: of its function, which ends with ``Args``, else of its module or of
@@ -33,10 +45,6 @@ class Command(TyperCommand):
             param.help = meanings.get(param.name, param.help)
         super().__init__(name, help=text, params=params, callback=callback, **settings)
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters."""
-        return _plain_flags(super().get_params(ctx))
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``, in which ``--set`` may stand before KEY=VALUE."""
         if any(param.name == "keys" for param in self.params):
@@ -44,25 +52,15 @@ class Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Group(TyperGroup):
+class Group(_PlainFlags, TyperGroup):
     """A group of commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that ``args`` begin with.
-
-        A name may have two words, as ``plan rows``; the second may be an option, as ``plan --fastest``.
-        """
-        for name in self.commands:
-            first, _, second = name.partition(" ")
-            if first == args[0] and second in (args if second.startswith("-") else args[1:2]):
-                rest = args[1:]
-                rest.remove(second)
-                return super().resolve_command(ctx, [name, *rest])
+        """Find the command that ``args`` begin with; it may have two words, as ``plan rows`` and ``plan --fastest``."""
+        for place, word in enumerate(args[1:], 1):
+            if (name := f"{args[0]} {word}") in self.commands and (place == 1 or word.startswith("-")):
+                return super().resolve_command(ctx, [name, *args[1:place], *args[place + 1 :]])
         return super().resolve_command(ctx, args)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters."""
-        return _plain_flags(super().get_params(ctx))
 
 
 class App(typer.Typer):
@@ -89,11 +87,3 @@ def _without_set(args: list[str]) -> list[str]:
     followed = zip(args, [*args, "-"][1:], strict=True)
     words = [word for word, after in followed if word != "--set" or after.startswith("-")]
     return ["" if word == "--set" else word.removeprefix("--set=") for word in words]
-
-
-def _plain_flags(params: list[Any]) -> list[Any]:
-    """Let flags take no value, such as ``<bool>`` in help, and have no opposite, such as ``--no-trace``."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar, param.secondary_opts = "", []
-    return params

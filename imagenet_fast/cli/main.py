@@ -29,8 +29,9 @@ from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
 app = App(
-    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+    no_args_is_help=True, invoke_without_command=True, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 recipes_app = App(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
@@ -91,9 +92,8 @@ def main() -> None:
     except OSError as error:
         if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
             raise
-        of_path = isinstance(error, _PATH_ERRORS)
-        advice = "; check the path" if of_path else ""
-        exit_with_error(f"{error.filename}: {error.strerror}{advice}", code=2 if of_path else 1)
+        advice, code = ("; check the path", 2) if isinstance(error, _PATH_ERRORS) else ("", 1)
+        exit_with_error(f"{error.filename}: {error.strerror}{advice}", code)
 
 
 def _check_start() -> None:
@@ -110,20 +110,12 @@ def _check_start() -> None:
             )
 
 
-def _print_version(asked: bool) -> None:
-    """Print the version and exit, if asked to."""
-    if asked:
+@app.callback()
+def imagenet_fast(version: Annotated[bool, typer.Option(help="Print the version and exit.")] = False) -> None:
+    """Train ImageNet fast, with a swappable gradient-sync engine."""
+    if version:
         print(f"imagenet-fast {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def imagenet_fast(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Train ImageNet fast, with a swappable gradient-sync engine."""
 
 
 app.command()(train)
@@ -175,9 +167,8 @@ app.command()(plan)
 app.command("plan --fastest")(plan_fastest)
 app.command("plan rows")(plan_rows)
 app.command("plan validate")(plan_validate)
-app.command()(compare)
-app.command()(report)
-app.command()(timeline)
+for command in (compare, report, timeline):
+    app.command()(command)
 
 
 @recipes_app.callback()
