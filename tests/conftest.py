@@ -33,16 +33,10 @@ COST: pytest.StashKey[Cost] = pytest.StashKey()
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)  # the last one torchrun's
 
-
-def give_signals_back() -> None:
-    """Answer signals that the starter of the tests ignores or blocks, as a shell in the background or nohup does."""
-    for number in (*STOPPING, signal.SIGCHLD):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-
-
-give_signals_back()  # before anything is started, which would inherit them
+for _number in (*STOPPING, signal.SIGCHLD):  # before anything is started, which would inherit it
+    if signal.getsignal(_number) is signal.SIG_IGN:  # by a shell in the background, nohup or a CI runner
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 # To make all commands of the application takes longer than most of what tests ask of one of them.
 typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +266,8 @@ def test_weights_of_wrapped_networks_are_read_back(by: str, tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), other.parameters(), strict=True))
     assert classes_of(weights, model) == 10
     assert f"{by}.head.weight" not in fit(weights, model, 7, fresh_head=True).tensors
+    inner = replace(weights, tensors={n.removeprefix(f"{by}."): t for n, t in weights.tensors.items()})
+    assert fit(inner, model, 10).tensors.keys() == fit(weights, model, 10).tensors.keys()
 
 
 def test_weights_of_one_pixel_have_the_strides_of_their_gradients():
