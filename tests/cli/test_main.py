@@ -148,6 +148,10 @@ REFUSED = {
         ("--recipe smoke --out /proc/run", "cannot be written"),
         ("--recipe smoke --nodes 2", "needs --rdzv-endpoint"),
         ("--recipe smoke --rdzv-endpoint localhost:99999", "is not HOST:PORT"),
+        (
+            "--recipe smoke --rdzv-endpoint node..0:29400",
+            "node..0 cannot be a host's name, since a part of it is empty or",
+        ),
         ("--recipe demo --out=", "--out is empty; name a directory"),
         ("--recipe smoke --on-bad-image skip", "data.on_bad_image"),
         ("--recipe smoke --fresh-head", "--fresh-head is for weights to start from; add --init-from FILE"),
