@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 
 COST: pytest.StashKey[Cost] = pytest.StashKey()
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)  # the last one torchrun's
+
+for _number in (*STOPPING, signal.SIGCHLD):  # before anything is started, which would inherit it
+    if signal.getsignal(_number) is signal.SIG_IGN:  # by a shell in the background, nohup or a CI runner
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
 # To make all commands of the application takes longer than most of what tests ask of one of them.
 typer.main.get_command = typer.testing._get_command = cache(typer.main.get_command)
 
@@ -134,8 +141,7 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def own_signals() -> Iterator[None]:
     """For what answers signals in this process: afterwards it is pytest again that does."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)  # the last one torchrun's
-    answers = {number: signal.getsignal(number) for number in numbers}
+    answers = {number: signal.getsignal(number) for number in STOPPING}
     yield
     for number, answer in answers.items():
         signal.signal(number, answer)

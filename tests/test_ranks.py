@@ -1,9 +1,11 @@
-"""The pool of ranks, the guard of the first tier, and what becomes of tests that need root."""
+"""The pool of ranks, the guard of the first tier, signals, and what becomes of tests that need root."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.conftest import STOPPING
 from tests.guard import counting
 from tests.ranks import run
 from tests.root import require_root
@@ -98,3 +101,19 @@ def test_a_user_is_told_what_a_test_needs(ci: str, outcome: type[BaseException],
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(outcome, match=r"needs root .* you are not root"):
         require_root()
+
+
+@pytest.mark.ci
+def test_signals_that_a_starter_ignores_or_blocks_are_given_back():
+    """As a shell in the background, nohup or a CI runner does: a test that needs them passes all the same."""
+
+    def hostile() -> None:
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        os.close(0)
+
+    one = "tests/launch/test_refusals.py::test_after_torchrun_a_signal_interrupts_as_before"
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "no:cacheprovider", one]
+    done = subprocess.run(command, preexec_fn=hostile, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]

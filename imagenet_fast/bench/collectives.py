@@ -205,11 +205,7 @@ def parse_sizes(text: str) -> list[int]:
 
 def parse_collectives(text: str | None) -> list[Collective] | None:
     """Parse a comma-separated list of different collectives, if there is one; raise UserError for an unknown name."""
-    if text is None:
-        return None
-    if "mpi" in text.split(","):
-        raise UserError("--collectives mpi is `imagenet-fast bench published backends` now; use that, or leave mpi out")
-    return names("--collectives", text, get_args(Collective))
+    return None if text is None else names("--collectives", text, get_args(Collective))
 
 
 def _leaving(size: int, hosts: int) -> float:

@@ -1,4 +1,4 @@
-"""Make commands of documented functions, and groups of commands; read old names of options."""
+"""Make commands of documented functions, and groups of commands."""
 
 from __future__ import annotations
 
@@ -12,29 +12,21 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
 from imagenet_fast.cli import options
-from imagenet_fast.errors import UserError, warn
-
-_LAB = {"--hosts": "--nodes", "--ranks-per-host": "--nproc"}
-RENAMED: dict[str, dict[str, str]] = {
-    "compare": {"--hosts": "--nproc"}, "sync": _LAB, "collectives": _LAB, "ladder": _LAB, "batches": _LAB,
-    "count": {"--ranks-per-node": "--nproc"},
-}  # fmt: skip
-"""Renamed options by command: old and new name. Until the next version the old one works, with a warning."""
-MODES: dict[str, dict[str, str]] = {
-    "sync": {"--count": "count", "--ladder": "published ladder", "--batches": "published batches --batches"},
-    "plan": {"--rows": "plan rows", "--validate": "plan validate", "--cheapest": "plan --fastest --cheapest"},
-}
-"""Options that have become commands, by command: option and new command. They work likewise."""
-DROPPED: dict[str, dict[str, str]] = {
-    "step": {
-        "--checkpoint-every": "bench step times no checkpoints any more; train with and without "
-        "checkpoint.every_steps, and `imagenet-fast report` shows s/step of both"
-    }
-}
-"""Options that are gone, by command, and what is said to them."""
 
 
-class Command(TyperCommand):
+class _PlainFlags:
+    """Flags take no value, such as ``<bool>`` in help, and have no opposite, such as ``--no-trace``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]  # of a command or a group
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar, param.secondary_opts = "", []
+        return params
+
+
+class Command(_PlainFlags, TyperCommand):
     """A command.
 
     What its parameters mean is said in docstrings: of its function, which ends with ``Args``, else of its module or of
@@ -53,53 +45,22 @@ class Command(TyperCommand):
             param.help = meanings.get(param.name, param.help)
         super().__init__(name, help=text, params=params, callback=callback, **settings)
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters."""
-        return _plain_flags(super().get_params(ctx))
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse ``args``, in which options may have their old names, and ``--set`` may stand before KEY=VALUE."""
-        renamed = RENAMED.get(self.name or "", {})
-        for place, word in enumerate(args):
-            option, equals, value = word.partition("=")
-            if (told := DROPPED.get(self.name or "", {}).get(option)) is not None:
-                raise UserError(told)
-            if (new := renamed.get(option)) is not None:
-                warn(f"{option} is now {new}; the old name is read until the next version")
-                args = [*args[:place], new + equals + value, *args[place + 1 :]]
+        """Parse ``args``, in which ``--set`` may stand before KEY=VALUE."""
         if any(param.name == "keys" for param in self.params):
             args = _without_set(args)
         return super().parse_args(ctx, args)
 
 
-class Group(TyperGroup):
+class Group(_PlainFlags, TyperGroup):
     """A group of commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that ``args`` begin with.
-
-        A name may have two words, as ``plan rows``; the second may be an option, as ``plan --fastest``. An option that
-        was a mode of the command may stand for another command.
-        """
-        for name in self.commands:
-            first, _, second = name.partition(" ")
-            if first == args[0] and second in (args if second.startswith("-") else args[1:2]):
-                rest = args[1:]
-                rest.remove(second)
-                return super().resolve_command(ctx, [name, *rest])
-        for place, word in enumerate(args):
-            option = word.partition("=")[0]
-            if (new := MODES.get(args[0], {}).get(option)) is not None:
-                of = f"{ctx.info_name} " if ctx.parent else ""
-                warn(f"{of}{args[0]} {option} is now {of}{new}; the old form is read until the next version")
-                command = [part for part in new.split() if part != option]
-                kept = [word] if option in new.split() else []
-                return self.resolve_command(ctx, [*command, *args[1:place], *kept, *args[place + 1 :]])
+        """Find the command that ``args`` begin with; it may have two words, as ``plan rows`` and ``plan --fastest``."""
+        for place, word in enumerate(args[1:], 1):
+            if (name := f"{args[0]} {word}") in self.commands and (place == 1 or word.startswith("-")):
+                return super().resolve_command(ctx, [name, *args[1:place], *args[place + 1 :]])
         return super().resolve_command(ctx, args)
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters."""
-        return _plain_flags(super().get_params(ctx))
 
 
 class App(typer.Typer):
@@ -126,11 +87,3 @@ def _without_set(args: list[str]) -> list[str]:
     followed = zip(args, [*args, "-"][1:], strict=True)
     words = [word for word, after in followed if word != "--set" or after.startswith("-")]
     return ["" if word == "--set" else word.removeprefix("--set=") for word in words]
-
-
-def _plain_flags(params: list[Any]) -> list[Any]:
-    """Let flags take no value, such as ``<bool>`` in help, and have no opposite, such as ``--no-trace``."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar, param.secondary_opts = "", []
-    return params

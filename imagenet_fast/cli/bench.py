@@ -1,7 +1,6 @@
 """The measuring commands: `imagenet-fast bench`.
 
 Options of several commands:
-    model: Layer profile: alexnet, resnet50, a .json file of `bench profile`, or a random network.
     nodes: Number of nodes. With --rate each has its own link; else all are this node.
     nproc: Ranks on each node, connected by its loopback interface.
     rate: Rate of each node's link, such as 250mbit (Linux, root). Default: loopback, no limit.
@@ -39,8 +38,9 @@ bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
 published_app = App(help="Measure here what papers compare.", no_args_is_help=True)
 bench_app.add_typer(published_app, name="published")
 
-ProfileOption = Annotated[str, typer.Option(metavar="NAME|FILE|random:SEED")]
-ModelOption = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
+_PROFILE = "Layer profile: alexnet, resnet50, a .json file of `bench profile`, or a random network."
+ProfileOption = Annotated[str, typer.Option(metavar="NAME|FILE|random:SEED", help=_PROFILE)]
+ModelOption = Annotated[Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"], typer.Option(help="Model.")]
 Pixels = Annotated[int, typer.Option(metavar="N", min=16)]
 SizesOption = Annotated[str, typer.Option(metavar="A,B..C:N")]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -64,7 +64,6 @@ def bench_step(
     It uses one rank and synthetic data.
 
     Args:
-        model: Model.
         sync: Engines to time beside the plain loop.
         compile: Compile both loops with torch.compile, block by block.
         steps: Steps of each loop in a round.
@@ -273,7 +272,6 @@ def bench_pipeline(
         stages: Number of stages; each is a rank on this node.
         micro_batches: Numbers of micro-batches to divide a batch into.
         schedules: Schedules: gpipe, 1f1b (needs as many micro-batches as stages) and interleaved.
-        model: Model.
         sleep: Seconds that a stage sleeps for a micro-batch's forward.
         rounds: Steps to measure of each schedule.
     """
@@ -302,7 +300,6 @@ def bench_profile(
 
     Args:
         file: The JSON file to write.
-        model: Model.
         steps: Steps to record.
     """
     from imagenet_fast.bench.layer_profiler import record_profile
@@ -348,12 +345,6 @@ def bench_data(
     threads = workers or usable_cores()
     rates = bench_loading(chosen, data, image_size, batch, threads, seconds, rounds, resize)
     opt.show_rows(rates, json_file, draw_loading, png)
-
-
-@bench_app.command("kernels", hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def bench_kernels() -> None:
-    """Say what counts the kernels of an optimizer's step now."""
-    raise UserError("bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels` in the source directory")
 
 
 def _profile(model: str, compute_s: float | None) -> Profile:

@@ -5,10 +5,10 @@ Options of several commands:
     nproc: Ranks on each node, one per GPU. Default: the recipe's ranks, divided by the nodes.
     out: Run directory, as every node sees it. Default: a new one in runs.
     scale_batch: As in train.
-    time: Time limit in Slurm's form: 90 (minutes), 24:00:00 or 2-12:00:00.
+    time: Time limit in Slurm's form: 90 (minutes), 24:00:00, 2-12:00:00 or UNLIMITED.
     port: Port of the first node, where all nodes meet.
     no_gpus: Train on CPUs.
-    program: Command that starts imagenet-fast on the nodes. Default: this Python.
+    program: Words that start imagenet-fast on the nodes, without a shell. Default: this Python.
     file: Write to this file instead of the terminal.
 """
 
@@ -110,8 +110,7 @@ def k8s(
     check_data(job.recipe, data_claim, "--data-claim")
     text = jobset_text(
         job, job_label(job.path.stem) if name is None else name, image, run_claim, data_claim=data_claim, out=out,
-        namespace=namespace, gpus=not no_gpus, port=port,
-        time_limit_s=None if time is None else parse_time_limit(time),
+        namespace=namespace, gpus=not no_gpus, port=port, time_limit_s=parse_time_limit(time),
     )  # fmt: skip
     emit(text, file)
 

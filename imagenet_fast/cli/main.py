@@ -29,8 +29,9 @@ from imagenet_fast.cli.train import evaluate, train
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error
 
 app = App(
-    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
-)
+    no_args_is_help=True, invoke_without_command=True, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
 recipes_app = App(help="List the shipped recipes, their keys, or one recipe.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
 app.add_typer(data_app, name="data")
@@ -57,8 +58,13 @@ def entry() -> None:
 
 def _inherit_nothing() -> None:
     """Let no directory or variable around decide what runs: neither here nor in the Pythons that this one starts."""
+    if os.environ.pop("PYTHONOPTIMIZE", ""):  # help is made of docstrings, and so is DALI
+        os.execv(sys.executable, sys.orig_argv)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun's options, as an operator of Kubernetes sets them
+    for name in ("COLUMNS", "LINES", "TERMINAL_WIDTH"):  # nothing can be read in less than 20 columns
+        if not re.fullmatch("[2-9][0-9]|[1-9][0-9]{2,3}", os.environ.get(name, "")):
+            os.environ.pop(name, None)
     os.environ["MPLBACKEND"] = "agg"  # not the kernel's, in a cell of a notebook
     # Else a rank would look into the working directory first. The same Python finds the standard library by itself.
     first = takewhile(lambda folder: folder != sysconfig.get_path("stdlib"), sys.path)
@@ -83,14 +89,11 @@ def main() -> None:
         exit_with_error(str(error))
     except JobAborted as fault:
         exit_with_error(str(fault), code=1)
-    except UnicodeDecodeError as error:
-        exit_with_error(f"{error}; check the path")
     except OSError as error:
         if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
             raise
-        of_path = isinstance(error, _PATH_ERRORS)
-        advice = "; check the path" if of_path else ""
-        exit_with_error(f"{error.filename}: {error.strerror}{advice}", code=2 if of_path else 1)
+        advice, code = ("; check the path", 2) if isinstance(error, _PATH_ERRORS) else ("", 1)
+        exit_with_error(f"{error.filename}: {error.strerror}{advice}", code)
 
 
 def _check_start() -> None:
@@ -107,20 +110,12 @@ def _check_start() -> None:
             )
 
 
-def _print_version(asked: bool) -> None:
-    """Print the version and exit, if asked to."""
-    if asked:
+@app.callback()
+def imagenet_fast(version: Annotated[bool, typer.Option(help="Print the version and exit.")] = False) -> None:
+    """Train ImageNet fast, with a swappable gradient-sync engine."""
+    if version:
         print(f"imagenet-fast {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def imagenet_fast(
-    version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    """Train ImageNet fast, with a swappable gradient-sync engine."""
 
 
 app.command()(train)
@@ -172,9 +167,8 @@ app.command()(plan)
 app.command("plan --fastest")(plan_fastest)
 app.command("plan rows")(plan_rows)
 app.command("plan validate")(plan_validate)
-app.command()(compare)
-app.command()(report)
-app.command()(timeline)
+for command in (compare, report, timeline):
+    app.command()(command)
 
 
 @recipes_app.callback()
@@ -206,6 +200,6 @@ def show_recipe(name: Annotated[str, typer.Argument(metavar="NAME|PATH")]) -> No
     Args:
         name: Name of a shipped recipe, or a TOML file.
     """
-    from imagenet_fast.recipe.load import find_file
+    from imagenet_fast.recipe.load import find_file, read_text
 
-    print(find_file("recipe", name).read_bytes().decode(), end="")
+    print(read_text(find_file("recipe", name)), end="")

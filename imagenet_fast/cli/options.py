@@ -134,11 +134,3 @@ def draw_png(png: Path | None, draw: Callable[[Any], object]) -> None:
         figure = new_figure()
         draw(figure)
         figure.savefig(png)
-
-
-def written_out(shorthands: dict[str, object]) -> list[str]:
-    """Return recipe keys given as options of their own in the form KEY=VALUE.
-
-    None means that the option was not given; it is left out.
-    """
-    return [f"{key}={value}" for key, value in shorthands.items() if value is not None]

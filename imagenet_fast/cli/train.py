@@ -72,7 +72,8 @@ def train(
     from imagenet_fast.metrics.run_dir import RunDir
 
     run = run_to_resume(resume, out) if resume is not None else None
-    keys = [*keys, *opt.written_out({"seed": seed, "data.on_bad_image": on_bad_image})]
+    given = {"seed": seed, "data.on_bad_image": on_bad_image}
+    keys = [*keys, *(f"{key}={value}" for key, value in given.items() if value is not None)]
     if recipe is None and (run is None or not RunDir(run).job.is_file()):
         raise UserError("which recipe? add --recipe NAME, one of `imagenet-fast recipes`, or the path of a TOML file")
     place = _started_rank(
@@ -128,7 +129,7 @@ def evaluate(
     """
     from imagenet_fast.launch.job_setup import plan_evaluation
 
-    keys = [*keys, *opt.written_out({"data.on_bad_image": on_bad_image})]
+    keys = keys if on_bad_image is None else [*keys, f"data.on_bad_image={on_bad_image}"]
     plan = partial(plan_evaluation, weights, recipe, keys, data=data, report=json_file)
     if (place := _started_rank({"--nproc": nproc, "--nodes": nodes, "--rdzv-endpoint": rdzv_endpoint})) is not None:
         from imagenet_fast.launch.rank import evaluate_as_rank

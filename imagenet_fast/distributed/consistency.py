@@ -67,13 +67,9 @@ _DIFFERENT = {
 
 
 def compare_ranks(
-    engine: object,
-    steps_per_epoch: int,
-    group: dist.ProcessGroup | None,
-    named: Mapping[str, nn.Parameter],
-    model: nn.Module | None = None,
-    device: torch.device | None = None,
-) -> None:
+    engine: object, steps_per_epoch: int, group: dist.ProcessGroup | None, named: Mapping[str, nn.Parameter],
+    model: nn.Module | None = None, device: torch.device | None = None,
+) -> None:  # fmt: skip
     """Check that all ranks of ``group`` use the same engine and have the same parameters. All of them must call it.
 
     Warn if they have different buffers, which nothing makes equal later. Statistics of norms may differ.

@@ -70,6 +70,7 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
         UserError: If a node is missing or too many, or the endpoint cannot be used. Nodes that still wait raise it too.
     """
     deadline = time.monotonic() + join_timeout_s
+    Endpoint(socket.gethostname(), 0)  # torchrun looks for it
     endpoint = endpoint or _own_endpoint()
     host = endpoint.host
     if not is_here(host):
@@ -204,9 +205,8 @@ def connecting(place: RankInfo, store: Store, join_timeout_s: float) -> Iterator
         connected.set()
         reason = first_line(error)
         limit = exceeded_limit(reason)
-        sentence = f"rank {place.rank} could not connect to the others" + (
-            f": {limit}" if limit else f" ({reason}); {_INTERFACES}"
-        )
+        why = f": {limit}" if limit else f" ({reason}); {_INTERFACES}"
+        sentence = f"rank {place.rank} could not connect to the others{why}"
         with suppress(DistError):
             Board(store, "ranks").first("broken", sentence)
             time.sleep(_LINGER_S if place.is_main else 0)
@@ -289,20 +289,18 @@ def _difference(first: _Record, own: _Record, rank: int) -> str:
     differing = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
     if not differing:
         return ""
-    listed = ", ".join(
-        f"{key} is {theirs.get(key, 'unset')} and {ours.get(key, 'unset')}" for key in differing[:_LISTED]
-    )
-    more = f" and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
-    return f"{who[0]} and {who[1]} were told different things: {listed}{more}; give every node the same command"
+    pairs = [f"{key} is {theirs.get(key, 'unset')} and {ours.get(key, 'unset')}" for key in differing[:_LISTED]]
+    listed = ", ".join(pairs) + (f" and {len(differing) - _LISTED} more" if len(differing) > _LISTED else "")
+    return f"{who[0]} and {who[1]} were told different things: {listed}; give every node the same command"
 
 
 def _master() -> Endpoint:
-    try:
-        return Endpoint(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    except (KeyError, ValueError):
-        raise UserError(
-            "the environment has RANK but no MASTER_ADDR with a number as MASTER_PORT; start the ranks with torchrun"
-        ) from None
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if address and port.isdecimal():
+        return Endpoint(address, int(port))
+    raise UserError(
+        "the environment has RANK but no MASTER_ADDR with a number as MASTER_PORT; start the ranks with torchrun"
+    )
 
 
 def _open_store(place: RankInfo, master: Endpoint, join_timeout_s: float, deadline: float) -> Store:
@@ -311,10 +309,8 @@ def _open_store(place: RankInfo, master: Endpoint, join_timeout_s: float, deadli
     # After a restart torchrun's store still has the keys of the previous attempt; a store that rank 0 holds is new. The
     # restart count is the same on all nodes only if nodes never leave or join.
     attempt = f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if shared else '0'}"
-    limit, another = (
-        timedelta(seconds=join_timeout_s),
-        "choose another MASTER_ADDR and MASTER_PORT, or --rdzv-endpoint HOST:PORT",
-    )
+    limit = timedelta(seconds=join_timeout_s)
+    another = "choose another MASTER_ADDR and MASTER_PORT, or --rdzv-endpoint HOST:PORT"
     if shared or not place.is_main:
         store = _connect(master, deadline, join_timeout_s, another)
         store.set_timeout(limit)
@@ -322,8 +318,8 @@ def _open_store(place: RankInfo, master: Endpoint, join_timeout_s: float, deadli
     try:
         store = TCPStore(master.host, master.port, is_master=True, wait_for_workers=False, timeout=limit)
     except DistError as error:
-        here = is_here(master.host)
-        reason = first_line(error) if here else f"{master.host} is no address of the node that has rank 0"
+        elsewhere = f"{master.host} is no address of the node that has rank 0"
+        reason = first_line(error) if is_here(master.host) else elsewhere
         raise UserError(f"rank 0 cannot use {master} ({reason}); {another}") from None
     return PrefixStore(attempt, store)
 
@@ -335,8 +331,8 @@ def _own_endpoint() -> Endpoint:
             socket.create_connection(server.getsockname(), timeout=5).close()  # which torch would try for minutes
     except OSError as error:
         raise UserError(
-            f"the ranks of this node cannot reach each other at 127.0.0.1 ({cause(error)}); bring its loopback "
-            "interface up, as by `ip link set lo up`"
+            f"the ranks of this node cannot reach each other at 127.0.0.1 ({cause(error)}); give it its loopback "
+            "address, as by `ip link set lo up; ip address replace 127.0.0.1/8 dev lo`"
         ) from None
     return Endpoint("127.0.0.1", 0)
 
@@ -349,9 +345,8 @@ def _serve(endpoint: Endpoint) -> TCPStore | None:
     except DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             return None
-        raise UserError(
-            f"nodes cannot meet at {endpoint} ({first_line(error)}); give another --rdzv-endpoint"
-        ) from None
+        reason = first_line(error)
+        raise UserError(f"nodes cannot meet at {endpoint} ({reason}); give another --rdzv-endpoint") from None
 
 
 def _connect(endpoint: Endpoint, deadline: float, answer_s: float, another: str) -> TCPStore:
@@ -362,8 +357,7 @@ def _connect(endpoint: Endpoint, deadline: float, answer_s: float, another: str)
 
     def ask() -> None:
         with suppress(DistError):
-            limit = timedelta(seconds=answer_s)
-            answered.append(TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=limit))
+            answered.append(TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(0, answer_s)))
 
     call_within(answer_s, ask)
     if not answered:

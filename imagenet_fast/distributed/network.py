@@ -15,7 +15,7 @@ import psutil
 
 from imagenet_fast.distributed.board import wait_until
 from imagenet_fast.distributed.ranks import RankInfo
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,14 @@ class Endpoint:
 
     host: str
     port: int
+
+    def __post_init__(self) -> None:
+        """Raise UserError for a name that no resolver takes."""
+        try:
+            self.host.encode("idna")
+        except UnicodeError:
+            why = "a part of it is empty or has more than 63 characters"
+            raise UserError(f"{self.host} cannot be a host's name, since {why}; choose another") from None
 
     def __str__(self) -> str:
         """Return ``HOST:PORT``, with an IPv6 address in brackets."""
@@ -103,7 +111,10 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
             socket.create_connection((endpoint.host, endpoint.port), timeout=left).close()
             return True
         except socket.gaierror:
+            unheard = not reason and os.environ.get("LOCAL_RANK", "0") == "0"
             reason = f"the name {endpoint.host} cannot be resolved here; give an address, or add it to /etc/hosts"
+            if unheard:
+                warn(f"{reason} (tried for {deadline - time.monotonic():.0f} s)")
         except OSError as error:
             reason = f"{cause(error)}; start the same command on that host, or check firewall and address"
         return needless()
@@ -138,8 +149,7 @@ def _is_own(address: str, own: dict[str, str]) -> bool:
 def _plain(address: object) -> str:
     """Return an address without its scope, and an IPv4-mapped IPv6 address as IPv4."""
     found = ipaddress.ip_address(str(address).partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return str(mapped or found)
+    return str(getattr(found, "ipv4_mapped", None) or found)
 
 
 def sent_bytes(interface: str) -> int | None:

@@ -16,7 +16,9 @@ from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_file, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 
-_UNITS_S = (1, 60, 3600, 86_400)  # of the parts of a time limit, from the last
+_UNITS_S = (86_400, 3600, 60, 1)
+_QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\$`])*\"""", re.DOTALL)  # what a shell takes as it is
+_SHELL = re.compile(r"[$`;&|<>()*?\[\n]+|(?:^|\s)[~#]|^\s*\w+=")  # what it acts upon
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,17 @@ class ClusterJob:
     def command(self, program: str | None, data: Path | None, folder: Path, *more: str) -> list[str]:
         """Return the command of nodes that share this node's files, with ``more`` options of `train`.
 
-        ``program`` is what starts imagenet-fast there, as in a shell; None for this Python.
+        ``program`` is what starts imagenet-fast there, in words that are quoted as in a shell; None for this Python.
 
         Raises:
-            UserError: ``program`` cannot be read, or ``data`` is missing or would be ignored.
+            UserError: ``program`` cannot be read or needs a shell, or ``data`` is missing or would be ignored.
         """
         check_data(self.recipe, data, "--data")
+        if program is not None and (found := _SHELL.search(_QUOTED.sub("'", program))):
+            raise UserError(
+                f"--program {program!r} has {found[0].strip()!r}, which is for a shell, and nodes start words without "
+                'one; put it into a script that ends with `exec imagenet-fast "$@"`, and give that script'
+            )
         try:
             words = [sys.executable, "-m", "imagenet_fast"] if program is None else shlex.split(program)
         except ValueError as error:
@@ -113,19 +120,18 @@ def check_data(recipe: Recipe, given: object | None, option: str) -> None:
         raise UserError(f"the nodes do not know where {recipe.data.dataset} lies; say it with {option}")
 
 
-def parse_time_limit(text: str) -> int:
-    """Parse Slurm's ``MINUTES``, ``MIN:SEC``, ``H:MIN:SEC`` or ``DAYS-H[:MIN[:SEC]]`` to seconds. Raises UserError."""
-    found = re.fullmatch(r"(?:(\d{1,4})-)?(\d{1,6})(?::(\d{1,2}))?(?::(\d{1,2}))?", text, re.ASCII)
-    days, *parts = found.groups() if found else (None,)
-    given = [int(part) for part in parts if part is not None]
-    if days is not None:
-        given = [int(days), *given, *[0] * (3 - len(given))]
-    elif len(given) == 1:  # minutes only
-        given += [0]
-    seconds = sum(part * unit for part, unit in zip(reversed(given), _UNITS_S, strict=False))
-    if not seconds:
+def parse_time_limit(text: str | None) -> int | None:
+    """Return the seconds of Slurm's ``MINUTES``, ``MIN:SEC``, ``H:MIN:SEC`` or ``DAYS-H[:MIN[:SEC]]``; None: no limit.
+
+    Slurm has none for 0, ``UNLIMITED`` and ``INFINITE``. Raises UserError.
+    """
+    if text is None or text.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    if not re.fullmatch(r"(?:\d{1,4}-)?\d{1,6}(?::\d{1,2}){0,2}", text, re.ASCII):
         raise UserError(f"--time {text} is no time limit; write for example 90 (minutes), 24:00:00 or 2-12:00:00")
-    return seconds
+    parts = [int(part) for part in re.split("[-:]", text)]
+    units = _UNITS_S if "-" in text else _UNITS_S[1:] if len(parts) == 3 else _UNITS_S[2:]
+    return sum(part * unit for part, unit in zip(parts, units, strict=False)) or None
 
 
 def job_label(name: str) -> str:
@@ -136,15 +142,12 @@ def job_label(name: str) -> str:
 
 
 def emit(text: str, file: Path | None) -> None:
-    """Print the text of a job, or write it to ``file``. Raises UserError, and prints nothing, if that fails."""
+    """Print the text of a job, or write it to ``file``. Raises UserError if it is not UTF-8."""
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
         raise UserError("a path or an option is not UTF-8, as the text of a job is; choose another") from None
     if file is None:
         print(text, end="")
-        return
-    try:
+    else:
         file.write_bytes(encoded)
-    except OSError as error:
-        raise UserError(f"--file {file} cannot be written ({error.strerror}); choose another") from None

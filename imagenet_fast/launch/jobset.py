@@ -17,6 +17,7 @@ from typing import Any
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
 from imagenet_fast.metrics.run_result import STOPPED
+from imagenet_fast.recipe.load import read_text
 
 _DATA, _RUNS, _RECIPES = "/data", "/runs", "/recipes"  # where volumes are mounted in a pod
 _RESTARTS = 10  # per node; Kubernetes counts those of all nodes together
@@ -41,7 +42,12 @@ def jobset_text(
     Raises:
         UserError: If Kubernetes would reject a name, or the run directory would be lost with the pod.
     """
-    _check_names(label, image, {"--data-claim": data_claim, "--run-claim": run_claim, "--namespace": namespace})
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", image):
+        raise UserError(f"--image {image!r} is no image; write for example registry.example/imagenet-fast:1")
+    _check_name("--name", label, 40, first="a-z")
+    _check_name("--namespace", namespace, 63)
+    for option, claim in (("--run-claim", run_claim), ("--data-claim", data_claim)):
+        _check_name(option, claim, 253, dots=".")
     folder = PurePosixPath(f"{_RUNS}/{label}" if out is None else out)
     if PurePosixPath(_RUNS) not in folder.parents or ".." in folder.parts:
         raise UserError(f"--out {folder} is not on --run-claim, which pods see at {_RUNS}; choose a directory below it")
@@ -61,7 +67,7 @@ def jobset_text(
     container = {
         "name": _CONTAINER,
         "image": image,
-        "command": ["imagenet-fast", *map(_escape_dollars, words), *meeting],
+        "command": ["imagenet-fast", *(word.replace("$", "$$") for word in words), *meeting],  # $(NAME) is expanded
         "ports": [{"containerPort": port}],
         **({"resources": {"limits": {"nvidia.com/gpu": job.ranks_each}}} if gpus else {}),
         "volumeMounts": [{"name": name, "mountPath": path} for name, (path, _) in volumes.items()],
@@ -75,8 +81,10 @@ def jobset_text(
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
     }
     rules = [
-        _on_exit_code(_SHORT_OF_TARGET, "FailJob"),
-        _on_exit_code(STOPPED, "Ignore"),
+        *(
+            {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
+            for code, action in ((_SHORT_OF_TARGET, "FailJob"), (STOPPED, "Ignore"))  # created again, and not counted
+        ),
         # JobSet's own schema has no default for the status.
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
@@ -95,7 +103,7 @@ def jobset_text(
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{label}-recipe", **at},
-        "data": {file: job.path.read_text(encoding="utf-8")},
+        "data": {file: read_text(job.path)},
     }
     manifest = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -110,21 +118,14 @@ def jobset_text(
     return json.dumps(manifest if job.shipped else both, indent=2, ensure_ascii=False) + "\n"
 
 
-def _on_exit_code(code: int, action: str) -> dict[str, Any]:
-    """Return a rule for an exit code; "Ignore" creates the pod again without counting it."""
-    return {"action": action, "onExitCodes": {"containerName": _CONTAINER, "operator": "In", "values": [code]}}
-
-
-def _check_names(label: str, image: str, others: dict[str, str | None]) -> None:
-    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", label):
-        raise UserError(f"--name {label!r} is no name of a job; use at most 40 small letters, digits and -")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*", image):
-        raise UserError(f"--image {image!r} is no image; write for example registry.example/imagenet-fast:1")
-    for option, name in others.items():
-        if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
-            raise UserError(f"{option} {name!r} is no name of Kubernetes'; use small letters, digits, - and .")
-
-
-def _escape_dollars(word: str) -> str:
-    """Escape dollars, since Kubernetes expands ``$(NAME)`` and reads two dollars as one."""
-    return word.replace("$", "$$")
+def _check_name(option: str, name: str | None, most: int, first: str = "a-z0-9", dots: str = "") -> None:
+    """Raise UserError with the rule of DNS that a name breaks; with ``dots`` it may have several parts."""
+    it = "each part" if dots else "it"
+    for pattern, fix in (
+        (f"[^a-z0-9{dots}-]", f"use only small letters, digits{', . and -' if dots else ' and -'}"),
+        (f"(?:^|[.])(?![{first}])", f"begin {it} with a letter{' or digit' * ('0' in first)}"),
+        (r"-(?:$|[.])", f"end {it} with a letter or digit"),
+        (f".{{{most + 1}}}", f"shorten it to {most} characters"),
+    ):
+        if name is not None and re.search(pattern, name):
+            raise UserError(f"{option} {name!r} is no name of Kubernetes'; {fix}")

@@ -28,6 +28,10 @@ _SCRIPT = """\
 # the ranks, which save, and end with exit code {stopped}; the job is then queued again, and goes on where it was. If
 # they could not save in time (exit code 1), it goes on from the last checkpoint, if this start has made one.
 
+if [ -n "$SLURM_ARRAY_TASK_ID" ]; then
+    echo 'error: tasks of an array would all train in one directory; leave --array out, or print a script for each' >&2
+    exit 2
+fi
 manifests() {{ stat -c '%n %y' {checkpoints}/step-*/manifest.json 2>/dev/null; }}
 before=$(manifests)
 {step} \\
@@ -65,10 +69,15 @@ def sbatch_text(
         UserError: If a name has characters that Slurm does not allow, or the time limit leaves no time to train.
     """
     warning_s = max(_WARNING_S, math.ceil(job.recipe.checkpoint.grace_s) + 70)
-    if time_limit is not None and parse_time_limit(time_limit) <= 2 * warning_s:
+    limit_s = parse_time_limit(time_limit)
+    if limit_s is not None and limit_s <= 2 * warning_s:
         minutes = math.ceil(2 * warning_s / 60)
         grace = f" (checkpoint.grace_s is {job.recipe.checkpoint.grace_s:g})" if warning_s > _WARNING_S else ""
         raise UserError(f"--time {time_limit} leaves no time to train{grace}; give more than {minutes} minutes")
+    for option, name in (("--partition", partition), ("--account", account)):
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", name):
+            rule = "begin it with a letter, a digit or _, and use only these and . , @ + -"
+            raise UserError(f"{option} {name!r} is no name of Slurm's; {rule}")
     asked = {
         "job-name": job_label(job.path.stem),
         "nodes": str(job.nodes),
@@ -78,14 +87,13 @@ def sbatch_text(
         "exclusive": None if cores else "",
         "mem": None if cores else "0",  # all of the node's memory
         "time": time_limit,
-        "partition": _check_slurm_name("--partition", partition),
-        "account": _check_slurm_name("--account", account),
+        "partition": partition,
+        "account": account,
         "open-mode": "append",
         "requeue": "",
         "signal": f"B:USR1@{warning_s}",
     }
-    given = {key: value for key, value in asked.items() if value is not None}
-    directives = [f"#SBATCH --{key}={value}" if value else f"#SBATCH --{key}" for key, value in given.items()]
+    directives = [f"#SBATCH --{key}={value}".rstrip("=") for key, value in asked.items() if value is not None]
     step = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
     step += [f"--cpus-per-task={cores}"] if cores else []  # srun no longer reads it from the script's header
     return _SCRIPT.format(
@@ -97,10 +105,3 @@ def sbatch_text(
         stopped=STOPPED,
         warning=warning_s,
     )
-
-
-def _check_slurm_name(option: str, value: str | None) -> str | None:
-    """Return ``value`` if a directive can hold it unquoted."""
-    if value is not None and not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*", value):
-        raise UserError(f"{option} {value!r} is no name of Slurm's; use letters, digits and _ . , @ + -")
-    return value

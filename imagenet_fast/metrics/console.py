@@ -158,7 +158,7 @@ class ConsoleSink:
             if not value.startswith(NOTHING):
                 self._print(f"  {label:<17} {value}")
         if (outcome["data_wait_pct"] or 0.0) > BEARABLE_WAIT_PCT:
-            self._print("Training waited for its images: see docs/how-to/slow-runs.md for what helps.")
+            self._print("It waited for images: use all cores (data.workers=0), or shrink them (data prepare --resize).")
 
 
 def _verdict(outcome: Event) -> str:

@@ -138,8 +138,8 @@ def _failing(
 def to_channels_last(network: nn.Module) -> None:
     """Store all weights and buffers of four dimensions in channels_last memory."""
     for tensor in (*network.parameters(), *network.buffers()):
-        if tensor.dim() == 4:  # Module.to would refuse weights of five dimensions
-            tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+        if tensor.dim() == 4:  # Module.to would refuse five; contiguous() keeps strides of one pixel, and DDP warns
+            tensor.data = torch.empty_like(tensor.data, memory_format=torch.channels_last).copy_(tensor.data)
 
 
 def _way_out(error: Exception, training: bool, count: int) -> str:

@@ -8,6 +8,7 @@ first bytes, not from its name.
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from argparse import Namespace
@@ -31,11 +32,7 @@ from imagenet_fast.recipe.schema import Recipe
 _KEY = "imagenet_fast"  # the only metadata key: safetensors writes several in any order, and files would differ
 _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Entries of other programs' checkpoints that hold weights.
-
-A moving average is first: it is what they report.
-"""
+_ENTRIES = ("state_dict", "model", "state_dict_ema", "model_ema")  # of checkpoints of others, which hold weights
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
 _CLASSES = 7919  # a prime number, and no layer of a network is as wide
@@ -44,7 +41,7 @@ _LISTED = 3  # number of misfitting weights that a message lists
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of one file, under the plain names of a model's state dict: without those of wrappers around it."""
+    """Weights of one file, under the names of a model's state dict, which may have a wrapper's before all of them."""
 
     source: str
     """Name of the source in messages."""
@@ -111,6 +108,7 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
         UserError: A tensor is missing, unknown, of another shape, not plain or not finite, or a variance is negative.
     """
     expected = _expected(model, classes)
+    weights = replace(weights, tensors=under_names_of(expected, weights.tensors))
     found = {name: tensor for name, tensor in weights.tensors.items() if _is_read(name, tensor, expected)}
     if fresh_head:
         head = _head(model)
@@ -161,8 +159,8 @@ def fill(network: nn.Module, fitting: Weights) -> None:
 
 def classes_of(weights: Weights, model: schema.Model) -> int:
     """Return the number of classes, if the weights are of ``model``; 0 if they have no last layer of that name."""
-    found = ((weights.tensors[name].shape, axis) for name, axis in _head(model).items() if name in weights.tensors)
-    return next((shape[axis] for shape, axis in found if axis < len(shape)), 0)
+    found, head = under_names_of(_expected(model, _CLASSES), weights.tensors), _head(model).items()
+    return next((found[name].shape[axis] for name, axis in head if name in found and axis < found[name].dim()), 0)
 
 
 def _read_safetensors(file: Path) -> Weights:
@@ -206,31 +204,33 @@ def _unwrap(file: Path, content: object) -> Weights:
     entries = content if isinstance(content, dict) else {}
     inside = {str(name): _plain_names(value) for name, value in entries.items() if _is_state_dict(value)}
     usual = next((name for name in _ENTRIES if name in inside), None)
-    # Beside a usual entry one of another name may be its moving average.
-    rivals = [n for n in inside if n not in _ENTRIES and (usual is None or inside[n].keys() == inside[usual].keys())]
-    if len(chosen := [usual, *rivals] if usual is not None else rivals) != 1:
+    # Beside a usual entry one of the same names may be its moving average.
+    chosen = [n for n in inside if usual is None or inside[n].keys() == under_names_of(inside[n], inside[usual]).keys()]
+    if len(chosen) != 1:
         among = f"; its entries are {', '.join(map(str, list(entries)[:8]))}" if entries else ""
-        raise UserError(
-            f"{file} holds {'several state dicts' if chosen else 'no state dict'}{among}; give a file of one alone, as "
-            "torch.save(model.state_dict(), FILE) makes it"
-        )
+        found = f"several state dicts, {' and '.join(chosen)}" if chosen else f"no state dict{among}"
+        how = f"checkpoint[{chosen[-1]!r}]" if chosen else "model.state_dict()"
+        raise UserError(f"{file} holds {found}; give a file of one alone, as torch.save({how}, FILE) makes it")
     return Weights(f"{file} ({chosen[0]})", inside[chosen[0]])
 
 
 def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in value.items())
-    )
+    named = value.items() if isinstance(value, dict) else ()
+    return bool(named) and all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in named)
+
+
+def under_names_of(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` by the names of ``expected``, if these differ from theirs in what all of them begin with."""
+    if expected.keys() & tensors.keys():
+        return dict(tensors)
+    common = (os.path.commonprefix([*names]) for names in (expected, tensors))  # noqa: RUF071  (up to a dot)
+    own, theirs = (prefix[: prefix.rfind(".") + 1] for prefix in common)
+    return {own + name.removeprefix(theirs): tensor for name, tensor in tensors.items()}
 
 
 def _plain(name: str) -> str:
-    """Remove what torch's wrappers add to a name: compiled modules, averaged models, DDP.
-
-    pytorch/examples wraps only the features of AlexNet and VGG in DataParallel.
-    """
-    return re.sub(r"(^|(?<=features\.))(module\.)+", "", name.replace("_orig_mod.", ""))
+    """Remove what torch adds to names of compiled modules; pytorch/examples wraps the features of AlexNet and VGG."""
+    return name.replace("_orig_mod.", "").replace("features.module.", "features.")
 
 
 def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

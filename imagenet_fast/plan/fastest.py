@@ -11,13 +11,7 @@ from typing import Literal
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.prediction import (
-    MODEL_ERROR,
-    Result,
-    Situation,
-    planned_engines,
-    training_images,
-)
+from imagenet_fast.plan.prediction import MODEL_ERROR, Result, Situation, planned_engines, training_images
 from imagenet_fast.plan.report import needed_gb
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.load import load_recipe, parse_recipe, read_toml, to_toml
@@ -135,6 +129,10 @@ def remarks(cluster: Cluster, best: Sequence[Way], refused: Sequence[str], cheap
     else:
         yield f"{named} is the {'cheapest' if cheapest else 'fastest'}"
     yield from refused
+    if any(way.held_back_by == "batch-norm span" for way in best):
+        yield f"batch-norm span: norms would see fewer than {FEW_IMAGES} images on more GPUs, so those stay idle"
+    if any(way.held_back_by == "memory" for way in best):
+        yield "memory: a GPU does not hold its share of the batch at once, so gradients are accumulated"
     if cluster.input.images_per_s is None:
         yield (
             "input.images_per_s of the cluster is unknown, so no row waits for images: a node's loaders must give "

@@ -86,8 +86,7 @@ def check_norms(recipe: Recipe, batching: Batching) -> None:
 
     That happens for a micro-batch of 1 image that is so small that its last feature maps are one pixel.
     """
-    largest = recipe.model.one_pixel_image
-    size = min(recipe.data.training_sizes)
+    largest, size = recipe.model.one_pixel_image, min(recipe.data.training_sizes)
     if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
         return
     raise UserError(
@@ -111,15 +110,9 @@ def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
     optim = {"lr": factor * recipe.optim.lr}
     if isinstance(recipe.optim, Sgd) and recipe.optim.decoupled:
         optim["weight_decay"] = ratio * recipe.optim.weight_decay
-    return recipe.model_copy(
-        update={
-            "ranks": ranks,
-            "global_batch": _share(recipe) * ranks,
-            "optim": recipe.optim.model_copy(update=optim),
-            "ema_decay": recipe.ema_decay**ratio,
-            "schedule": schedule.model_copy(update=rates),
-        }
-    )
+    scaled: dict[str, object] = {"optim": recipe.optim.model_copy(update=optim), "ema_decay": recipe.ema_decay**ratio}
+    scaled |= {"global_batch": _share(recipe) * ranks, "schedule": schedule.model_copy(update=rates)}
+    return recipe.model_copy(update={"ranks": ranks, **scaled})
 
 
 def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:

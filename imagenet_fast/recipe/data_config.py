@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from imagenet_fast.recipe.base import Table
-
-
-def _gone(value: Any) -> Any:
-    """Refuse a value of a key that is no longer there, unless it was off."""
-    if value:
-        raise ValueError(
-            "images are no longer cached while they are loaded: `imagenet-fast data prepare --format pixels --resize "
-            "256` writes decoded ones, and --data reads them; leave data.cache and data.cache_side out"
-        )
-    return value
 
 
 class DaliDecoding(Table):
@@ -123,10 +105,6 @@ class ImageData(Table):
     ``fail``: end the run with an error that names the image. ``skip``: name it in a warning. In training another image
     replaces it; in an evaluation it counts as wrong.
     """
-    cache: Annotated[str, AfterValidator(_gone)] = Field(default="", exclude=True, repr=False)
-    """No longer a key; read in tables of earlier runs, where it was empty."""
-    cache_side: Annotated[NonNegativeInt, AfterValidator(_gone)] = Field(default=0, exclude=True, repr=False)
-    """No longer a key; read in tables of earlier runs, where it was 0."""
     dali: DaliDecoding = DaliDecoding()
     """Settings of DALI's decoder, for ``loader`` = ``dali`` on a GPU."""
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.recipe.batching import Batching
@@ -133,8 +133,6 @@ def write_job(job: AnyJob, path: Path) -> None:
 def read_job(path: Path, kind: type[J]) -> J:
     """Read a job of type ``kind`` that ``write_job`` wrote.
 
-    Fields that a file of an earlier version lacks have their defaults.
-
     Raises:
         OSError: The file cannot be read.
         ValueError: It is damaged, or of another kind.
@@ -156,12 +154,9 @@ def differences(begun: Mapping[str, Any], recipe: Recipe) -> list[str]:
     """List the keys that differ but may not change, each as ``optim.lr (0.1, now 0.2)``.
 
     Args:
-        begun: The tables of the recipe that the run began with, as JSON. They may come from an earlier version, which
-            lacked keys that have defaults now.
+        begun: The tables of the recipe that the run began with, as JSON.
         recipe: The recipe to resume with.
     """
-    with suppress(ValidationError):
-        begun = recipe_tables(Recipe.model_validate_json(json.dumps(begun)))
     before, now = flat_tables(begun), flat_tables(recipe_tables(recipe))
     keys = [key for key in (before | now) if before.get(key) != now.get(key) and not _may_change(key)]
     return [f"{key} ({json.dumps(before.get(key))}, now {json.dumps(now.get(key))})" for key in keys]

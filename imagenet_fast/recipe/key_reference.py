@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from imagenet_fast.errors import UserError, did_you_mean
@@ -48,10 +49,11 @@ def recipe_keys(prefix: str = "") -> list[Key]:
     return found
 
 
-def table_keys(root: type[Table]) -> Iterator[Key]:
-    """Yield the keys of ``root`` and of the tables in it, in the order of the schema."""
-    schema = root.model_json_schema(mode="serialization")  # without keys that are only read
-    return _keys(schema, schema["$defs"], "")
+@cache
+def table_keys(root: type[Table]) -> tuple[Key, ...]:
+    """Return the keys of ``root`` and of the tables in it, in the order of the schema."""
+    schema = root.model_json_schema()
+    return tuple(_keys(schema, schema["$defs"], ""))
 
 
 def _keys(table: Schema, tables: Schema, path: str) -> Iterator[Key]:
@@ -77,7 +79,9 @@ def _keys_of_kinds(kinds: list[Schema], choice: str, tables: Schema, path: str) 
         names = chosen.get("enum") or [chosen["const"]]
         types += names
         listed = " and ".join(f"`{name}`" for name in names)
-        meanings.append(chosen.get("description") or f"{listed}: {kind['description'].partition(chr(10) * 2)[0]}")
+        meanings.append(
+            chosen.get("description") or f"{listed}: {kind.get('description', '').partition(chr(10) * 2)[0]}"
+        )
         for key in _keys(kind, tables, path):
             merged[key] = [*merged.get(key, []), *names]
     yield Key(path + choice, (), _listed(types), "required", _prose(" ".join(meanings)))

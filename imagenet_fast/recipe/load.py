@@ -49,11 +49,23 @@ def find_file(kind: Kind, name: str) -> Path:
     raise UserError(f"there is no {kind} '{name}'; {did_you_mean(name, known, there)}")
 
 
+def read_text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark. Raises UserError if it is not UTF-8."""
+    content = path.read_bytes()
+    if b"\0" in content[:4]:  # the first character is ASCII
+        raise UserError(f"{path} is in UTF-16; save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path} is not UTF-8 in line {line}; save it as UTF-8") from None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file. Raises UserError if it cannot be read."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:  # not TOML, not text, a number too long, nesting too deep
+        return tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:  # not TOML, a number too long, nesting too deep
         raise UserError(f"{path} cannot be read as TOML ({error}); correct it there") from None
 
 
@@ -230,13 +242,15 @@ def _fix(root: type[Table], key: str, error: ErrorDetails) -> str:
     """Return what to do about a value of a wrong type."""
     match error["type"]:
         case "bool_parsing" | "bool_type" if " or " not in error["msg"]:
-            return "write true or false"
+            fix = "write true or false"
         case "float_parsing" | "float_type" if isinstance(error["input"], str) and " or " not in error["msg"]:
-            return "write digits before and after the point, as in 0.5 or 1e-4"
+            fix = "write digits before and after the point, as in 0.5 or 1e-4"
         case "model_type" | "model_attributes_type" | "dict_type":
-            return f"it is a table, so write {key}.{_discriminator(root, key) or 'KEY'}=VALUE"
+            fix = f"it is a table, so write {key}.{_discriminator(root, key) or 'KEY'}=VALUE"
         case _:
-            return "correct it"
+            fix = "correct it"
+    optional = any((one.name, one.default) == (key, "absent") for one in table_keys(root))
+    return f"{fix}, or leave it out (KEY=none)" if optional else fix
 
 
 def _shortened(found: str) -> str:

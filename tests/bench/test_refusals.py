@@ -20,7 +20,6 @@ collectives --sizes 4MB..2KB -> --sizes 4MB..2KB has a range that begins above i
 collectives --sizes 900GB -> GiB of memory
 collectives --sizes 1GB --rate 1mbit -> take at least
 collectives --collectives ring,rign -> there is no 'rign'; choose among native, ring
-collectives --collectives ring,mpi -> is `imagenet-fast bench published backends` now
 published backends --nodes 1 -> nobody to send to
 collectives --collectives hierarchical -> goes between hosts of several ranks
 collectives --collectives hierarchical --rate 1gbit -> goes between hosts of several ranks
@@ -49,9 +48,7 @@ pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet makes 8 stages, not 9; lower parallel.pipeline or --stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> makes 8 stages, not 10
 data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among synthetic, folder, pixels
-step --checkpoint-every=2 -> train with and without checkpoint.every_steps, and `imagenet-fast report`
 profile here.txt -> here.txt does not end in .json
-kernels --model resnet50 -> bench kernels is a test now; on a GPU, run `pytest tests/gpu -k kernels`
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,lazy:bf16 -> names lazy:bf16 twice (lazy and lazy:bf16 are the same); leave one out

@@ -96,8 +96,7 @@ def commands(command: Any, name: str = "") -> Iterator[str]:
     if not inner or (name and command.invoke_without_command):
         yield name
     for word, below in inner.items():
-        if not below.hidden:
-            yield from commands(below, f"{name} {word}".strip())
+        yield from commands(below, f"{name} {word}".strip())
 
 
 NAMES = frozenset(commands(get_command(app)))

@@ -24,7 +24,7 @@ from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.load import find_file
-from tests.e2e.command import in_process
+from tests.e2e.command import imagenet_fast, in_process
 
 
 def test_an_error_of_a_path_is_a_sentence(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
@@ -65,6 +65,23 @@ def test_help_needs_neither_torch_nor_pydantic():
         assert command in imported.stdout
 
 
+@pytest.mark.usefixtures("subprocesses")
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        ("recipes keys optim", {"COLUMNS": "0", "LINES": "0"}),
+        ("recipes keys optim", {"COLUMNS": "²", "LINES": "-1"}),
+        ("recipes keys optim.LR", {"PYTHONOPTIMIZE": "2"}),
+        ("recipes --help", {"COLUMNS": "9" * 12, "LINES": "³", "TERMINAL_WIDTH": "wide", "PYTHONOPTIMIZE": "2"}),
+    ],
+)
+def test_no_variable_takes_away_what_is_printed(words: str, variables: dict[str, str]):
+    """Neither a terminal without columns nor a Python without docstrings."""
+    usual, hostile = imagenet_fast(*words.split(), COLUMNS="80"), imagenet_fast(*words.split(), **variables)
+    assert usual.stdout + usual.stderr
+    assert (hostile.stdout, hostile.stderr, hostile.returncode) == (usual.stdout, usual.stderr, usual.returncode)
+
+
 def test_every_option_has_help_and_no_flag_an_opposite():
     def options(command: Any) -> Iterator[Any]:
         yield from command.get_params(Context(command))
@@ -95,30 +112,6 @@ def test_completion_names_commands_options_and_choices(words: str, completed: st
     assert runner.invoke(app, prog_name="imagenet-fast").output.split() == [completed]
 
 
-BEFORE = """
-compare --recipe=smoke --layout=dp2 --hosts 3: --hosts is now --nproc
-compare --recipe=smoke --layout=dp2 --hosts=3: --hosts is now --nproc
-bench sync --count --ranks 9 --ranks-per-node 8: bench sync --count is now bench count, --ranks-per-node is now --nproc
-bench sync --hosts 2 --ladder --model none: bench sync --ladder is now bench published ladder, --hosts is now --nodes
-bench sync --batches=16,0: bench sync --batches is now bench published batches --batches
-bench collectives --sizes 0 --ranks-per-host 2: --ranks-per-host is now --nproc
-plan --cluster none --cheapest: plan --cheapest is now plan --fastest --cheapest
-plan --recipe none --validate: plan --validate is now plan validate
-"""
-"""Options of before, and the warnings with which they are read; then each command is refused for another reason."""
-
-
-@pytest.mark.parametrize("line", BEFORE.strip().splitlines())
-def test_an_option_of_before_is_read_with_a_warning(line: str, monkeypatch, capsys: pytest.CaptureFixture[str]):
-    words, _, warnings = line.partition(": ")
-    monkeypatch.setattr(sys, "argv", ["imagenet-fast", *words.split()])
-    with pytest.raises(SystemExit):
-        main()
-    *warned, refused = capsys.readouterr().err.splitlines()
-    assert [sentence.partition(";")[0] for sentence in warned] == [f"warning: {said}" for said in warnings.split(", ")]
-    assert refused.startswith("error: --") or "none" in refused
-
-
 @pytest.mark.usefixtures("own_signals")
 @pytest.mark.parametrize("words", ["launch slurm --nodes 1", "compare --layout dp2 --nproc 2 --out {}/a"])
 def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_path: Path, monkeypatch, capsys):
@@ -134,8 +127,11 @@ def test_a_wire_that_the_engine_does_not_send_is_warned_of_once(words: str, tmp_
     )
 
 
-def test_a_recipe_is_shown_as_its_file_is():
-    assert in_process("recipes", "show", "demo") == (ROOT / "recipes" / "demo.toml").read_text()
+def test_a_recipe_is_shown_as_its_file_is(tmp_path: Path, refusal: Callable[..., str]):
+    text = (ROOT / "recipes" / "demo.toml").read_text()
+    assert in_process("recipes", "show", "demo") == text
+    (tmp_path / "wide.toml").write_text(text, encoding="utf-16")
+    assert f"{tmp_path}/wide.toml is in UTF-16; save" in refusal("recipes", "show", str(tmp_path / "wide.toml"))
 
 
 REFUSED = {
@@ -152,6 +148,10 @@ REFUSED = {
         ("--recipe smoke --out /proc/run", "cannot be written"),
         ("--recipe smoke --nodes 2", "needs --rdzv-endpoint"),
         ("--recipe smoke --rdzv-endpoint localhost:99999", "is not HOST:PORT"),
+        (
+            "--recipe smoke --rdzv-endpoint node..0:29400",
+            "node..0 cannot be a host's name, since a part of it is empty or",
+        ),
         ("--recipe demo --out=", "--out is empty; name a directory"),
         ("--recipe smoke --on-bad-image skip", "data.on_bad_image"),
         ("--recipe smoke --fresh-head", "--fresh-head is for weights to start from; add --init-from FILE"),
@@ -252,7 +252,7 @@ def test_two_runs_that_begin_at_once_have_two_directories():
     assert new_folder("smoke", "ring") != new_folder("smoke", "ring")
 
 
-@pytest.mark.parametrize("word", ["--out=~/runs/a", "~/runs/a", "$HOME/runs/a", "--set=data.cache=${HOME}/c"])
+@pytest.mark.parametrize("word", ["--out=~/runs/a", "~/runs/a", "$HOME/runs/a", "--set=model.name=${HOME}/c"])
 def test_what_no_shell_has_expanded_is_no_path(word: str, refusal: Callable[..., str]):
     """A shell leaves ``--out=~/a`` as it is, and a job that no shell starts a ``$HOME`` too."""
     assert refusal("report", word).startswith(f"error: {word}: no shell has expanded what it begins with; write the")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.join import introduce, meet
-from imagenet_fast.distributed.network import parse_endpoint
+from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -150,6 +151,15 @@ def test_a_host_that_cannot_be_reached_is_named_in_time(network: Hosts):
     assert "at 10.77.9.9:29400 within 1 s: " in silent
     assert "the name nowhere cannot be resolved here" in unknown
     assert "at node1:29400 within 1 s: connection refused; start the same command on that host" in refused
+
+
+def test_a_name_that_does_not_resolve_is_told_at_once_and_tried_on(monkeypatch, capsys: pytest.CaptureFixture[str]):
+    """As those of nodes that only Slurm knows."""
+    answers = [socket.gaierror(), socket.gaierror(), ConnectionRefusedError(), Mock()]
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=answers))
+    await_listener(Endpoint("gpu07", 29400), time.monotonic() + 30)
+    said = "warning: the name gpu07 cannot be resolved here; give an address, or add it to /etc/hosts (tried for 30 s)"
+    assert capsys.readouterr().err == f"{said}\n"
 
 
 def introduced(

@@ -304,6 +304,15 @@ def test_sbatch_queues_again_what_was_stopped_and_saved(
     assert shell.returncode == (0 if ends_with == "queued again" else ends_with)
 
 
+@pytest.mark.usefixtures("subprocesses")
+def test_tasks_of_a_job_array_do_not_train_into_one_another(cluster: dict[str, str]):
+    shell, task = ["bash", "-c", launch(*SLURM, "--recipe", "smoke")], {"SLURM_ARRAY_TASK_ID": "0"}
+    done = subprocess.run(shell, env=cluster | task, capture_output=True, text=True, timeout=9, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: tasks of an array would all train in one directory; leave --array out, or p")
+    assert not list(Path(cluster["SEEN"]).iterdir())
+
+
 @pytest.mark.ci
 def test_a_job_that_is_cancelled_is_not_queued_again(cluster: dict[str, str]):
     seen = Path(cluster["SEEN"])
@@ -390,15 +399,30 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--data", "/d"), "--data /d would not be read"),
         ((*SLURM, "--time", "soon"), "--time soon is no time limit"),
         ((*SLURM, "--time", "4"), "leaves no time to train"),
-        ((*SLURM, "--partition", "a\n#SBATCH --nodes=9"), "--partition"),
+        ((*SLURM, "--partition", "a\n#SBATCH --nodes=9"), "is no name of Slurm's; begin it with a letter, a digit"),
+        ((*SLURM, "--account", "-a"), "'-a' is no name of Slurm's; begin it with a letter, a digit or _, and use only"),
         ((*SLURM, "--program", "it's"), "--program it's cannot be read"),
+        (
+            (*SLURM, "--program", "module load x && it"),
+            "'module load x && it' has '&&', which is for a shell, and nodes",
+        ),
+        ((*SLURM, "--program", '"$APPS/it" -v'), "has '$', which is for a shell, and nodes start words without one; p"),
+        (("ssh", "--hosts", "a", "--program", "N=4 it"), "--program 'N=4 it' has 'N=', which is for a shell"),
         ((*SLURM, "--program", " "), "--program is empty"),
         ((*SLURM, "--out", "/runs/\udcff"), "not UTF-8"),
         ((*SLURM, "--file", "/dev"), "--file /dev is a directory; name a file"),
         ((*K8S, "--out", "/here/a"), "--out /here/a is not on --run-claim"),
         ((*K8S, "--out", "/runs/../a"), "is not on --run-claim"),
-        ((*K8S, "--run-claim", "a: b"), "--run-claim 'a: b'"),
-        ((*K8S, "--name", "8gpu"), "--name '8gpu'"),
+        (
+            (*K8S, "--run-claim", "a: b"),
+            "--run-claim 'a: b' is no name of Kubernetes'; use only small letters, digits, .",
+        ),
+        ((*K8S, "--run-claim", "a..b"), "'a..b' is no name of Kubernetes'; begin each part with a letter or digit"),
+        ((*K8S, "--namespace", "a.b"), "'a.b' is no name of Kubernetes'; use only small letters, digits and -"),
+        ((*K8S, "--name", "8gpu"), "--name '8gpu' is no name of Kubernetes'; begin it with a letter"),
+        ((*K8S, "--name", "a-"), "--name 'a-' is no name of Kubernetes'; end it with a letter or digit"),
+        ((*K8S, "--name", "A"), "--name 'A' is no name of Kubernetes'; use only small letters, digits and -"),
+        ((*K8S, "--name", 41 * "a"), "is no name of Kubernetes'; shorten it to 40 characters"),
         ((*K8S, "--image", "a b"), "--image 'a b'"),
         (("ssh", "--hosts", "a,b", "--nodes", "3"), "names 2 of 3 nodes"),
         (("ssh", "--hosts", "a,me@a"), "names me@a twice (a and me@a are the same)"),
@@ -423,8 +447,11 @@ def test_a_job_is_written_to_a_file_instead(tmp_path: Path):
 
 def test_time_limits_are_slurms():
     limits = {"90": 5400, "90:30": 5430, "24:00:00": 86_400, "2-12": 216_000, "1-0:30": 88_200, "1-2:3:4": 93_784}
+    limits |= dict.fromkeys(("0", "0:00", "UNLIMITED", "unlimited", "INFINITE", None))
     assert {text: parse_time_limit(text) for text in limits} == limits
-    for text in ("", "0", "0:00", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "UNLIMITED"):
+    assert "#SBATCH --time=UNLIMITED\n" in launch(*SLURM, "--recipe", "smoke", "--time", "UNLIMITED")
+    assert "activeDeadlineSeconds" not in launch(*K8S, "--recipe", "smoke", "--time", "0")
+    for text in ("", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "NONE"):
         with pytest.raises(UserError, match="is no time limit"):
             parse_time_limit(text)
 

@@ -210,8 +210,11 @@ def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatc
         ("export PATH=/sbin/nothing", "compile true needs a compiler, and there is no g++ here; install one"),
         ("echo 127.0.0.1 here >$TMPDIR/hosts && mount --bind $TMPDIR/hosts /etc/hosts", ""),
         ("ip link set lo down", "the ranks of this node cannot reach each other at 127.0.0.1 ("),
+        ("ip address del 127.0.0.1/8 dev lo", "the ranks of this node cannot reach each other at 127.0.0.1 ("),
+        ("ip link set lo down && ip link set lo up && ip address replace 127.0.0.1/8 dev lo", ""),
+        (f"hostname {64 * 'a'}", f"{64 * 'a'} cannot be a host's name, since a part of it is empty or has more than"),
     ],
-    ids=["programs may not lie in TMPDIR", "no compiler", "no localhost", "no loopback"],
+    ids=["noexec", "no compiler", "no localhost", "no loopback", "no IPv4", "as it says", "a long name"],
 )
 def test_a_node_that_lacks_something_is_told_what(node: str, sentence: str, tmp_path: Path):
     """In namespaces of their own."""
@@ -220,7 +223,7 @@ def test_a_node_that_lacks_something_is_told_what(node: str, sentence: str, tmp_
     run += setting(f"compile={compiles}", "epochs=1", "data.train_images=64", "data.val_images=15")
     # The variable is torch's, where it has compiled.
     script = f'unset TORCHINDUCTOR_CACHE_DIR; ip link set lo up && {node} && exec "$@"'
-    shell = ["unshare", "-nm", "sh", "-c", script, "sh", *run]
+    shell = ["unshare", "-nmu", "sh", "-c", script, "sh", *run]
     done = subprocess.run(shell, env=environment(TMPDIR=str(tmp_path)), capture_output=True, text=True, timeout=120)
     assert (done.returncode, "Traceback" in done.stderr) == (2 if sentence else 0, False), done.stderr[-1000:]
     assert f"error: {sentence}" in done.stderr if sentence else not done.stderr

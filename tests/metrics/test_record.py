@@ -189,9 +189,9 @@ def test_where_no_panel_can_stand_are_plain_lines(text: type[io.StringIO], varia
         assert line in printed
     assert re.search(r"waited for data +1\.5 % of training\n", printed)
     assert re.search(r"skipped +6 of 800 steps, since gradients overflowed\n", printed)
-    assert "waited for its images" not in printed
+    assert "waited for images" not in printed
     waiting = follow(tmp_path, text(), variables, wait_s=9.0)
-    assert waiting.endswith("images: see docs/how-to/slow-runs.md for what helps.\n")
+    assert waiting.endswith("all cores (data.workers=0), or shrink them (data prepare --resize).\n")
     assert "skipped steps" not in waiting, "where there is no loss scale"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.blurpool import BlurConv2d
 from imagenet_fast.models.export import export_program
-from imagenet_fast.models.external import check_network
+from imagenet_fast.models.external import check_network, to_channels_last
 from imagenet_fast.models.weights import Weights, classes_of, fill, fit, read_weights, write_weights
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
@@ -265,6 +266,17 @@ def test_weights_of_wrapped_networks_are_read_back(by: str, tmp_path: Path):
     assert all(torch.equal(a, b) for a, b in zip(trained.parameters(), other.parameters(), strict=True))
     assert classes_of(weights, model) == 10
     assert f"{by}.head.weight" not in fit(weights, model, 7, fresh_head=True).tensors
+    inner = replace(weights, tensors={n.removeprefix(f"{by}."): t for n, t in weights.tensors.items()})
+    assert fit(inner, model, 10).tensors.keys() == fit(weights, model, 10).tensors.keys()
+
+
+def test_weights_of_one_pixel_have_the_strides_of_their_gradients():
+    """Where they differ, though the memory is the same, torch's DDP warns."""
+    layer, images = nn.Conv2d(64, 128, 1, stride=2), torch.ones(16, 64, 16, 16)  # too large for torch's own kernels
+    to_channels_last(layer)
+    layer(images.contiguous(memory_format=torch.channels_last)).square().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.stride() == layer.weight.grad.stride()
 
 
 def test_tied_weights_are_written_under_both_names(tmp_path: Path):

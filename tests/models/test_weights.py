@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
-from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, write_weights
+from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, under_names_of, write_weights
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import CifarNet, Model, ResNet
@@ -48,12 +48,14 @@ PICKLED: dict[str, Any] = {
     "bare": SMALL,
     "as in PyTorch's ImageNet example": {"epoch": 3, "arch": "x", "state_dict": SMALL, "best_acc1": torch.tensor(7.0)},
     "as in torchvision's references": {
-        "model": {"fc.weight": torch.zeros(2, 3)},
+        "model": SMALL,
         "optimizer": {"state": {}, "param_groups": []},
-        "model_ema": {"n_averaged": torch.tensor(9)} | {f"module.{n}": t for n, t in SMALL.items()},
         "args": argparse.Namespace(lr=0.1, data="/d"),
     },
+    "beside another network": {"D": {"fc.weight": torch.zeros(2, 3)}, "model": SMALL},
+    "an average": {"model_ema": {"n_averaged": torch.tensor(9)} | {f"module.{n}": t for n, t in SMALL.items()}},
     "of a compiled model under DDP": {"net": {f"module._orig_mod.{n}": t for n, t in SMALL.items()}, "acc": 81.2},
+    "as Lightning saves it": {"state_dict": {f"model.net.{n}": t for n, t in SMALL.items()}, "global_step": 3},
     "only its features wrapped, as in PyTorch's examples": {"features.module.0.bias": SMALL["fc.bias"]},
     "of parameters": {name: nn.Parameter(tensor) for name, tensor in SMALL.items()},
 }
@@ -64,9 +66,8 @@ PICKLED: dict[str, Any] = {
 def test_a_pth_is_read_however_people_wrap_it_and_whatever_it_is_called(content: Any, zipped: bool, tmp_path: Path):
     file = tmp_path / "größe 1:2.safetensors"
     torch.save(content, file, _use_new_zipfile_serialization=zipped)
-    found, wanted = read_weights(file).tensors, SMALL
-    if "features.module.0.bias" in content:
-        wanted = {"features.0.bias": SMALL["fc.bias"]}
+    wanted = {"features.0.bias": SMALL["fc.bias"]} if "features.module.0.bias" in content else SMALL
+    found = under_names_of(wanted, read_weights(file).tensors)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
@@ -144,11 +145,15 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "two networks": (
         lambda path: torch.save({"G": SMALL, "D": SMALL, "epoch": 1}, path),
-        "holds several state dicts; its entries are G, D, epoch; give a file of one alone",
+        r"holds several state dicts, G and D; give a file of one alone, as torch.save\(checkpoint\['D'\], FILE\) makes",
     ),
     "a moving average of another name": (
         lambda path: torch.save({"ema": {f"module.{n}": t for n, t in SMALL.items()}, "model": SMALL}, path),
-        "holds several state dicts; its entries are ema, model; give a file of one alone",
+        "holds several state dicts, ema and model; give a file of one alone",
+    ),
+    "a moving average, as timm saves it": (
+        lambda path: torch.save({"state_dict": SMALL, "state_dict_ema": SMALL, "arch": "resnet18"}, path),
+        "holds several state dicts, state_dict and state_dict_ema; give a file of one alone",
     ),
     "a folder": (lambda path: path.mkdir(), "cannot be read"),
 }  # fmt: skip
@@ -190,10 +195,13 @@ def test_damage_is_refused_or_changes_no_shape(tmp_path: Path):
                 assert all(tensor.shape == SMALL[name].shape for name, tensor in found.items() if name in SMALL)
 
 
-def test_torchvision_weights_load_in_half_precision_with_batch_counts_and_without():
+def test_torchvision_weights_load_in_half_precision_with_batch_counts_or_wrappers_and_without():
     theirs = torchvision.models.resnet18(num_classes=10).state_dict()
     half = {name: tensor.half() for name, tensor in theirs.items()}
-    for given in (half, {n: t for n, t in half.items() if not n.endswith("num_batches_tracked")}):
+    wrapped = {f"model.net._orig_mod.{name}": tensor for name, tensor in half.items()}
+    with pytest.raises(UserError, match=r"w\.pth tells 10 classes apart, and the data has 3"):
+        fit(Weights("w.pth", wrapped), RESNET18, 3)
+    for given in (half, {n: t for n, t in half.items() if not n.endswith("num_batches_tracked")}, wrapped):
         ours = build_model(RESNET18, 10)
         fill(ours, fit(Weights("w.pth", given), RESNET18, 10))
         for name, tensor in ours.state_dict().items():

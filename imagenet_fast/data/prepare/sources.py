@@ -25,6 +25,7 @@ from imagenet_fast.data.folders import (
 from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
 from imagenet_fast.data.source import WORDS, SplitName, check_parts, files_of, refuse_packed
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.load import read_text
 
 TRAIN = "ILSVRC2012_img_train.tar"
 VAL = "ILSVRC2012_img_val.tar"
@@ -293,16 +294,15 @@ def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dic
 
 def _solution(table: Path) -> dict[str, str]:
     """Read Kaggle's table: an ``ImageId``, and "wnid x y x y" for each box, all boxes of one class."""
-    with table.open(newline="", encoding="utf-8-sig") as file:
-        rows = csv.DictReader(file)
-        if rows.fieldnames != ["ImageId", "PredictionString"]:
-            raise UserError(f"{table} has not the columns ImageId,PredictionString; fetch it again")
-        return {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
+    rows = csv.DictReader(read_text(table).splitlines())
+    if rows.fieldnames != ["ImageId", "PredictionString"]:
+        raise UserError(f"{table} has not the columns ImageId,PredictionString; fetch it again")
+    return {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
 
 
 def _annotations(table: Path) -> dict[str, str]:
     """Read Tiny-ImageNet's table: a file name, its wnid and a box."""
-    rows = (line.split() for line in table.read_text(encoding="utf-8", errors="replace").splitlines())
+    rows = (line.split() for line in read_text(table).splitlines())
     return {row[0].rpartition(".")[0]: row[1] for row in rows if len(row) > 1}
 
 

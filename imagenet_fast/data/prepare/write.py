@@ -236,7 +236,7 @@ def _lines(classes: Sequence[str]) -> bytes:
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
     """Write one WebDataset shard of samples, each with its number, which becomes its key."""
-    with tarfile.open(path, mode="w", format=tarfile.USTAR_FORMAT, copybufsize=1 << 20) as tar:
+    with tarfile.TarFile(path, "w", format=tarfile.USTAR_FORMAT, copybufsize=1 << 20) as tar:
         for number, sample in samples:
             for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
                 member = tarfile.TarInfo(f"{number:08}.{extension}")

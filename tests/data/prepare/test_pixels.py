@@ -22,8 +22,7 @@ from imagenet_fast.data.source import (
     open_validation,
 )
 from imagenet_fast.data.verify import verify
-from imagenet_fast.recipe.load import parse_recipe
-from tests.conftest import refusal_of, tables
+from tests.conftest import refusal_of
 from tests.data.encoded import BAD, IMAGES
 from tests.data.small import LOADERS, collect, image_data, one_class, opened
 
@@ -101,12 +100,3 @@ def test_what_cannot_be_decoded_is_kept_as_it_is_and_found(tmp_path: Path):
     images = open_training(tmp_path / "out")
     assert bad in {images.read(index) for index in range(len(images))}
     assert len(verify(tmp_path / "out").quarantine) == 1
-
-
-def test_a_cache_is_refused_with_what_came_instead_and_one_that_was_off_is_read():
-    data = image_data().model_dump()
-    for gone in ({"cache": "/nvme"}, {"cache_side": 256}):
-        said = refusal_of(parse_recipe, "test", tables(data=data | gone))
-        assert "leave data.cache and data.cache_side out" in said
-        assert "data prepare --format pixels" in said
-    assert parse_recipe("test", tables(data=data | {"cache": "", "cache_side": 0})).data == image_data()

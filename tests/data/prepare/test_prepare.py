@@ -443,6 +443,8 @@ def test_kaggles_images_need_kaggles_table(tmp_path: Path, images: Images):
     table = source / "LOC_val_solution.csv"
     table.write_text(table.read_text().replace("ILSVRC2012_val_00000003,", "another,"))
     refused(source, "has no class for .*ILSVRC2012_val_00000003.JPEG")
+    table.write_text("id", encoding="utf-16")
+    refused(source, "LOC_val_solution.csv is in UTF-16; save it as UTF-8")
     table.write_text("id,label\n")
     refused(source, "has not the columns ImageId,PredictionString")
     table.unlink()
