@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,11 +167,15 @@ class ImageFolder:
         file = os.fsdecode(self.names[begin : self.ends[index]])
         return os.path.join(self.folder, self.classes[self.labels[index]], file)  # noqa: PTH118  (pathlib is slow)
 
-    def find(self, names: Collection[str]) -> Iterator[int]:
-        """Yield the images that have one of these names."""
+    def without(self, names: Collection[str]) -> ImageFolder:
+        """Return the split without the images of these names."""
         start = os.path.join(self.folder, "")  # noqa: PTH118
-        if any(name.startswith(start) for name in names):
-            yield from (index for index in range(len(self)) if self.name(index) in names)
+        if not any(name.startswith(start) for name in names):
+            return self
+        kept = np.asarray([self.name(index) not in names for index in range(len(self))])
+        lengths = np.diff(self.ends, prepend=0)
+        files = np.frombuffer(self.names, np.uint8)[np.repeat(kept, lengths)]
+        return replace(self, names=files.tobytes(), ends=np.cumsum(lengths[kept]), labels=self.labels[kept])
 
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of image ``index``."""

@@ -6,8 +6,9 @@ import os
 import resource
 import tarfile
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -77,12 +78,17 @@ class Shards:
         """Return what messages call image ``index``: its shard and its offset there."""
         return f"{self.files[self._shards[index]]}: byte {self._offsets[index]}"
 
-    def find(self, names: Collection[str]) -> Iterator[int]:
-        """Yield the images that have one of these names; only the names in shards that are named there are read."""
+    def without(self, names: Collection[str]) -> Shards:
+        """Return the split without the images of these names; names are read in shards alone that are named there."""
+        bad: list[int] = []
         for number, file in enumerate(self.files):
             if any(name.startswith(f"{file}: ") for name in names):
                 some = range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
-                yield from (index for index in some if self.name(index) in names)
+                bad += [index for index in some if self.name(index) in names]
+        kept = copy(self)
+        for column in ("labels", "_shards", "_offsets", "_lengths", "_before"):
+            setattr(kept, column, np.delete(getattr(self, column), bad))
+        return kept if bad else self
 
     def read(self, index: int) -> bytes:
         """Return image ``index``, still encoded. Raises ImageDecodeError if the shard ends before the image does."""

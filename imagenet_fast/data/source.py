@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from imagenet_fast.data import folders
 from imagenet_fast.data.folders import is_class_name, is_folder, shown
-from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.pixels import NO_MEMORY
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
@@ -90,37 +89,6 @@ def patiently(images: ImageSource, index: int, load: Callable[[int], T], waits: 
             time.sleep(pause)
 
 
-class Subset:
-    """The images ``kept`` of a split (indices into it), in its order."""
-
-    def __init__(self, split: ImageSource, kept: NDArray[np.int64]) -> None:
-        """Keep the split and the indices."""
-        self._split = split
-        self._kept = kept
-        self.labels = split.labels[kept]
-        self.classes = split.classes
-
-    def __len__(self) -> int:
-        """Return the number of images that are kept."""
-        return len(self._kept)
-
-    def digest(self) -> str:
-        """Return a digest of the whole split and of what is kept."""
-        return digest_of(self._split.digest().encode(), self._kept)
-
-    def name(self, index: int) -> str:
-        """Return the name of image ``index``."""
-        return self._split.name(int(self._kept[index]))
-
-    def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image ``index``."""
-        return self._split.read(int(self._kept[index]))
-
-    def readahead(self, indices: NDArray[np.int64]) -> None:
-        """Announce that these images will be read next."""
-        self._split.readahead(self._kept[indices])
-
-
 class Found(NamedTuple):
     """The format of a split in a directory, with its shards; class folders have none."""
 
@@ -176,16 +144,13 @@ def _open(root: Path, split: SplitName) -> ImageSource:
     found = find_split(root, split)
     whole = folders.scan_split(root, split) if found.format == "folder" else open_shards(root, split, found)
     prefix = prefix_of(root)
-    bad = list(whole.find({prefix + path for path in quarantined(root)}))
-    if not bad:
-        return whole
-    kept = np.delete(np.arange(len(whole), dtype=np.int64), bad)
-    if emptied := set(whole.labels.tolist()) - set(whole.labels[kept].tolist()):
+    kept = whole.without({prefix + path for path in quarantined(root)})
+    if emptied := set(whole.labels.tolist()) - set(kept.labels.tolist()):
         raise UserError(
             f"{root / split / whole.classes[min(emptied)]}: all images are in {root / QUARANTINE}; bring sound ones, "
             "or remove the class"
         )
-    return Subset(whole, kept)
+    return kept
 
 
 def open_shards(root: Path, split: SplitName, found: Found) -> Shards:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import google_crc32c
-import numpy as np
 
 from imagenet_fast.data.archives import refuse_compressed
 from imagenet_fast.data.index import Kind
@@ -50,10 +49,8 @@ class RecordShards(Shards):
     """One split in TFRecord shards."""
 
     def name(self, index: int) -> str:
-        """Return the shard, the number of the record counted from 0, and its offset."""
-        shard = self._shards[index]
-        number = index - int(np.searchsorted(self._shards, shard))
-        return f"{self.files[shard]}: record {number} at byte {self._offsets[index] - self._before[index]}"
+        """Return the shard and the offset of the record."""
+        return f"{self.files[self._shards[index]]}: record at byte {self._offsets[index] - self._before[index]}"
 
     def read(self, index: int) -> bytes:
         """Return image ``index``, still encoded. Raises ImageDecodeError if the record is damaged."""

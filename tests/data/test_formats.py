@@ -101,7 +101,7 @@ def test_what_is_told_of_an_image_leads_to_it(roots: dict[str, Path]):
             assert tar.extractfile(member).read() == tars.read(i)
     told = {records.name(i) for i in range(54)}
     assert len(told) == 54
-    assert all(re.match(rf"{roots['tfrecord']}/train-000.*: record \d", place) for place in told)
+    assert all(re.match(rf"{roots['tfrecord']}/train-000.*: record at byte \d", place) for place in told)
 
 
 @pytest.mark.parametrize("name", FORMATS[1:])
@@ -281,13 +281,9 @@ def test_synsets_name_the_classes(tmp_path: Path):
     records_of(tmp_path / "val-00000-of-00001", example(3, "n7"))
     assert "a label goes with two synsets" in refusal_of(open_validation, tmp_path)
     records_of(tmp_path / "val-00000-of-00001", example(4))
-    assert "record 0 at byte 0 has the label 3, counted from 0, and there are 3" in refusal_of(
-        open_validation, tmp_path
-    )
+    assert "record at byte 0 has the label 3, counted from 0, and there are 3" in refusal_of(open_validation, tmp_path)
     (tmp_path / "classes.txt").write_text("bee\ncat\n")
-    assert "record 2 at byte 212 has the label 2, counted from 0, and there are 2" in refusal_of(
-        open_training, tmp_path
-    )
+    assert "record at byte 212 has the label 2, counted from 0, and there are 2" in refusal_of(open_training, tmp_path)
     (tmp_path / "classes.txt").write_text("bee\ncat\ndog\neel\n")
     assert "labels run from 1 to 3, where classes.txt names 4" in refusal_of(open_training, tmp_path)
     (tmp_path / "classes.txt").write_text("bee\ncat\ndog\n")

@@ -152,14 +152,9 @@ def alone_in(folder: Path) -> Iterator[None]:
 def check_same(
     before: Record, out: Path, sized: Mapping[str, int], parquet: Mapping[str, Mapping[str, int]], source: Path
 ) -> None:
-    """Raise UserError if ``out`` was made from another source, or has been changed.
+    """Raise UserError if ``out`` was made from another source, or has been changed since.
 
-    Args:
-        before: What ``out`` holds.
-        out: The directory.
-        sized: The bytes of each class in the source now, by its path; those of parquet files need not be there.
-        parquet: The bytes of each parquet file, by split and file name.
-        source: The source, for the message.
+    The source has classes ``sized`` in bytes, by their paths, and ``parquet`` files in bytes, by split and file name.
     """
     for split, classes in before.splits.items():
         then = before.parquet.get(split) or {f"{split}/{name}": made.size for name, made in classes.items()}

@@ -160,7 +160,8 @@ def _in_tar(split: SplitName, tar: Path) -> Source:
             return _by_table(by_folder.pop(only), tar) + Source([], _paths(split, by_folder))
     above = {folders[:-1] if folders else None: "/".join((*folders, name)) for folders, name in images.items()}
     (root, *others) = above or [None]
-    if root is None or others or any(word in _above_split(root, split) for words in WORDS.values() for word in words):
+    above_split = root[:-1] if root and root[-1] in WORDS[split] else root or ()
+    if root is None or others or any(word in above_split for words in WORDS.values() for word in words):
         some = " and ".join(f"'{shown(name)}'" for name in [*above.values()][:2]) or "none"
         raise UserError(
             f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each, of {split} alone; it holds {some}"
@@ -183,11 +184,6 @@ def _folders(file: SourceFile) -> tuple[str, ...]:
     """Return the folders above a file in a tar, of which the last is its class."""
     folders = tuple(file.name.split("/")[:-1])
     return folders[:-1] if folders[-1:] == (_INNER,) else folders
-
-
-def _above_split(root: tuple[str, ...], split: SplitName) -> tuple[str, ...]:
-    """Return the folders of a tar above the one that is named after the split, or all."""
-    return root[:-1] if root and root[-1] in WORDS[split] else root
 
 
 def _paths(split: SplitName, left: Mapping[tuple[str, ...], list[SourceFile]]) -> list[str]:
