@@ -45,12 +45,13 @@ def entry() -> None:
     """Run the command line as the installed console script."""
     from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 
-    keep_printing()
+    is_result = sys.argv[1:2] not in (["train"], ["compare"])  # of these it is run directories, not what is printed
+    keep_printing(waits=is_result)
     _inherit_nothing()
     try:
         main()
     except SystemExit as end:
-        if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
+        if is_result and not end.code:
             refuse_if_lost()
         exit_now(end)
 

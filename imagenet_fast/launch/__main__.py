@@ -89,7 +89,7 @@ def _do(path: Path, join_timeout_s: float) -> bool:
 
 
 if __name__ == "__main__":
-    keep_printing()
+    keep_printing(waits=Path(sys.argv[1]).stem != "train")
     try:
         main()
     except SystemExit as end:
