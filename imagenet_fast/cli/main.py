@@ -86,8 +86,14 @@ def main() -> None:
         exit_with_error(str(fault), code=1)
     except UnicodeDecodeError as error:
         exit_with_error(f"{error}; check the path")
-    except OSError as error:
-        if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
+    except (OSError, RuntimeError) as error:
+        if "RANK" in os.environ:  # on a rank the traceback is needed
+            raise
+        if isinstance(error, RuntimeError) or error.filename is None:
+            from imagenet_fast.distributed.cores import exceeded_limit
+
+            if limit := exceeded_limit(str(error)):
+                exit_with_error(limit)
             raise
         of_path = isinstance(error, _PATH_ERRORS)
         advice = "; check the path" if of_path else ""

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -70,12 +71,27 @@ def exceeded_limit(message: str) -> str:
     Backends report what the system refuses as errors of the connection.
     """
     if "Resource temporarily unavailable" in message or "can't start new thread" in message:
-        return "no more processes and threads may be started; raise `ulimit -u`, or the container's limit (`pids.max`)"
+        most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        now = "" if most == resource.RLIM_INFINITY else f" (now {most})"
+        return f"no more processes and threads may be started; raise `ulimit -u`{now}, or `pids.max` of the container"
     if "Too many open files" in message:
         return (
             f"no more files may be opened; raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
         )
     return ""
+
+
+def refused_threads(count: int) -> str:
+    """Return which limit does not let this process start ``count`` threads at once, as ``exceeded_limit``."""
+    over = Event()
+    try:
+        for _ in range(count):
+            Thread(target=over.wait, daemon=True).start()
+        return ""
+    except RuntimeError as error:
+        return exceeded_limit(str(error))
+    finally:
+        over.set()
 
 
 def raise_open_files() -> None:

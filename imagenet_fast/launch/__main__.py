@@ -15,6 +15,7 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
+from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
 from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
@@ -51,6 +52,10 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(1) from None
+    except Exception as error:
+        if limit := exceeded_limit(str(error)):
+            exit_with_error(f"rank {os.environ['RANK']}: {limit}")
+        raise
     raise SystemExit(0 if succeeded else 1)
 
 

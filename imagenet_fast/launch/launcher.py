@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imagenet_fast.checkpoint.folder import MANIFEST
-from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.cores import cores_per_rank, refused_threads
 from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.nodes import LaunchConfig
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
 _SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
+_LEAST_THREADS, _MOST_THREADS = 10, 40  # of a rank, besides those that compute and decode
 _ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
@@ -120,6 +121,8 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
+    if limit := refused_threads(nodes.ranks_each * _LEAST_THREADS):
+        raise UserError(f"{nodes.ranks_each} ranks cannot run on this node: {limit}")
     met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
     where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
     if nodes.least is None:
@@ -143,7 +146,8 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        cause = describe_exit(rank, end, launcher_dir)
+        limit = refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * int(os.environ["OMP_NUM_THREADS"])))
+        cause = describe_exit(rank, end, launcher_dir) + (limit and f": {limit}")
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError as error:
