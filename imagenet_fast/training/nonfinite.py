@@ -77,6 +77,15 @@ def is_finite(values: object) -> bool:
             return True
 
 
+def must_be_finite(model: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
+    """Return parameters and running statistics by name; other buffers, such as masks, may hold infinities."""
+    named = [*model.named_parameters(recurse=recurse), *model.named_buffers(recurse=recurse)]
+    changing = [
+        (name, value.detach()) for name, value in named if isinstance(value, nn.Parameter) or "running_" in name
+    ]
+    return {name: value for name, value in changing if value.numel() and value.is_floating_point()}
+
+
 class NonFiniteLoss(Exception):
     """Losses or weights are not finite, so continuing is useless; raised on all ranks alike."""
 

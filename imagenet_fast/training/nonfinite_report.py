@@ -12,7 +12,7 @@ from torch import nn
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import broadcast_error
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
-from imagenet_fast.training.nonfinite import is_finite, trace_nonfinite
+from imagenet_fast.training.nonfinite import is_finite, must_be_finite, trace_nonfinite
 from imagenet_fast.training.train_step import TrainingStep
 
 Location = Literal["images", "weights", "layer", "loss", "elsewhere"]
@@ -46,13 +46,11 @@ def examine(take_step: TrainingStep) -> Diagnosis:
     names = {module: name for name, module in state.model.named_modules()}
     if not is_finite(images):
         return Diagnosis(streak, "images", "the images are not finite")
-    params: dict[nn.Parameter, nn.Module] = {}
-    for layer in (*watch.called, *names):
-        for param in layer.parameters(recurse=False):
-            params.setdefault(param, layer)
-    spoilt = [layer for param, layer in params.items() if not is_finite(param)]
+    layers = dict.fromkeys((*watch.called, *names))
+    values = [(layer, is_finite(value)) for layer in layers for value in must_be_finite(layer, recurse=False).values()]
+    spoilt = [layer for layer, sound in values if not sound]
     if spoilt:
-        first, many = _tell(spoilt[0], names), f"{len(spoilt)} of its {len(params)} parameters"
+        first, many = _tell(spoilt[0], names), f"{len(spoilt)} of its {len(values)} parameters and statistics"
         return Diagnosis(streak, "weights", f"{many} are not finite, the first of them in {first}")
     if watch.first is not None:
         first = _tell(watch.first, names)
@@ -81,7 +79,7 @@ def nonfinite_message(take_step: TrainingStep, keep: CheckpointManager, world: D
         steps = "1 step" if found.streak == 1 else f"{found.streak} steps"
         sentence = f"the loss has not been finite for {steps}, from step {wrong_from} on"
     else:
-        sentence = f"step {last_good} has left weights that are not finite"
+        sentence = f"step {last_good} has left values that are not finite"
     remedy = (
         "see to data.mean, data.std and the images" if found.place == "images" else
         "lower optim.lr or lengthen schedule.warmup_epochs, and begin another run"

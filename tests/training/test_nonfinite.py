@@ -21,6 +21,7 @@ from imagenet_fast.models.resnet import BasicBlock, ResNet
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
+from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, is_finite, trace_nonfinite
 from imagenet_fast.training.nonfinite_report import nonfinite_message
 from imagenet_fast.training.train_step import TrainingStep
@@ -147,10 +148,10 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 GUARDED = {"kind": "hybrid", "wire": "fp16"}
 """With gradients that are looked at: a step that cannot be used changes no weight."""
-SPOILT = "rank 0 8 of its 8 parameters are not finite, the first of them in features.0 (Conv2d); lower "
+SPOILT = "rank 0 8 of its 8 parameters and statistics are not finite, the first of them in features.0 (Conv2d); lower "
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({"sync": ENGINES[name]}, SPOILT) for name in ("lazy", "hybrid", "dear", "ddp")},
-    "sparse": ({"sync": ENGINES["sparse"]}, "of its 8 parameters are not finite, the first of them in classifier."),
+    "sparse": ({"sync": ENGINES["sparse"]}, " are not finite, the first of them in classifier."),
     "layer": ({}, "rank 0 classifier.4 (Linear) is the first layer whose output is not finite though its input is; "),
     "images": (
         {"drawn_images": 1, "spoil": "nothing"},
@@ -202,9 +203,36 @@ def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path
 
 def test_who_is_told_to_stop_while_numbers_are_wrong_saves_nothing(tmp_path: Path):
     """Ranks vote beside their steps, so that it is some steps later."""
-    told, _ = run(2, _told, {"stop": 6, "steps": 99, "nonfinite_steps": 99}, UNDIVIDED, tmp_path)
+    changes = {"stop": 6, "steps": 99, "nonfinite_steps": 99, "sync": ENGINES["lazy"]}
+    told, _ = run(2, _told, changes, UNDIVIDED, tmp_path)
     assert re.match(r"the loss has not been finite for \d+ steps, from step 5 on: ", told)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
+
+
+@pytest.mark.parametrize(("stop", "ended"), [(99, "not ended"), (5, "stopped")])
+def test_a_last_step_that_is_skipped_costs_no_checkpoint(stop: int, ended: str, tmp_path: Path):
+    """Of a run, or before a stop: an overflow has changed nothing."""
+    changes = {"spoil": "nothing", "drawn_images": 0, "steps": 5, "stop": stop}
+    assert run(1, _told, changes, UNDIVIDED, tmp_path) == [ended]
+    assert max(path.name for path in tmp_path.iterdir()) == "step-00000005"
+
+
+def test_statistics_that_are_not_finite_are_not_saved():
+    """No loss shows them, and weights are refused for them; a mask may be infinite."""
+    assert run(1, _sound, "running_var") == [(True, False)]
+    assert run(1, _sound, "mask") == [(True, True)]
+
+
+def _sound(name: str) -> tuple[bool, bool]:
+    norm = nn.BatchNorm2d(3)
+    norm.mask = nn.Buffer(torch.zeros(()))
+    state = Loop("tiny").begin(nn.Sequential(norm, Tiny())).state
+    sound = state.is_finite()
+    norm.get_buffer(name).fill_(torch.inf)
+    try:
+        return sound, state.is_finite()
+    finally:
+        state.sync.close()
 
 
 def test_whoever_does_not_want_to_be_stopped_is_not_and_all_is_saved(tmp_path: Path):
@@ -217,7 +245,7 @@ def test_whoever_does_not_want_to_be_stopped_is_not_and_all_is_saved(tmp_path: P
 @pytest.mark.ci
 def test_a_run_that_ended_so_leaves_its_last_good_checkpoint(tmp_path: Path):
     """In the second epoch the rate is 1e30 times what it was: step 9 leaves wild weights, and 10 has no loss."""
-    where = r"\d+ of its \d+ parameters are not finite, the first of them in [\w.]+ \(\w+\)"
+    where = r"\d+ of its \d+ parameters and statistics are not finite, the first of them in [\w.]+ \(\w+\)"
     for resumed, most, steps in (
         (0, 2, 2),
         (1, 100, 7),  # at the end of the second epoch, where there are no final weights to be had
@@ -283,6 +311,8 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
             keep.after_step(take_step.state)
         if writer is not None:
             writer.wait()
+    except StopRequested:
+        return "stopped"
     except NonFiniteLoss:
         told = nonfinite_message(take_step, keep, loop.world)
         take_step.state.sync.end_backward()  # of the micro-batch that was repeated
