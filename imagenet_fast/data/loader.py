@@ -31,7 +31,7 @@ from imagenet_fast.data.device import Batch, copied, empty
 from imagenet_fast.data.order import BatchIndices, Order, TrainSampler, augmentation_of, bits, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, central_crop, decode, random_crop
 from imagenet_fast.data.source import ImageSource
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
 T = TypeVar("T")
@@ -48,6 +48,10 @@ _PAUSES_S = (0.1, 1.0, 5.0)
 
 Job = Iterator[None]
 """Part of the work on a batch, in steps; it may be abandoned after any step."""
+
+
+class StorageAway(JobAborted):
+    """An image could not be read for some seconds, whose storage may come back."""
 
 
 def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: int) -> Generator[T, None, None]:
@@ -107,7 +111,8 @@ class BadImagePolicy:
         does for an index, with the label it belongs to; None for a bad image in an evaluation.
 
         Raises:
-            UserError: If the image cannot be read; if it is bad and ``data.on_bad_image`` is "fail"; or if in training
+            StorageAway: If the image cannot be read.
+            UserError: If it is bad and ``data.on_bad_image`` is "fail"; or if in training
                 all 100 replacements are bad too.
         """
         for candidate in self._candidates(index, epoch):
@@ -116,9 +121,9 @@ class BadImagePolicy:
             try:
                 return _patiently(load, candidate), int(self._images.labels[candidate])
             except OSError as error:
-                raise UserError(
-                    f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right and "
-                    "resume, or leave such files out by `imagenet-fast data verify`"
+                raise StorageAway(
+                    f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right, or "
+                    "leave such files out by `imagenet-fast data verify`"
                 ) from None
             except ImageDecodeError as error:
                 self._exclude(candidate, f"cannot be decoded ({error})")

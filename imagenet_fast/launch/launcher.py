@@ -21,7 +21,7 @@ from imagenet_fast.metrics.exit_status import OPENED
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
-from imagenet_fast.training.run_lock import lock_run_dir
+from imagenet_fast.training.run_lock import locked
 
 if TYPE_CHECKING:
     from imagenet_fast.distributed.join import Meeting
@@ -81,8 +81,8 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     if outcome.status in ("preempted", "interrupted") and not (has_run and outcome.run_s):  # else rank 0 has told it
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
-        with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
-            lock_run_dir(job.folder, timeout_s=0.0)
+        # rank 0 may have written it; a new run has started; the disk is full
+        with suppress(OSError, UserError), locked(job.folder):
             outcome.write(job.folder)
     if code == 2:
         raise UserError(cause)

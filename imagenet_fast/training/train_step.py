@@ -94,6 +94,10 @@ class TrainingStep:
         state.step += 1
         state.sent_bytes += stats.sent_bytes
 
+    def abandon(self) -> None:
+        """Take back what a step did to the state that was not ended."""
+        self._statistics.begin()
+
     def repeat(self) -> tuple[Tensor, Tensor] | None:
         """Run forward and backward of the last micro-batch once more, which changes no weight.
 
