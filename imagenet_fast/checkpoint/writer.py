@@ -114,8 +114,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         given = {name: tree for name, tree in trees.items() if tree is not None}
         copied = self._tried(lambda: {name: self._copies[name].take(tree) for name, tree in given.items()})
         self._saves += 1
-        self._thread = threading.Thread(target=self._save, args=(self._saves, stamp, copied), daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._save, args=(self._saves, stamp, copied), daemon=True)
+        thread.start()
+        self._thread = thread
 
     @property
     def under_way(self) -> bool:

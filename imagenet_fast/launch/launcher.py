@@ -122,7 +122,7 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
     if limit := refused_threads(nodes.ranks_each * _LEAST_THREADS):
-        raise UserError(f"{nodes.ranks_each} ranks cannot run on this node: {limit}")
+        raise UserError(f"the ranks of this node cannot be started: {limit}")
     met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
     where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
     if nodes.least is None:

@@ -58,14 +58,17 @@ class _Forgiving(io.FileIO):
             self._is_read = self._is_read and self._is_written(_READ_S)
         return len(text)
 
-    def finish(self) -> None:
-        """Wait until all is written; in a process that does not wait, as long as somebody reads."""
-        if self._thread.is_alive():
-            self._put(b"")
+    def finish(self) -> int:
+        """Wait until all is written, or nobody seems to read any more; return how many lines are not."""
         left = -1
         while self._thread.is_alive() and left != self._queue.unfinished_tasks:
             left = self._queue.unfinished_tasks
             self._is_written(None if _waits else _UNREAD_S)
+        if self._dropped and not left:
+            self._put(b"")
+            self._is_written(_UNREAD_S)
+        waiting: list[bytes] = [*self._queue.queue]
+        return self._dropped + sum(text.count(b"\n") for text in waiting)
 
     def _put(self, text: bytes) -> None:
         if self._dropped:
@@ -110,12 +113,15 @@ def keep_printing(waits: bool = True) -> None:
 
 def finish_printing(*streams: TextIO) -> None:
     """Flush ``streams``, and write what has been printed; Ctrl-C ends the wait for a reader."""
+    unread = 0
     try:
         for stream in streams:
             with suppress(OSError, ValueError):  # closed
                 stream.flush()
         for file in _files:
-            file.finish()
+            if unread:  # of stdout, and this is stderr
+                file.write(f"warning: the last {unread} lines of output were read by nobody\n".encode())
+            unread = file.finish()
     except KeyboardInterrupt:
         if _waits:
             os._exit(130)

@@ -96,7 +96,7 @@ def test_what_nobody_reads_holds_nobody_up_and_is_counted(held: bool):
     os.write(reader, b"\x11") if held else None
     shown = [int(line) for line in read(reader, 1.0).split()]
     assert shown == [*range(len(shown))]
-    process.communicate(b"\n", timeout=20)
+    assert process.communicate(b"\n", timeout=20)[1] == b""
     assert process.returncode == 5
     left_out, again = read(reader, 1.0).splitlines()
     assert left_out.decode() == f"({30000 - len(shown)} lines that nobody read are left out)"
