@@ -111,7 +111,8 @@ def write_errors_to(folder: Path) -> None:
     not enough: it may be ended before it reaches the error.
     """
     _refusals[:] = [folder]
-    (folder / f"attempt-{_attempt()}").touch()
+    with suppress(FileNotFoundError):  # the launcher has ended, and this process ends with it
+        (folder / f"attempt-{_attempt()}").touch()
 
 
 def _attempt() -> str:

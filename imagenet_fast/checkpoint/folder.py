@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -61,8 +60,6 @@ class Stamp(Table):
     """Number of ranks."""
     layout: dict[str, PositiveInt]
     """Number of ranks along each axis, such as data and tensor."""
-    recipe: str = Field(default="", exclude=True, repr=False)
-    """No longer written; manifests of earlier versions have it."""
     top1: float | None = None
     """Top-1 accuracy in percent; None if the weights were not evaluated."""
 
@@ -70,8 +67,8 @@ class Stamp(Table):
 class Manifest(Stamp):
     """Content of a checkpoint's ``manifest.json``, without the checksum that is its last field."""
 
-    format: Literal[1, 2] = 2
-    """Format 2 sums the bytes before the checksum; format 1 summed the same fields without white space."""
+    format: Literal[2] = 2
+    """Version of the format."""
     number: PositiveInt
     """Number of this checkpoint in its run, from 1; only this tells which one is the newest.
 
@@ -89,15 +86,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of the checkpoint in ``folder``.
 
     Raises:
-        CorruptCheckpoint: It is unreadable or invalid, or disagrees with its own checksum.
-        FileNotFoundError: There is none.
+        CorruptCheckpoint: It is missing, unreadable or invalid, or disagrees with its own checksum.
     """
     path = folder / MANIFEST
     try:
         body, _, seal = path.read_bytes().rpartition(_SUM)
         manifest = Manifest.model_validate_json(body + _END)
-    except FileNotFoundError:
-        raise
     except OSError as error:
         raise CorruptCheckpoint(path, f"cannot be read ({error.strerror})") from None
     except ValidationError as error:
@@ -105,8 +99,6 @@ def read_manifest(folder: Path) -> Manifest:
         where = ".".join(map(str, first["loc"]))
         what = f"{where + ': ' if where else ''}{first['msg']}"
         raise CorruptCheckpoint(path, f"is no manifest that this version reads ({what})") from None
-    if manifest.format == 1:
-        body = json.dumps(json.loads(body + _END), separators=(",", ":"), ensure_ascii=False).encode()
     if seal != _seal(body) + _END + b"\n":
         raise CorruptCheckpoint(path, "disagrees with its own checksum")
     return manifest
@@ -150,6 +142,8 @@ class Checkpoint:
     folder: Path
     manifest: Manifest
     shared: Tree
+    damaged: tuple[Path, ...] = ()
+    """The checkpoints that ``newest`` found damaged, and passed over."""
 
     def part(self, rank: int, device: torch.device = _CPU) -> Tree:
         """Return what only ``rank`` held, of the ranks there were; None if it saved nothing.
@@ -167,10 +161,7 @@ class Checkpoint:
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in ``folder``, or raise UserError; the parts of ranks are not read yet."""
-    try:
-        manifest = read_manifest(folder)
-    except FileNotFoundError:
-        raise UserError(f"{folder} is no checkpoint, or not a complete one; give another") from None
+    manifest = read_manifest(folder)
     return Checkpoint(folder, manifest, _read(folder / SHARED, manifest, _CPU))
 
 
@@ -196,7 +187,7 @@ def _content(path: Path, expected: FileSum) -> bytes:
     return data
 
 
-def newest(root: Path, best: bool = False, set_aside: bool = False) -> Checkpoint | None:
+def newest(root: Path, best: bool = False) -> Checkpoint | None:
     """Return the newest checkpoint under ``root`` that is whole; None if there has never been one.
 
     All its files are read to check it, so only one rank should do this and tell the others. Damaged checkpoints are
@@ -205,7 +196,6 @@ def newest(root: Path, best: bool = False, set_aside: bool = False) -> Checkpoin
     Args:
         root: Directory of the checkpoints.
         best: Whether to return the one with the highest top-1 instead; None if none was evaluated.
-        set_aside: Whether to rename damaged ones, so that they count no more, neither as the newest nor as the best.
 
     Raises:
         UserError: All checkpoints are damaged, or ``root`` cannot be read.
@@ -213,7 +203,7 @@ def newest(root: Path, best: bool = False, set_aside: bool = False) -> Checkpoin
     found, damaged = read_survey(root)
     for folder in _best_first(found) if best else found:
         try:
-            checkpoint = Checkpoint(folder, found[folder], _read(folder / SHARED, found[folder], _CPU))
+            shared = _read(folder / SHARED, found[folder], _CPU)
             for name in found[folder].files.keys() - {SHARED}:
                 _content(folder / name, found[folder].files[name])
         except CorruptCheckpoint as error:
@@ -221,16 +211,20 @@ def newest(root: Path, best: bool = False, set_aside: bool = False) -> Checkpoin
             continue
         for other, damage in damaged.items():
             warn(f"checkpoint {other} is damaged: {damage.what}; {folder.name} is taken instead")
-            if set_aside and other in found:  # those of which no manifest is read do not count
-                with suppress(OSError):  # nor will others then be removed
-                    _rename(other, f"damaged-{other.name}")
-        return checkpoint
+        return Checkpoint(folder, found[folder], shared, tuple(damaged))
     if damaged:
         listed = "; ".join(f"{folder.name}: {damage.what}" for folder, damage in damaged.items())
         raise UserError(
             f"no checkpoint in {root} can be read ({listed}); restore one, or begin anew in another directory"
         )
     return None
+
+
+def set_aside(damaged: Iterable[Path]) -> None:
+    """Rename ``damaged`` checkpoints, so that they count no more, neither as the newest nor as the best."""
+    for folder in damaged:
+        with suppress(OSError):  # nor will others then be removed
+            _rename(folder, f"damaged-{folder.name}")
 
 
 def read_survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoint]]:
@@ -250,8 +244,6 @@ def survey(root: Path) -> tuple[dict[Path, Manifest], dict[Path, CorruptCheckpoi
     for folder in _folders(root, ""):
         try:
             found[folder] = read_manifest(folder)
-        except FileNotFoundError:  # copied back by hand just now, perhaps
-            continue
         except CorruptCheckpoint as error:
             damaged[folder] = error
     return dict(sorted(found.items(), key=lambda item: item[1].number, reverse=True)), damaged
@@ -285,10 +277,8 @@ def finish(folder: Path, manifest: Manifest) -> Path:
     for name in manifest.files:
         (folder / name).stat()  # one that another node has written elsewhere is not
     manifest.write(folder)
-    name, root = folder.name.removeprefix("."), folder.parent
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a run that went back had one, too
-    sync_folder(root.parent)
-    return _rename(folder, next(name for name in names if not os.path.lexists(root / name)))
+    sync_folder(folder.parent.parent)
+    return _rename(folder, folder.name.removeprefix("."))
 
 
 def retain(found: Mapping[Path, Manifest], keep: int) -> None:
@@ -308,7 +298,8 @@ def sweep(root: Path) -> None:
 
 
 def _rename(folder: Path, name: str) -> Path:
-    """Rename ``folder`` for good: what it was called is synced to be gone."""
-    renamed = folder.rename(folder.with_name(name))
+    """Rename ``folder`` for good: its old name is synced to be gone. A number is added to a name that is taken."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))  # a run that went back had one, too
+    renamed = folder.rename(next(path for name in names if not os.path.lexists(path := folder.with_name(name))))
     sync_folder(folder.parent)
     return renamed

@@ -100,6 +100,10 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             _tidied(lambda: folders.sweep(root))
             _tidied(lambda: folders.retain(folders.survey(root)[0], keep))
 
+    def alone(self) -> CheckpointWriter:
+        """Return a writer for this rank without the others, which writes what a run of one rank would."""
+        return CheckpointWriter(self._root, RankInfo(0, 1, 0, 1), keep=self._keep)
+
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
         """Copy the trees as they are now, and write them in the background: ``shared`` by rank 0, ``own`` by this rank.
 
@@ -110,8 +114,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         given = {name: tree for name, tree in trees.items() if tree is not None}
         copied = self._tried(lambda: {name: self._copies[name].take(tree) for name, tree in given.items()})
         self._saves += 1
-        self._thread = threading.Thread(target=self._save, args=(self._saves, stamp, copied), daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._save, args=(self._saves, stamp, copied), daemon=True)
+        thread.start()
+        self._thread = thread
 
     @property
     def under_way(self) -> bool:

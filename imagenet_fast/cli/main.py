@@ -44,14 +44,15 @@ _PATH_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirec
 
 def entry() -> None:
     """Run the command line as the installed console script."""
-    from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
+    from imagenet_fast.stdio import exit_now, keep_printing, refuse_if_lost
 
-    keep_printing()
+    is_result = sys.argv[1:2] not in (["train"], ["compare"])  # of these it is run directories, not what is printed
+    keep_printing(waits=is_result)
     _inherit_nothing()
     try:
         main()
     except SystemExit as end:
-        if not end.code and sys.argv[1:2] != ["train"]:  # the result of `train` is its run directory, not its output
+        if is_result and not end.code:
             refuse_if_lost()
         exit_now(end)
 
@@ -89,8 +90,14 @@ def main() -> None:
         exit_with_error(str(error))
     except JobAborted as fault:
         exit_with_error(str(fault), code=1)
-    except OSError as error:
-        if "RANK" in os.environ or error.filename is None:  # on a rank the traceback is needed
+    except (OSError, RuntimeError) as error:
+        if "RANK" in os.environ:  # on a rank the traceback is needed
+            raise
+        if isinstance(error, RuntimeError) or error.filename is None:
+            from imagenet_fast.distributed.cores import exceeded_limit
+
+            if limit := exceeded_limit(str(error)):
+                exit_with_error(limit)
             raise
         advice, code = ("; check the path", 2) if isinstance(error, _PATH_ERRORS) else ("", 1)
         exit_with_error(f"{error.filename}: {error.strerror}{advice}", code)

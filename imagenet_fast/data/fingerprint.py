@@ -19,7 +19,7 @@ _SAMPLE = 16  # images of a split whose bytes are compared
 
 Contents = dict[str, Any]
 """Class names in label order and, for each split, the number of images, a digest of their names and labels, and one of
-the bytes of some of them, which checkpoints of earlier versions lack.
+the bytes of some of them.
 
 The digests do not depend on where the data lies. All values are plain, so that a checkpoint can hold them. Synthetic
 images have no names.
@@ -62,7 +62,7 @@ def differences(before: Contents, now: Contents) -> list[str]:
             found.append(f"{new['images']} {what} images for {old['images']}")
         elif old["digest"] != new["digest"] and not named:
             found.append(f"other names or labels of its {what} images")
-        elif old["digest"] == new["digest"] and old.get("sample", "") not in ("", new.get("sample", "")):
+        elif old["digest"] == new["digest"] and old.get("sample") != new.get("sample"):
             found.append(f"other {what} images under the same names, perhaps of another size")
     return found
 

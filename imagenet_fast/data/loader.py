@@ -31,7 +31,7 @@ from imagenet_fast.data.device import Batch, copied, empty
 from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, bits, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, central_crop, decode, random_crop
 from imagenet_fast.data.source import ImageSource, patiently
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
 
 T = TypeVar("T")
@@ -46,6 +46,10 @@ _ATTEMPTS = 100
 
 Job = Iterator[None]
 """Part of the work on a batch, in steps; it may be abandoned after any step."""
+
+
+class StorageAway(JobAborted):
+    """An image could not be read for some seconds, whose storage may come back."""
 
 
 def prefetched(batches: Iterable[tuple[T, Sequence[Job]]], threads: int, depth: int) -> Generator[T, None, None]:
@@ -105,8 +109,8 @@ class BadImagePolicy:
         belongs to; None for a bad image in an evaluation.
 
         Raises:
-            UserError: If the image cannot be read, or not for want of memory; if it is bad and ``data.on_bad_image`` is
-                "fail"; or if in training all 100 replacements are bad too.
+            StorageAway: If the image cannot be read.
+            UserError: If memory is short, a bad image is to "fail", or in training all 100 replacements are bad too.
         """
         for candidate in self._candidates(index, epoch):
             if candidate in self._bad:
@@ -114,9 +118,9 @@ class BadImagePolicy:
             try:
                 return patiently(self._images, candidate, load), int(self._images.labels[candidate])
             except OSError as error:
-                raise UserError(
-                    f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right and "
-                    "resume, or leave such files out by `imagenet-fast data verify`"
+                raise StorageAway(
+                    f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right, or "
+                    "leave such files out by `imagenet-fast data verify`"
                 ) from None
             except ImageDecodeError as error:
                 self._exclude(candidate, f"cannot be decoded ({error})")

@@ -36,8 +36,12 @@ def wait_until(look: Callable[[], _Found], deadline: float, pause: Callable[[flo
 def call_within(seconds: float, function: Callable[[], object]) -> None:
     """Call ``function``, and wait no longer: a store whose node is gone, or a disk, may be slow to fail."""
     thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(seconds)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads may be started
+        function()
+    else:
+        thread.join(seconds)
 
 
 class Board:

@@ -235,14 +235,11 @@ def _arrive(
     board: Board, number: int, own: _Record, needed: int, deadline: float, differs: Callable[[_Record], str],
     conclude: Callable[[Mapping[int, _Record]], _Record], gone: str,
 ) -> _Record:  # fmt: skip
-    """Leave a record, and return what number 0 concludes when the first ``needed`` have.
+    """Leave a record, and return what number 0 concludes when the first ``needed`` have; or refuse, on all alike.
 
     ``differs`` is given the record of number 0, and returns why this one does not belong with it, if so. Number 0
     waits until ``deadline``, and calls ``conclude`` with the records of those that have come. If it has ended, the
     others say ``gone``.
-
-    Raises:
-        UserError: On all that have arrived alike, with the first refusal: of ``differs``, or by ``conclude``.
     """
     try:
         if number:

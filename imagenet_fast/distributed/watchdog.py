@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
+from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
 from imagenet_fast.errors import JobAborted, UserError, warn
@@ -88,7 +89,8 @@ def report_failure(error: Exception) -> str:
     """
     error = _first_cause(error)
     told = isinstance(error, JobAborted | UserError)
-    own = str(error) if told else f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    what = exceeded_limit(str(error)) or f"{type(error).__name__}: {error}"
+    own = str(error) if told else f"rank {dist.get_rank()}: {what}"
     return first_reason(own, is_broken_connection(error))
 
 

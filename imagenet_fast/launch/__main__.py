@@ -15,10 +15,11 @@ from pathlib import Path
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback from the imports; the launcher reports
 
+from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
-from imagenet_fast.launch.stdio import exit_now, keep_printing, refuse_if_lost
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter
+from imagenet_fast.stdio import exit_now, keep_printing, refuse_if_lost
 
 _PORT = 29400  # where simulated nodes meet; in their network no other process listens
 _FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
@@ -42,7 +43,8 @@ def main() -> None:
         succeeded = _do(path, join_timeout_s)
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized():  # they had met
+        begun_before = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # storage may be away for a while
+        if distributed is not None and distributed.is_initialized() and not begun_before:  # they had met
             (path.parent / _FINAL).touch()
         exit_with_error(str(error))
     except JobAborted as fault:
@@ -51,6 +53,10 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(1) from None
+    except Exception as error:
+        if limit := exceeded_limit(str(error)):
+            exit_with_error(f"rank {os.environ['RANK']}: {limit}")
+        raise
     raise SystemExit(0 if succeeded else 1)
 
 
@@ -89,7 +95,7 @@ def _do(path: Path, join_timeout_s: float) -> bool:
 
 
 if __name__ == "__main__":
-    keep_printing()
+    keep_printing(waits=Path(sys.argv[1]).stem != "train")
     try:
         main()
     except SystemExit as end:

@@ -9,10 +9,11 @@ import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from imagenet_fast.checkpoint.folder import MANIFEST
-from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.cores import cores_per_rank, exceeded_limit
 from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.nodes import LaunchConfig
@@ -21,7 +22,7 @@ from imagenet_fast.metrics.exit_status import OPENED
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
-from imagenet_fast.training.run_lock import lock_run_dir
+from imagenet_fast.training.run_lock import locked
 
 if TYPE_CHECKING:
     from imagenet_fast.distributed.join import Meeting
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
 _SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
+_LEAST_THREADS, _MOST_THREADS = 10, 40  # of a rank, besides those that compute and decode
 _ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
@@ -80,8 +82,8 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     if outcome.status in ("preempted", "interrupted") and not (has_run and outcome.run_s):  # else rank 0 has told it
         print(outcome.message)
     if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
-        with suppress(OSError, UserError):  # rank 0 may have written it; a new run has started; the disk is full
-            lock_run_dir(job.folder, timeout_s=0.0)
+        # rank 0 may have written it; a new run has started; the disk is full
+        with suppress(OSError, UserError), locked(job.folder):
             outcome.write(job.folder)
     if code == 2:
         raise UserError(cause)
@@ -120,6 +122,8 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
+    if limit := _refused_threads(nodes.ranks_each * _LEAST_THREADS):
+        raise UserError(f"the ranks of this node cannot be started: {limit}")
     met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
     where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
     if nodes.least is None:
@@ -143,7 +147,8 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        cause = describe_exit(rank, end, launcher_dir)
+        limit = _refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * int(os.environ["OMP_NUM_THREADS"])))
+        cause = describe_exit(rank, end, launcher_dir) + (limit and f": {limit}")
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError as error:
@@ -158,6 +163,19 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
     if code:
         cause, code = first_error_in(launcher_dir) or (cause, code)
     return code, cause
+
+
+def _refused_threads(count: int) -> str:
+    """Return which limit does not let this process start ``count`` threads at once, as ``exceeded_limit``."""
+    over = Event()
+    try:
+        for _ in range(count):
+            Thread(target=over.wait, daemon=True).start()
+        return ""
+    except RuntimeError as error:
+        return exceeded_limit(str(error))
+    finally:
+        over.set()
 
 
 def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:

@@ -134,7 +134,7 @@ class ConsoleSink:
         return float(pace * (self._last["run"]["steps"] - last["step"]))
 
     def _print_summary(self, outcome: Event) -> None:
-        self._print(_verdict(outcome))
+        self._print(verdict(outcome))
         if outcome["status"] == "failed" and not outcome["steps"]:
             return  # nothing was measured
         folder = shlex.quote(str(self._folder))  # quoted, so that it can be pasted into a shell
@@ -161,7 +161,7 @@ class ConsoleSink:
             self._print("It waited for images: use all cores (data.workers=0), or shrink them (data prepare --resize).")
 
 
-def _verdict(outcome: Event) -> str:
+def verdict(outcome: Event) -> str:
     """Return one sentence on how the run ended."""
     target, message = outcome["target_top1"], outcome["message"]
     metric = target_metric(outcome, outcome["target_mirrored"])

@@ -137,7 +137,7 @@ class RunResult(Accuracy):
         Settings of this run stay as they are: recipe, engine, ranks, batch and target. The status, and the time to
         accuracy, follow from the target of this run.
         """
-        for key in vars(self).keys() & saved.keys() - _OWN:  # an older version saved fewer keys
+        for key in vars(self).keys() - _OWN:
             setattr(self, key, saved[key])
         last = vars(self) | {"run_s": self.judged_s if self.time_to_accuracy_s is None else self.time_to_accuracy_s}
         self.clear_target()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import NoReturn
 
@@ -11,17 +11,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
+from imagenet_fast.checkpoint.folder import set_aside
 from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import AsyncAnyReduce, common_folder
+from imagenet_fast.distributed.reductions import AsyncAnyReduce, broadcast_error, common_folder
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.job import Job, recipe_tables
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.resume import ResumePoint
+from imagenet_fast.training.run_lock import check_locked
 from imagenet_fast.training.state import TrainState
 
 _LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
@@ -124,30 +127,50 @@ class CheckpointManager:
         if not self.save(state, evaluated=False):
             raise NonFiniteLoss
         if unsaved := self.finish(state, evaluated=False):
-            raise JobAborted(unsaved)
+            raise JobAborted(str(unsaved))
         raise StopRequested
 
-    def finish(self, state: TrainState, evaluated: bool) -> str:
+    def finish(self, state: TrainState, evaluated: bool) -> NotSaved | None:
         """Wait for the checkpoint of the last step, and save ``state`` once more if it fails.
 
         Returns:
-            Why it could not be saved, the same on every rank; empty if it was saved, or if there is no writer.
+            Why it could not be saved, the same on every rank; None if it was saved, or if there is no writer.
         """
         self._await()
         if self._unsaved is not None:
             self._save(state, evaluated)
-            self._await()
+            self._await(last=True)
             if self._world.size > 1:
                 with here.waiting():
                     dist.barrier()  # the store, where others may still read why, may end with rank 0
-        return "" if self._unsaved is None else str(self._unsaved)
+        return self._unsaved
+
+    def save_alone(self, state: TrainState) -> int:
+        """Save the state on this rank alone, while others wait for it in the next step; return ``saved_step``.
+
+        Of several ranks that call it, the first saves, and the others wait. A run that resumes takes it as one of
+        another number of ranks. Of a model that is divided over ranks no rank can save all.
+        """
+        saved = self.last_saved()
+        if self._writer is None or self._board is None or state.division is not None:
+            return saved
+        if self._board.first("alone", self._world.rank) == self._world.rank:
+            if state.step > saved and self.may_save(state, alone=True):
+                self._writer = self._writer.alone()
+                self._save(state, evaluated=False, ranks=1)
+                self._await(last=True)
+            self._board.post("saved", max(saved, self.saved_step))
+        return int(self._board.read("saved", time.monotonic() + _SLOW_DISK_S) or saved)
 
     @property
     def _writing(self) -> bool:
         return self._writer is not None and self._writer.under_way
 
-    def _await(self) -> None:
-        """Wait for the checkpoint that is being written, if any, and note whether it failed; rank 0 warns once."""
+    def _await(self, last: bool = False) -> None:
+        """Wait for the checkpoint that is being written, if any, and note whether it failed.
+
+        Rank 0 warns once, unless it was the ``last`` try.
+        """
         if self._writer is None or not self._is_saving:
             return
         self._is_saving = False
@@ -160,17 +183,18 @@ class CheckpointManager:
             self._writer.wait()
         except NotSaved as error:
             self._unsaved = error
-            if self._world.is_main:
+            if self._world.is_main and not last:
                 warn(f"{error.in_short}; training goes on, and it is tried again")
 
-    def may_save(self, state: TrainState) -> bool:
+    def may_save(self, state: TrainState, alone: bool = False) -> bool:
         """Settle ``state`` and return whether it may replace earlier checkpoints: it is finite.
 
-        Always true if the recipe's ``nonfinite_steps`` is 0. Every rank must call it.
+        Always true if the recipe's ``nonfinite_steps`` is 0. Every rank must call it, unless it is about this one
+        ``alone``.
         """
         here.enter("checkpoint")
         state.settle()
-        return self._job.recipe.nonfinite_steps == 0 or state.is_finite()
+        return self._job.recipe.nonfinite_steps == 0 or (state.is_sound() if alone else state.is_finite())
 
     def last_saved(self) -> int:
         """Wait for the checkpoint that is being written, and return ``saved_step``."""
@@ -198,14 +222,15 @@ class CheckpointManager:
             return False
         return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
-    def _save(self, state: TrainState, evaluated: bool) -> None:
+    def _save(self, state: TrainState, evaluated: bool, ranks: int = 0) -> None:
+        """Begin to save the state as that of so many ranks; 0: of those there are."""
         assert self._writer is not None
-        recipe, outcome = self._job.recipe, state.outcome
+        recipe, outcome, ranks = self._job.recipe, state.outcome, ranks or self._world.size
         stamp = Stamp(
             step=state.step,
             epoch=outcome.epochs,
-            world=self._world.size,
-            layout=recipe.parallel.axes(self._world.size),
+            world=ranks,
+            layout=recipe.parallel.axes(ranks),
             top1=outcome.top1 if evaluated else None,
         )
         self._await()
@@ -240,6 +265,8 @@ def open_checkpoints(
         root, begun = common_folder(RunDir(job.folder).checkpoints, world, make=True), 0
     else:
         root, begun = resumed.checkpoint.folder.parent, resumed.step
+        if world.is_main:
+            set_aside(resumed.checkpoint.damaged)
     if root is None:
         unseen, fix = f"not every node sees {job.folder}", "give an --out that all of them share"
         if job.elastic:
@@ -251,3 +278,28 @@ def open_checkpoints(
         manager = CheckpointManager(job, world, writer, data, ask_first(), store.clone(), begun)
         yield manager
         manager.close()
+
+
+def save_final_weights(
+    state: TrainState, job: Job, class_names: Sequence[str], world: DistContext, unsaved: NotSaved | None
+) -> None:
+    """Write the final weights on rank 0: with them a run has ended, even if its last checkpoint is ``unsaved``.
+
+    Raises:
+        JobAborted: On every rank, if they cannot be written.
+    """
+    here.enter("checkpoint")
+    state.settle()
+    whole, path, failure = state.whole(), RunDir(job.folder).final_weights, ""
+    if world.is_main:
+        try:
+            check_locked(job.folder)
+            path.parent.mkdir(exist_ok=True)
+            write_weights(whole.state_dict(), path, describe(job.name, job.recipe, class_names))
+        except OSError as error:
+            then = f", and {unsaved}" if unsaved else f"; see to that disk, and {job.resuming} writes them"
+            failure = f"trained to the end, but {path} cannot be written ({error}){then}"
+        if unsaved is not None and not failure:
+            warn(f"{unsaved.in_short}; the final weights are written, so the run has ended all the same")
+    if failure := broadcast_error(failure, world.device):
+        raise JobAborted(failure)

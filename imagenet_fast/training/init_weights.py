@@ -181,22 +181,14 @@ def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
 
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
     """Return the moving average if there is one, or the weights with batch-norm statistics averaged over all ranks."""
-    folder = checkpoint.folder
-    try:
-        shared = checkpoint.shared
-        averaged = shared["average"] is not None
-        tensors = dict(shared["average" if averaged else "model"])
-        kind = "average" if averaged else "buffers"
-        means = RunningMeans()
-        for _, own in checkpoint.parts():
-            for name, tensor in own[kind].items():
-                means.add(name, tensor)
-    except (KeyError, TypeError, AttributeError):
-        raise UserError(f"{folder} is a checkpoint of another version, or not of a training; give another") from None
+    shared = checkpoint.shared
+    averaged = shared["average"] is not None
+    tensors = dict(shared["average" if averaged else "model"])
+    kind = "average" if averaged else "buffers"
+    means = RunningMeans()
+    for _, own in checkpoint.parts():
+        for name, tensor in own[kind].items():
+            means.add(name, tensor)
     tensors |= {name: mean for name, mean in means.values.items() if name in tensors}
-    try:
-        recipe = parse_recipe("the checkpoint", shared.get("recipe", {}))
-    except UserError:  # of another version
-        return Weights(str(folder), tensors, {})
-    classes = shared["data"]["classes"] if "data" in shared else []
-    return Weights(str(folder), tensors, describe(None, recipe, classes))
+    about = describe(None, parse_recipe("the checkpoint", shared["recipe"]), shared["data"]["classes"])
+    return Weights(str(checkpoint.folder), tensors, about)

@@ -79,11 +79,11 @@ class Meter:
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
         self._paces = Paces(world.size)
-        self._closed: _Interval | None = None  # not yet recorded
         self.restart()
 
     def restart(self) -> None:
-        """Begin a new interval, for instance after an evaluation."""
+        """Begin a new interval, as after an evaluation; the one before is dropped unless it has been recorded."""
+        self._closed: _Interval | None = None  # not yet recorded
         self._loss = torch.zeros((), device=self._world.device)
         self._steps: list[SyncStats] = []
         self._fetches: list[tuple[Timestamp, Timestamp]] = []
@@ -133,12 +133,11 @@ class Meter:
         linked = reached - self._link_begun
         if self._world.device.type != "cpu":
             self.flush(record)
-        self._closed = _Interval(
-            step, epoch, lr, self._steps, self._fetches, self._at_start, self._begun, ended, linked, own
-        )
+        closed = _Interval(step, epoch, lr, self._steps, self._fetches, self._at_start, self._begun, ended, linked, own)
         if self._world.device.type == "cpu":
-            self.flush(record)
+            self._record(closed, record)
         self.restart()
+        self._closed = None if self._world.device.type == "cpu" else closed
         self._link_begun = reached  # count what a deferring engine sends between the intervals
 
     def flush(self, record: MetricLogger) -> None:

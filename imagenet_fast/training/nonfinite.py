@@ -1,80 +1,18 @@
-"""Count steps whose loss is not finite, and find the first module that turns finite values into non-finite ones."""
+"""Count steps whose loss is not finite, and say why a run has to end for it."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-class NonFiniteTracer:
-    """What ``trace_nonfinite`` has found so far."""
-
-    def __init__(self) -> None:
-        """Begin before the first forward."""
-        self.called: dict[nn.Module, None] = {}
-        """Modules in the order of their first call."""
-        self.first: nn.Module | None = None
-        """First module whose output is not finite though its input is; None if not found.
-
-        Of nested modules, the innermost.
-        """
-        self.arrived_so = False
-        """True if the model's input was already not finite."""
-        self._inside: list[nn.Module] = []
-
-    @property
-    def _over(self) -> bool:
-        return self.first is not None or self.arrived_so
-
-    def enter(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Check the input of ``module`` before its forward."""
-        self.called.setdefault(module)
-        if not self._over and not is_finite((inputs, named)):
-            if self._inside:
-                self.first = self._inside[-1]  # its own code between its children made them
-            else:
-                self.arrived_so = True
-        self._inside.append(module)
-
-    def leave(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: object) -> None:
-        """Check the output of ``module`` after its forward."""
-        self._inside.pop()
-        if not self._over and not is_finite(output):
-            self.first = module
+from imagenet_fast.distributed.reductions import gather_rows
 
 
-@contextmanager
-def trace_nonfinite(model: nn.Module) -> Iterator[NonFiniteTracer]:
-    """Check the inputs and outputs of every module in forwards of ``model`` in the block.
-
-    The host waits for the device at each check. Compiled code runs eagerly meanwhile, so that its hooks are called.
-    """
-    watch = NonFiniteTracer()
-    with torch.compiler.set_stance("force_eager"), ExitStack() as hooks:
-        for module in model.modules():
-            hooks.enter_context(module.register_forward_pre_hook(watch.enter, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(watch.leave, with_kwargs=True))
-        yield watch
-
-
-def is_finite(values: object) -> bool:
-    """Return whether all floating-point or complex tensors in nested lists, tuples and dicts are finite.
-
-    Waits for the device.
-    """
-    match values:
-        case Tensor():
-            return not (values.is_floating_point() or values.is_complex()) or bool(values.isfinite().all())
-        case list() | tuple():
-            return all(is_finite(part) for part in values)
-        case dict():
-            return all(is_finite(part) for part in values.values())
-        case _:
-            return True
+def must_be_finite(model: nn.Module) -> list[Tensor]:
+    """Return parameters and running statistics; other buffers, such as masks, may hold infinities."""
+    statistics = [value for name, value in model.named_buffers() if "running_" in name]
+    values = [value.detach() for value in (*model.parameters(), *statistics)]
+    return [value for value in values if value.numel() and value.is_floating_point()]
 
 
 class NonFiniteLoss(Exception):
@@ -96,3 +34,21 @@ class NonFiniteCounter:
     def __int__(self) -> int:
         """Return the count; waits for the device."""
         return int(self.steps)
+
+
+def describe_nonfinite(streak: NonFiniteCounter, step: int) -> tuple[int, str]:
+    """Return the first wrong step and a sentence on why the run ends after ``step``; every rank must call it."""
+    streaks = gather_rows([int(streak)])[:, 0]
+    longest = int(streaks.max())
+    wrong_from = step - longest + 1
+    if not longest:
+        sentence = f"step {step} has left weights or statistics that are not finite"
+    else:
+        ranks = (streaks == longest).nonzero()[:, 0].tolist()
+        first = f", at first on rank {ranks[0]} alone" if len(ranks) == 1 < len(streaks) else ""
+        sentence = f"the loss has not been finite for {longest} steps, from step {wrong_from} on{first}"
+    remedy = (
+        "lower optim.lr or lengthen schedule.warmup_epochs" if wrong_from > 1 else
+        "see to data.mean, data.std, the images and the first weights"
+    )  # fmt: skip
+    return wrong_from, f"{sentence}; {remedy}, and begin another run"

@@ -92,7 +92,7 @@ class LossScaler:
         """Continue from a value of ``state_dict``, the same on every rank."""
         self.scale.copy_(state["scale"])
         self._good_steps.copy_(state["good_steps"])
-        self._skipped.copy_(state.get("skipped", torch.zeros_like(self._skipped)))  # missing in older checkpoints
+        self._skipped.copy_(state["skipped"])
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,6 @@ from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Recipe
-from imagenet_fast.training.run_lock import lock_run_dir
 from imagenet_fast.training.state import TrainState, joined
 
 
@@ -76,12 +75,9 @@ class ResumePoint:
 
     def check_data(self, contents: Contents) -> None:
         """Raise UserError if classes, images or labels have changed to ``contents`` since."""
-        folder, before = self.checkpoint.folder, self.checkpoint.shared.get("data")
-        if before is None:
-            raise UserError(f"{folder} is of a version that noted no images; begin another run with --init-from")
-        if changed := differences_of_data(before, contents):
+        if changed := differences_of_data(self.checkpoint.shared["data"], contents):
             raise UserError(
-                f"the data has {' and '.join(changed)} since {folder} was written; restore it, or "
+                f"the data has {' and '.join(changed)} since {self.checkpoint.folder} was written; restore it, or "
                 "begin another run with --init-from"
             )
 
@@ -104,8 +100,7 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     last, saved = None, RunDir(job.folder).checkpoints
     with raise_on_all_ranks(world.device):
         if world.is_main:
-            lock_run_dir(job.folder)
-            last = newest(saved, set_aside=True)
+            last = newest(saved)
     named = ["" if last is None else last.folder.name]
     dist.broadcast_object_list(named, src=0, device=world.device)
     if not named[0]:
@@ -124,9 +119,8 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
             "change that back, or give another --out"
         )
     manifest, parallel = checkpoint.manifest, job.recipe.parallel
-    schedule = begun.get("parallel", {}).get("schedule", parallel.schedule)
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
-    elsewhere |= chunks_of(schedule) != chunks_of(parallel.schedule)  # then a rank trains other layers
+    elsewhere |= chunks_of(begun["parallel"]["schedule"]) != chunks_of(parallel.schedule)  # a rank has other layers
     return ResumePoint(checkpoint, elsewhere, max(0.0, gap_s))
 
 

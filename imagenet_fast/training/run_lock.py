@@ -1,6 +1,7 @@
-"""Lock a run directory for one run at a time.
+"""Lock a run directory for one run at a time, and say what a run that resumes finds there.
 
-It is locked before anything in it is written. An earlier run without checkpoints is moved aside, never deleted.
+It is locked before anything in it is written. An earlier run without checkpoints is moved aside, never deleted, and a
+finished one is never trained again.
 """
 
 from __future__ import annotations
@@ -13,84 +14,116 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+import torch.distributed as dist
+
 from imagenet_fast.atomic_io import check_place
-from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.run_result import RunResult, read_outcome
 from imagenet_fast.recipe.job import Job
 
 _LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
-_held: dict[Path, int] = {}  # the descriptors, which are never closed
+_held: dict[Path, int] = {}  # the descriptors
 
 
 @contextmanager
-def claimed(job: Job, world: DistContext) -> Iterator[None]:
-    """Make the directory of ``job`` and lock it for this run, on rank 0; before this the run has written nothing.
+def claimed(job: Job, world: DistContext) -> Iterator[RunResult | None]:
+    """Make the directory of ``job`` and lock it for the block, on rank 0; before this the run has written nothing.
 
-    A run that is to be resumed and has no checkpoint is moved aside, and begins again. At the end, remove the directory
-    if nothing was written to it.
+    At the end, remove the directory if nothing was written to it.
+
+    Yields:
+        The result of the run there if it has ended, by the same recipe, and has its final weights; else None.
 
     Raises:
-        UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume or
-            that cannot be moved aside.
+        UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume.
     """
+    ended: list[RunResult | None] = [None]
     try:
         with raise_on_all_ranks(world.device):
             if world.is_main:
-                _claim(job)
-        yield
+                ended = [_claim(job)]
+        dist.broadcast_object_list(ended, device=world.device)
+        yield ended[0]
     finally:
         if world.is_main:
             with suppress(OSError):  # the directory is not empty
                 job.folder.rmdir()
+            _unlock(job.folder)
 
 
-def _claim(job: Job) -> None:
+def _claim(job: Job) -> RunResult | None:
     run = RunDir(job.folder)
     try:
         run.check_writable(job.resume)
         _make_and_lock(job.folder)
         run.check_writable(job.resume)  # another run may have started meanwhile
-        if run.holds_run() and not any(read_survey(run.checkpoints)):
-            _move_aside(job.folder)
-            _make_and_lock(job.folder)
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
+    with suppress(UserError):  # its job is damaged
+        return _result(run) if run.job.is_file() and run.read_job().recipe == job.recipe else None
+    return None
 
 
-def _move_aside(folder: Path) -> None:
-    """Rename the locked ``folder``, or raise UserError."""
-    whole = folder.absolute()
+def _result(run: RunDir) -> RunResult | None:
+    """Return the result of a run that has come to its end and has its final weights; None for others."""
+    with suppress(UserError):  # damaged
+        if run.final_weights.is_file() and (ended := read_outcome(run.folder)) is not None:
+            return ended if ended.status in ("reached", "finished") else None
+    return None
+
+
+def make_room(job: Job) -> None:
+    """Move aside a run in the locked directory of ``job``, which has no checkpoint to go on from; then lock again.
+
+    Raises:
+        UserError: It has come to its end, or cannot be moved.
+    """
+    run, whole = RunDir(job.folder), job.folder.absolute()
+    if not run.holds_run():
+        return
+    if _result(run) is not None:
+        raise UserError(
+            f"{job.folder} holds a run that has ended, and no checkpoint from which it could go on; give another "
+            f"--out, with --init-from {job.folder} to start from its weights"
+        )
     aside = next(path for n in count(1) if not (path := whole.with_name(f"{whole.name}.replaced-{n}")).exists())
     try:
         whole.rename(aside)
     except OSError as error:  # a mount point, for example
         raise UserError(
-            f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {aside} "
+            f"{job.folder} holds a run without a checkpoint to go on from, and cannot be moved to {aside} "
             f"({error.strerror}); move what is in it away, or give another --out"
         ) from None
-    _held.pop(whole)
-    warn(f"{folder} holds a run that had come to no checkpoint; it is moved to {aside}, and begins again")
+    warn(f"{job.folder} holds a run that had come to no checkpoint; it is moved to {aside}, and begins again")
+    _unlock(job.folder)
+    _make_and_lock(job.folder)
 
 
 def _make_and_lock(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    lock_run_dir(folder)
+    _lock(folder)
 
 
-def lock_run_dir(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
-    """Lock the run in ``folder``, if it exists, for this process until the process ends.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the run in ``folder`` for the block. Raises UserError if another process trains there, OSError."""
+    _lock(folder, timeout_s=0.0)
+    try:
+        yield
+    finally:
+        _unlock(folder)
 
-    Raises:
-        UserError: Another process trains there, and goes on for ``timeout_s``.
-    """
-    if not folder.is_dir():
-        return
-    with suppress(KeyError, FileNotFoundError):  # not locked, or another one now
-        check_locked(folder)
-        return
+
+def _unlock(folder: Path) -> None:
+    with suppress(KeyError):  # it was refused
+        os.close(_held.pop(folder.absolute()))
+
+
+def _lock(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+    """Lock the run in ``folder`` for this process. Raises UserError if another one trains there for ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

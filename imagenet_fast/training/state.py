@@ -18,7 +18,7 @@ from imagenet_fast.parallel.parallelize import ParallelModel
 from imagenet_fast.sync.kept_state import reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
-from imagenet_fast.training.nonfinite import NonFiniteCounter
+from imagenet_fast.training.nonfinite import NonFiniteCounter, must_be_finite
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
 
@@ -85,13 +85,15 @@ class TrainState:
         return self.eval_model if self.division is None else self.division.whole(self.eval_model)
 
     def is_finite(self) -> bool:
-        """Return whether the last loss and all weights are finite on every rank.
+        """Return whether the state is sound on every rank. Call ``settle`` first. Every rank must call it."""
+        return not gather_rows([not self.is_sound()]).any()
 
-        Call ``settle`` first. Every rank must call it; each waits for its device.
-        """
-        weights = [param.detach() for param in self.model.parameters() if param.numel() and param.is_floating_point()]
-        finite = torch.stack(torch._foreach_norm(weights, math.inf)).isfinite().all()
-        return not gather_rows([int(self.streak) > 0 or not finite]).any()
+    def is_sound(self) -> bool:
+        """Return whether weights, buffers and the last loss are finite on this rank; waits for its device."""
+        values = [value for model in {self.model, self.eval_model} for value in must_be_finite(model)]
+        finite = torch.stack(torch._foreach_norm(values, math.inf)).isfinite().all()
+        skipped = self.sync.found_inf is not None and bool(self.sync.found_inf)  # an overflow, which changed nothing
+        return bool(finite) and (skipped or int(self.streak) == 0)
 
     def shared(self) -> dict[str, Any]:
         """Return the state that ranks hold alike or in parts, under the whole model's names.
@@ -135,6 +137,7 @@ class TrainState:
         self.clock.load_state_dict(shared["clock"])
         self.outcome.resume_from(shared["outcome"])
         self.step = shared["step"]
+        self.streak.steps.zero_()
         _copy(own["buffers"], dict(self.model.named_buffers()))
         self.sent_bytes = own["sent_bytes"]
         self.sync.load_state_dict(own["sync"])

@@ -67,7 +67,6 @@ class TrainingStep:
         self._accumulation = accumulation
         self._statistics = StepStatistics(state.model, accumulation, skips=state.scale.largest is not None)
         self._trace = trace
-        self._last: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
         """Train one step on the next batches of ``batches`` at the learning rate ``lr``."""
@@ -75,14 +74,12 @@ class TrainingStep:
         here.enter("data", state.step + 1)
         state.sync.zero_grad()
         self._statistics.begin()
-        self._last = None  # hold no more batches than are in use
         losses = []
         for left in reversed(range(self._accumulation)):
             images, labels = self.meter.fetch(batches)
             held = state.sync.no_sync() if left else nullcontext()
             with held, self._statistics.micro_step():
                 losses.append(self._backpropagate(images, labels).detach())
-        self._last = images, labels
         here.enter("sync")
         stats = state.sync.finish() if self._clip_norm else state.sync.end_backward()
         self.meter.add_step(stats, sum(losses[1:], losses[0]))
@@ -94,21 +91,9 @@ class TrainingStep:
         state.step += 1
         state.sent_bytes += stats.sent_bytes
 
-    def repeat(self) -> tuple[Tensor, Tensor] | None:
-        """Run forward and backward of the last micro-batch once more, which changes no weight.
-
-        Every rank must call it.
-
-        Returns:
-            The micro-batch's images and its loss; None if there was none yet.
-        """
-        self.state.settle()
-        if self._last is None:
-            return None
-        images, labels = self._last
-        self.state.sync.zero_grad()
-        with self.state.sync.no_sync():
-            return images, self._backpropagate(images, labels)
+    def abandon(self) -> None:
+        """Take back what a step did to the state that was not ended."""
+        self._statistics.begin()
 
     def _update(self, lr: float) -> None:
         """Update weights and their moving average, now or, if the engine defers, layer by layer in the next forward."""

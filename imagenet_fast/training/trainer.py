@@ -18,14 +18,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from imagenet_fast.checkpoint import NotSaved
 from imagenet_fast.data.build import Loaders, build_loaders, example_images
 from imagenet_fast.data.fingerprint import compare_data
+from imagenet_fast.data.loader import StorageAway
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import find_data
 from imagenet_fast.distributed.cores import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
-from imagenet_fast.distributed.reductions import broadcast_error, first_of_node
+from imagenet_fast.distributed.reductions import first_of_node, raise_on_all_ranks
 from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import Accuracy, MetricLogger
@@ -33,21 +35,20 @@ from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.record import open_record
 from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.metrics.run_result import RunResult
-from imagenet_fast.models.weights import Weights, describe, write_weights
+from imagenet_fast.models.weights import Weights
 from imagenet_fast.recipe.batching import check_norms, explain, split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_file, load_recipe
-from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
+from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints, save_final_weights
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import StopRequested, evaluate
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.lr_schedule import learning_rate
-from imagenet_fast.training.nonfinite import NonFiniteLoss
-from imagenet_fast.training.nonfinite_report import nonfinite_message
+from imagenet_fast.training.nonfinite import NonFiniteLoss, describe_nonfinite
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import check_locked, claimed
+from imagenet_fast.training.run_lock import claimed, make_room
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -124,21 +125,19 @@ class Trainer:
             JobAborted: It had to end early, for a reason that the message gives.
             KeyboardInterrupt: A signal ended it.
         """
-        with claimed(self.job, self.world), ExitStack() as at_end:
+        with claimed(self.job, self.world) as ended, ExitStack() as at_end:
             at_end.callback(gc.unfreeze)  # what lived in this run can then be collected
-            self.open_data()
-            with self._recorded():
-                self.build()
-                if (at := self.resumed_from) is not None:
-                    self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
-                with self._saving():
-                    freeze_gc()
-                    unsaved = self._train_soundly()
-                here.enter("checkpoint")
-                if self.outcome.status in ("reached", "finished"):
-                    self._write_final_weights()
-                    if unsaved:
-                        raise JobAborted(f"trained to the end, but {unsaved}")
+            if ended is not None:
+                self._tell(ended)
+            else:
+                self.open_data()
+                with self._recorded():
+                    self.build()
+                    with self._saving():
+                        freeze_gc()
+                        unsaved = self._train_soundly()
+                    if self.outcome.status in ("reached", "finished"):
+                        save_final_weights(self.state, self.job, self.data.class_names, self.world, unsaved)
             if self.outcome.status != "interrupted":
                 with here.waiting():
                     # a rank that missed the target exits with 3; if first, torchrun would stop those that still write
@@ -153,9 +152,11 @@ class Trainer:
         """
         job, recipe, world = self.job, self.job.recipe, self.world
         self.resumed_from = found = find_resumption(job, world) if job.resume else None
+        begun = 0 if found is None else found.step
+        self.ending.saved_step = lambda: begun
         self.clock = Clock()
         with first_of_node(world):
-            self.data = self._loaders(0 if found is None else found.step)
+            self.data = self._loaders(begun)
         compare_data(self.data.contents, world)
         self.weights = None
         if found is not None:
@@ -284,6 +285,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict`` of the same rank, in a run with as many ranks, at the same images."""
         self.state.load(state["shared"], state["own"])
+        self.step.meter.restart()
         self.data = self._loaders(self.state.step)
 
     def _evaluation_is_due(self) -> bool:
@@ -301,8 +303,8 @@ class Trainer:
             self.checkpoints.stop(self.state)
         self.checkpoints.save(self.state, evaluated=True)
 
-    def _train_soundly(self) -> str:
-        """Train to the end or a stop; return why the end could not be saved, or an empty string.
+    def _train_soundly(self) -> NotSaved | None:
+        """Train to the end or a stop; return why the end could not be saved, if so.
 
         The last step is checked for non-finite numbers here, as no step follows it.
         """
@@ -313,29 +315,52 @@ class Trainer:
             if outcome.status != "preempted" and not checkpoints.may_save(self.state):
                 raise NonFiniteLoss
         except NonFiniteLoss:
-            raise JobAborted(nonfinite_message(self.step, checkpoints, self.world)) from None
+            outcome.wrong_from, why = describe_nonfinite(self.state.streak, self.state.step)
+            saved = checkpoints.last_saved()
+            kept = f"the last checkpoint is that of step {saved}" if saved else "no checkpoint had been written"
+            raise JobAborted(f"{why}; {kept}") from None
+        except StorageAway as error:
+            self.step.abandon()
+            saved, resuming = checkpoints.save_alone(self.state), self.job.resuming
+            then = f"goes on from step {saved}" if saved else "begins again, as no checkpoint had been written"
+            raise JobAborted(f"{error}; {resuming} {then}") from None
         if outcome.status == "preempted":
             self.ending.stopped(checkpoints.saves)
-            return ""
+            return None
         return checkpoints.finish(self.state, evaluated=True)
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """Save checkpoints in the block, in which a first signal only asks to stop."""
-        begun, ask_first = self.outcome.steps, self._ask_first or (lambda: lambda: False)
-        self.ending.saved_step = lambda: begun
-        data = self.data.contents
-        with open_checkpoints(self.job, self.world, data, ask_first, self.resumed_from) as checkpoints:
+        """Save checkpoints in the block, in which a first signal only asks to stop.
+
+        Only now, when nothing stands in the way of the run any more, is the run directory written.
+        """
+        job, world, at, ask_first = self.job, self.world, self.resumed_from, self._ask_first or (lambda: lambda: False)
+        with raise_on_all_ranks(world.device):
+            if world.is_main and at is None:
+                make_room(job)
+        with open_checkpoints(job, world, self.data.contents, ask_first, at) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
+            self.ending.begin_record()
+            self.metrics = open_record(job, world, self.clock.run_s, None if at is None else at.step)
+            if at is not None:
+                self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
             yield
+
+    def _tell(self, ended: RunResult) -> None:
+        """Say what the run has reached that has ``ended``, and take that for the outcome."""
+        self.outcome = self.ending.outcome = ended
+        self.ending.write()
+        if self.world.is_main:
+            from imagenet_fast.metrics.console import verdict
+
+            run = RunDir(self.job.folder)
+            print(f"{verdict(vars(ended))}\n{run.folder} had ended so; its weights are {run.final_weights}")
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Record the block in the run directory: what it logs, and how it ends."""
-        job, world, ending, outcome = self.job, self.world, self.ending, self.outcome
-        ending.begin_record()
-        resumed = None if self.resumed_from is None else self.resumed_from.step
-        self.metrics = open_record(job, world, self.clock.run_s, resumed)
+        """Record how the block ends, once it has begun the record in the run directory."""
+        ending, outcome = self.ending, self.outcome
         try:
             yield
         except KeyboardInterrupt:
@@ -352,24 +377,6 @@ class Trainer:
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
                 self.metrics("end", outcome.steps, **vars(outcome))
-
-    def _write_final_weights(self) -> None:
-        """Write the final weights on rank 0. Raises JobAborted, on every rank, if they cannot be written."""
-        self.state.settle()
-        whole, path, failure = self.state.whole(), RunDir(self.job.folder).final_weights, ""
-        if self.world.is_main:
-            about = describe(self.job.name, self.job.recipe, self.data.class_names)
-            try:
-                check_locked(self.job.folder)
-                path.parent.mkdir(exist_ok=True)
-                write_weights(whole.state_dict(), path, about)
-            except OSError as error:
-                failure = (
-                    f"trained to the end, but {path} cannot be written ({error}); see to that disk, and "
-                    f"{self.job.resuming} writes them"
-                )
-        if failure := broadcast_error(failure, self.world.device):
-            raise JobAborted(failure)
 
 
 def _job_by_name(

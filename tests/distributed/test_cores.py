@@ -6,15 +6,17 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from imagenet_fast.distributed.board import call_within
 from imagenet_fast.distributed.cores import bind_to_numa_node, shares, usable_cores, usable_memory
 from imagenet_fast.distributed.init import own_cores, prepare_device
 from imagenet_fast.distributed.join import connecting
@@ -127,6 +129,12 @@ def test_threads_that_the_user_may_not_start_are_no_firewall():
         "rank 0 could not connect to the others: no more processes and threads may be started; raise `ulimit -u`, or "
         "the container's limit (`pids.max`)"
     )
+
+
+def test_what_must_be_done_is_done_where_no_thread_may_be_started(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    call_within(1.0, done := Mock())
+    done.assert_called_once_with()
 
 
 def connected_without_threads() -> str:

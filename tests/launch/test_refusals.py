@@ -30,6 +30,7 @@ from tests.conftest import make_images, tiers
 from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
 from tests.ports import free_port
 from tests.ranks import with_ranks
+from tests.root import as_user
 from tests.training.jobs import job_of
 
 
@@ -83,6 +84,25 @@ def test_what_a_rank_refuses_or_warns_of_is_printed_once_and_ends_a_run_that_may
     assert warning == "warning: target_top1 is 0.85 %; did you mean 85?"
     assert re.match(f"error: .*{re.escape(str(bad))}", error)
     assert not events_of(run, "resume")
+
+
+@pytest.mark.ci
+@pytest.mark.usefixtures("root")
+@pytest.mark.parametrize("most", [2, *(pytest.param(most, marks=pytest.mark.weekly) for most in (1, 12, 23, 26))])
+def test_a_limit_of_processes_and_threads_is_named_wherever_it_is_met(most: int, tmp_path: Path):
+    """By the launcher, by torchrun, by a rank, or by torch in one, which aborts."""
+    out = tmp_path / "run"
+    out.mkdir()
+    out.chmod(0o777)
+    limited = [*as_user(47_111), "bash", "-c", f'ulimit -u {most}; exec "$0" "$@"', *COMMAND]
+    done = subprocess.run(
+        [*limited, "train", "--recipe", "smoke", "--nproc", "2", "--set", "epochs=1", "--out", str(out)],
+        capture_output=True, text=True, check=False, timeout=240, env=environment(HOME=str(out)),
+    )  # fmt: skip
+    said = done.stderr + done.stdout
+    assert done.returncode in (1, 2), said
+    assert "Traceback" not in said
+    assert ": no more processes and threads may be started; raise `ulimit -u`, or the " in said
 
 
 @pytest.mark.parametrize("name", tiers(["events.jsonl"], ["environment.json"]))

@@ -57,13 +57,6 @@ def test_the_outcome_follows_the_run_and_stands_for_an_exit_code(tmp_path: Path)
         assert RunResult(status, "r", "lazy", 1, 1, target_top1=target).exit_code == code
 
 
-def test_the_outcome_of_an_earlier_version_is_read(tmp_path: Path):
-    written = {"status": "reached", "recipe": "r", "sync": "ddp", "world_size": 2, "global_batch": 64, "top1": 76}
-    (tmp_path / "outcome.json").write_text(json.dumps(written | {"top5": 93.1, "data_wait_pct": None}))
-    read = read_outcome(tmp_path)
-    assert read == RunResult("reached", "r", "ddp", 2, 64, top1=76.0, top5=93.1)
-
-
 def test_concurrent_launchers_leave_a_whole_outcome(tmp_path: Path):
     outcomes = [RunResult("failed", "r", "lazy", 1, 1, message=str(n) * 5000) for n in range(4)]
     with ThreadPoolExecutor(len(outcomes)) as launchers:

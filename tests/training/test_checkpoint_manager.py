@@ -58,7 +58,7 @@ def test_a_failed_save_is_warned_of_once_and_tried_again_when_the_next_is_due(
 
 def test_a_failed_save_is_tried_again_at_the_end(saving: Saving):
     saving.save(trained(7), evaluated=True)
-    assert "the checkpoint of step 7 failed" in saving.finish(trained(7), evaluated=True)
+    assert "the checkpoint of step 7 failed" in str(saving.finish(trained(7), evaluated=True))
     saving.ready()
     assert not saving.finish(trained(7), evaluated=True)
     assert saving.saved_step == 7

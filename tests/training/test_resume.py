@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
@@ -24,6 +26,7 @@ from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tiers
+from tests.data.small import image_data
 from tests.e2e.command import events_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run, with_ranks
@@ -283,3 +286,39 @@ def test_what_ranks_have_left_is_added_up_one_rank_after_another():
     assert own["sync"]["engine"]["kept"]["weight"]["residual"].tolist() == [3.5] * 5
     assert own["buffers"]["mean"].tolist() == [1.75] * 2
     assert own["buffers"]["count"] == 7
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_storage_that_goes_away_ends_a_run_with_its_state_saved(split: str, image_dir: Path, tmp_path: Path):
+    """In the middle of a step of two micro-batches, or in an evaluation; what is saved goes on to the bit."""
+    data, images = copytree(image_dir, tmp_path / "images"), tmp_path / "images" / split
+    run(1, _read, tmp_path / "straight", data, images, 99, fresh=True)
+    (told,) = run(1, _read, tmp_path / "run", data, images, 2, fresh=True)
+    images.with_name("away").rename(images)
+    assert run(1, _read, tmp_path / "run", data, images, 99, fresh=True) == [""]
+    (resumed,) = events_of(tmp_path / "run", "resume")
+    assert told.startswith(f"{images}/")
+    assert told.endswith(f"data verify`; the same command goes on from step {resumed['step']}")
+    assert resumed["step"] >= 2 if split == "train" else resumed["step"] == 5
+    assert [event["step"] for event in events_of(tmp_path / "run", "train")] == [*range(1, 11)]
+    expected, found = (load_file(RunDir(tmp_path / name).final_weights) for name in ("straight", "run"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def _read(folder: Path, data: Path, images: Path, step: int) -> str:
+    """Train on ``images`` that go away after a step; why the run ends early."""
+
+    def asked() -> bool:
+        if trainer.state.step == step and images.exists():
+            images.rename(images.with_name("away"))
+        return False
+
+    read = {"data": image_data(image_size=32, resize=32).model_dump(), "global_batch": 8, "epochs": 2}
+    trainer = Trainer(job_of(folder, data, resume=True, **read), tests.world(), ask_first=lambda: asked)
+    try:
+        with patch("imagenet_fast.data.source._PAUSES_S", (0.01,)):
+            trainer.run()
+    except JobAborted as error:
+        return str(error)
+    return ""

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import time
+from contextlib import redirect_stdout
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
-from unittest.mock import Mock
+from shutil import rmtree
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +23,7 @@ from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
-from imagenet_fast.training.run_lock import _claim, _make_and_lock, claimed, lock_run_dir
+from imagenet_fast.training.run_lock import _make_and_lock, claimed, locked, make_room
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import refusal_of
 from tests.e2e.command import events_of, train_here
@@ -41,9 +45,13 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def claim(folder: Path, resume: bool) -> str:
-    """On a rank: why ``folder`` cannot be had."""
+    """On a rank: why ``folder`` cannot be had by a run that has no checkpoint to go on from."""
+    job = job_of(folder, resume=resume)
     try:
-        with claimed(job_of(folder, resume=resume), tests.world()):
+        with claimed(job, tests.world()):
+            if dist.get_rank() == 0 and not any(folder.glob("checkpoints/step-*")):
+                make_room(job)
+            dist.barrier()
             made = folder.is_dir()
             dist.barrier()  # behind it an empty one is removed
             return "" if made else "not made"
@@ -79,7 +87,7 @@ def test_a_run_that_cannot_be_moved_is_refused_untouched(tmp_path: Path, monkeyp
     before = contents(tmp_path)
     busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     monkeypatch.setattr(Path, "rename", Mock(side_effect=busy))
-    assert refusal_of(_claim, job_of(folder, resume=True)) == (
+    assert refusal_of(make_room, job_of(folder, resume=True)) == (
         f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {folder}.replaced-1 (Device "
         "or resource busy); move what is in it away, or give another --out"
     )
@@ -92,7 +100,7 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(UserError, match=f"^{folder} is being trained by another process; stop that first$"):
-        lock_run_dir(folder, timeout_s=0.0)
+        locked(folder).__enter__()
     assert contents(tmp_path) == before
     os.close(descriptor)
     assert all("already holds a run" in refusal for refusal in run(2, claim, folder, False))
@@ -143,10 +151,7 @@ def test_a_run_goes_on_from_its_last_whole_checkpoint_whatever_its_outcome_says_
     resumption = find_resumption(job, tests.world())
     assert resumption is not None
     assert resumption.step == 6
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        "damaged-step-00000008",
-        "step-00000006",
-    ]
+    assert resumption.checkpoint.damaged == (folder / "checkpoints" / "step-00000008",)
     resumption.check_length(epochs=2, steps_per_epoch=4)
     assert refusal_of(resumption.check_length, 1, 4) == (
         f"epochs is 1, and {folder}/checkpoints/step-00000006 has been trained for 1.5 epochs; give epochs=2 or more, "
@@ -185,3 +190,42 @@ def train_and_rename(folder: Path, to: Path | None, replaced: bool) -> tuple[str
         return recorded, train_here(job, lambda: asked).status
     except JobAborted as error:
         return recorded, str(error)
+
+
+def test_a_run_that_has_ended_is_never_trained_again_whatever_became_of_its_checkpoints(tmp_path: Path):
+    """Nor does its lock outlive it."""
+    ((printed, refused),) = run(1, end_again_and_again, tmp_path, fresh=True)
+    told = f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so; its weights are {tmp_path}"
+    assert printed == f"{told}/checkpoints/final.safetensors\n" * 4
+    assert refused == (
+        f"{tmp_path} holds a run that has ended, and no checkpoint from which it could go on; give another --out, "
+        f"with --init-from {tmp_path} to start from its weights"
+    )
+
+
+def end_again_and_again(folder: Path) -> tuple[str, str]:
+    """What is printed while its checkpoints are whole, damaged, old and gone; why it then trains for no more epochs."""
+    train_here(job_of(folder, resume=True))
+    old, last = sorted(folder.glob("checkpoints/step-*"))
+    before = contents(folder)
+    with redirect_stdout(io.StringIO()) as printed:
+        for change in (lambda: None, (last / "manifest.json").unlink, partial(rmtree, last), partial(rmtree, old)):
+            change()
+            train_here(job_of(folder, resume=True))
+    refused = refusal_of(train_here, job_of(folder, resume=True, epochs=3))
+    assert contents(folder) == {name: sum for name, sum in before.items() if "step-" not in name}
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return printed.getvalue(), refused
+
+
+@pytest.mark.parametrize("left", ["events.jsonl", "checkpoints/final.safetensors"])
+def test_a_start_that_fails_changes_nothing(left: str, tmp_path: Path):
+    """As one with another network, which is known only when it is built; see also ``test_trainer.py``."""
+    before = contents(begun(tmp_path / "run", left))
+    assert run(1, fail_to_build, tmp_path / "run", fresh=True) == ["no such network"]
+    assert contents(tmp_path / "run") == before
+
+
+def fail_to_build(folder: Path) -> str:
+    with patch("imagenet_fast.training.trainer.build_initial_model", side_effect=UserError("no such network")):
+        return refusal_of(train_here, job_of(folder, resume=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +30,7 @@ from tests.e2e.command import environment, wait_for
 from tests.models import own
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of, run_job
+from tests.training.test_run_lock import contents
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
@@ -57,11 +59,31 @@ def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
     for epochs, stop, status in ((1, False, "finished"), (2, True, "preempted"), (2, False, "finished")):
         assert run(1, _train_on, tmp_path, epochs, stop, fresh=True) == [status], "a stop is for all of a store"
         assert final.exists() != stop
+    (tmp_path / "checkpoints/step-00000002/manifest.json").write_text("")
+    assert run(1, _train_on, tmp_path, 3, False, fresh=True) == ["finished"]
+    assert (tmp_path / "checkpoints/damaged-step-00000002").is_dir(), "it counts no more"
 
 
 def _train_on(folder: Path, epochs: int, stop: bool) -> str:
     ask_first = (lambda: lambda: True) if stop else None
     return run_job(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).status
+
+
+def test_a_disk_too_small_for_checkpoints_takes_the_weights_of_a_run_that_has_ended(tmp_path: Path):
+    ((status, said),) = run(1, _train_on_a_small_disk, tmp_path, fresh=True)
+    assert status == "finished"
+    failed = f"warning: the checkpoint of step 1 failed: {tmp_path} cannot be written (No space left on device); free "
+    assert said.splitlines() == [
+        f"{failed}space there; training goes on, and it is tried again",
+        f"{failed}space there; the final weights are written, so the run has ended all the same",
+    ]
+    assert (tmp_path / "checkpoints" / "final.safetensors").is_file()
+
+
+def _train_on_a_small_disk(folder: Path) -> tuple[str, str]:
+    said, full = io.StringIO(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    with patch("imagenet_fast.checkpoint.writer.write_durably", side_effect=full), redirect_stderr(said):
+        return _train_on(folder, 1, stop=False), said.getvalue()
 
 
 def test_a_stop_is_told_once_where_no_launcher_of_ours_is(tmp_path: Path):
@@ -88,11 +110,13 @@ def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
     model = {"kind": "python", "name": "tests.models.own:edited"}
     with patch.object(own, "FROZEN", True):
         assert run_job(small_job(tmp_path, 1, model=model), tests.world()).status == "finished"
+    before = contents(tmp_path)
     for change, (widths, frozen) in EDITS.items():
         said = f"the network {change} since .* was written; restore it, or begin another run"
         job = small_job(tmp_path, 2, resume=True, model=model)
         with patch.multiple(own, WIDTHS=widths, FROZEN=frozen), pytest.raises(UserError, match=said):
             run_job(job, tests.world())
+        assert contents(tmp_path) == before
 
 
 BY_NAME = """
@@ -150,7 +174,7 @@ def test_ctrl_c_in_a_plain_process_is_on_the_record(tmp_path: Path):
 @patch.dict(os.environ)
 def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
     """Weights, images and times, as a cell of a notebook that is run again; also where updates are put off."""
-    trainer = Trainer("smoke", overrides=[*SMALL, f"sync.kind={kind}", "ema_decay=0.9"])
+    trainer = Trainer("smoke", overrides=[*SMALL, f"sync.kind={kind}", "ema_decay=0.9", "log_every=9"])
     trainer.open_data()
     trainer.build()
     trainer.evaluate()
@@ -164,9 +188,11 @@ def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
         trainer.evaluate()
         assert trainer.outcome.epochs == 1, "in the middle of the first epoch"
         runs.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
+        trainer.train_step()
         trained_s, ran_s = trainer.clock.train_s(), trainer.clock.run_s()
         trainer.load_state_dict(saved)
         assert trainer.state.step == 1
+        assert not trainer.step.meter._steps, "the next log line is of the steps to come"
         clock = saved["shared"]["clock"]
         assert clock["train_s"] == trainer.clock.train_s() < trained_s, "it goes on with the next step"
         assert clock["run_s"] <= trainer.clock.run_s() < ran_s, "two steps and an evaluation take longer than loading"
