@@ -30,7 +30,7 @@ from imagenet_fast.metrics.past_run import read_run
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-PACKAGES = ("torch", "torchvision", "nvidia-dali-cuda130", "opencv-python-headless", "mpich")
+PACKAGES = ("torch", "torchvision", "nvidia-dali-cuda130", "opencv-python-headless")
 
 Row = dict[str, Any]
 

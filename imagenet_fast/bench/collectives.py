@@ -36,7 +36,7 @@ from imagenet_fast.sync.network_benchmark import all_reduces
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.units import SIZE, UNITS, geometric_range, size_text
 
-Backend = Literal["gloo", "nccl", "mpi"]
+Backend = Literal["gloo", "nccl"]
 """The library that sends the bytes."""
 
 _COPIES = 4  # copies of a message in a rank's memory at once, with parts received from others
@@ -70,7 +70,7 @@ class AllReduceTime(NetworkRow):
 
     bytes: int = field(metadata=column("bytes", form=size_text))
     """Message size on each rank: the requested size, rounded up so that it can be cut evenly."""
-    collective: Collective | Literal["mpi"] = field(metadata=column("collective"))
+    collective: Collective = field(metadata=column("collective"))
     """All-reduce algorithm, or the backend that has its own."""
     backend: Backend = field(metadata=column("backend"))
     """The library that sends the bytes."""

@@ -62,7 +62,7 @@ def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:
     for place, (name, backend) in enumerate(dict.fromkeys((row.collective, row.backend) for row in rows)):
         own = [row for row in rows if (row.collective, row.backend) == (name, backend)]
         style = {"color": f"C{place}", "marker": "osD^vP*X"[place % 8], "markersize": 4, "linewidth": 1.4}
-        label = f"{backend}'s own" if name in ("native", "mpi") else name.replace("_", " ")
+        label = f"{backend}'s own" if name == "native" else name.replace("_", " ")
         at = [row.bytes for row in own]
         latency.plot(at, [1e3 * row.latency_s for row in own], label=label, **style)
         use.plot(at, [100 * (row.utilisation or 0) if shared else row.bus_bandwidth / 1e6 for row in own], **style)

@@ -6,8 +6,6 @@ The table of the hybrid all-reduce thesis compares hybrid with DDP at several ba
 batch and communication time does not. With a small batch, communication takes longer than the compute that could hide
 it; with a large batch there is little to hide. After Kim et al. (doi 10.3745/KTCCS.2021.10.7.191), whose gain is up to
 33 %.
-
-Backends are compared by their own all-reduces: gloo's, NCCL's and MPI's. MPI has no bf16, so all send fp32.
 """
 
 from __future__ import annotations
@@ -15,13 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from imagenet_fast.bench.collectives import AllReduceTime, bench_collectives, check_lab, rows_of
 from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.errors import warn
 from imagenet_fast.metrics.tables import Row, column, columns_of
-from imagenet_fast.netlab.mpi import lacking, time_mpi
-from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, HybridSync, LazySync, RingSync, SparseSync, Sync
 
 Measure = Callable[[Profile, Sequence[Sync]], list[EngineTime]]
@@ -109,30 +103,3 @@ def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) ->
         ddp, hybrid = measure(at, [DdpSync(wire="bf16"), HybridSync(wire="bf16")])
         rows.append(BatchRow(batch, 1 - hybrid.step_s / ddp.step_s, ddp, hybrid))
     return rows
-
-
-def bench_backends(lab: Lab, sizes: Sequence[int], rounds: int, block_s: float) -> list[AllReduceTime]:
-    """Time the own all-reduce of every backend that there is here, in fp32, one backend after the other.
-
-    NCCL needs a GPU for each rank and no rate, since it talks past shaped links; MPI must be installed.
-
-    Args:
-        lab: The ranks.
-        sizes: Message sizes in bytes.
-        rounds: Number of rounds; each times every size.
-        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
-
-    Raises:
-        UserError: The network or enough memory is not available, or MPI's ranks do not work.
-    """
-    check_lab(lab, max(sizes))
-    devices = ["cpu", "cuda"] if lab.rate is None and on_gpus(None, lab.ranks) else ["cpu"]
-    times = [bench_collectives(lab, sizes, ["native"], "fp32", device, rounds, block_s) for device in devices]
-    if (part := lacking()) is not None:
-        warn(f"mpi is left out, since there is no {part}; `pip install mpi4py mpich` brings it")
-    else:
-        measured = sorted({row.bytes for row in times[0]})  # as they are cut for the others
-        with lab.network() as hosts:
-            each = lab.ranks if hosts is None else lab.ranks_per_host
-            times.append(rows_of(lab, time_mpi(hosts, each, measured, rounds, block_s), "mpi", "fp32"))
-    return sorted((row for rows in times for row in rows), key=lambda row: row.bytes)

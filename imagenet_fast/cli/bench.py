@@ -227,27 +227,6 @@ def bench_batches(
     opt.show_rows(bench_batches(_profile(model, compute), counts, on), json_file, draw_steps, png)
 
 
-@published_app.command("backends")
-def bench_backends(
-    sizes: SizesOption = "2KB..64MB",
-    nodes: opt.Count[int] = 4,
-    nproc: opt.Count[int] = 1,
-    rate: opt.Rate[str | None] = None,
-    rounds: opt.Count[int] = 3,
-    seconds: opt.Seconds[float] = 0.4,
-    json_file: opt.Json = None,
-    png: opt.Png = None,
-) -> None:
-    """Time the all-reduces of gloo, NCCL (with a GPU for each rank) and MPI (if it is installed)."""
-    from imagenet_fast.bench.collectives import parse_sizes
-    from imagenet_fast.bench.plots import draw_bandwidth
-    from imagenet_fast.bench.published import bench_backends as measure
-    from imagenet_fast.netlab.ranks import Lab
-
-    times = measure(Lab(nodes, nproc, rate), parse_sizes(sizes), rounds, seconds)
-    opt.show_rows(times, json_file, draw_bandwidth, png)
-
-
 @bench_app.command("pipeline")
 def bench_pipeline(
     stages: Annotated[int, typer.Option(metavar="N", min=2)] = 4,

@@ -3,8 +3,6 @@
 Each node has one interface, ``eth0``, whose egress is shaped by a token bucket; all are connected to one bridge. The
 namespaces have no names: each exists only while a descriptor of this process, or a process inside, keeps it. So two
 networks cannot clash, and nothing is left behind however this process ends.
-
-This module does not import torch, so MPI ranks can use it too.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from typing import TypeVar
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000
-_CLONE_NEWNS = 0x00020000
-_MS_REC_PRIVATE = 0x4000 | 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 Result = TypeVar("Result")
 
@@ -71,23 +67,6 @@ def enter(host: Host) -> None:
         _set_namespace(descriptor)
     finally:
         os.close(descriptor)
-
-
-def inhabit(host: Host) -> None:
-    """Enter ``host`` as ``enter`` does, and mount its ``/sys``, for programs that look for interfaces there.
-
-    Only the calling thread, and what it starts from now on, sees that ``/sys``.
-
-    Raises:
-        OSError: ``/sys`` cannot be mounted.
-    """
-    enter(host)
-    if (
-        _libc.unshare(_CLONE_NEWNS)
-        or _libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None)
-        or _libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
-    ):
-        raise OSError(ctypes.get_errno(), f"/sys cannot show {INTERFACE}: {os.strerror(ctypes.get_errno())}")
 
 
 def parse_rate(text: str) -> int:

@@ -1,7 +1,4 @@
-"""Time all-reduces, whoever runs them: many between two clock readings, and all kinds in turn, round by round.
-
-This module does not import torch, so MPI ranks can use it too.
-"""
+"""Time all-reduces, whoever runs them: many between two clock readings, and all kinds in turn, round by round."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import get_args
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.bench.collectives import bench_collectives, check, parse_sizes
-from imagenet_fast.bench.published import bench_backends
 from imagenet_fast.metrics.tables import table
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.engine_table import Collective
@@ -71,10 +69,3 @@ def test_sizes_are_a_list_of_ranges_with_both_ends():
     ):
         assert parse_sizes(text) == sizes
     assert [size_text(size) for size in (6, 2048, 2052, 3 * 2**20)] == ["6 B", "2 KB", "2.004 KB", "3 MB"]
-
-
-def test_mpi_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    (row,) = bench_backends(Lab(2, 1), [4096], rounds=1, block_s=0.0)
-    assert (row.collective, row.backend) == ("native", "gloo")
-    assert "mpi is left out, since there is no mpi4py; `pip install mpi4py mpich`" in capsys.readouterr().err

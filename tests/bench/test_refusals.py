@@ -20,7 +20,6 @@ collectives --sizes 4MB..2KB -> --sizes 4MB..2KB has a range that begins above i
 collectives --sizes 900GB -> GiB of memory
 collectives --sizes 1GB --rate 1mbit -> take at least
 collectives --collectives ring,rign -> there is no 'rign'; choose among native, ring
-published backends --nodes 1 -> nobody to send to
 collectives --collectives hierarchical -> goes between hosts of several ranks
 collectives --collectives hierarchical --rate 1gbit -> goes between hosts of several ranks
 collectives --nodes 1 -> nobody to send to

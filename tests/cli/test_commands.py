@@ -15,7 +15,7 @@ import torch.distributed as dist
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from imagenet_fast.bench import plan_validation, published
+from imagenet_fast.bench import plan_validation
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare import contest
 from imagenet_fast.cost_model.layer_profile import save_profile
@@ -70,7 +70,6 @@ IN_PROCESS = (
     ),
     ("bench published ladder --model {small} --nodes 2 --rounds 1 --steps 1", "+ lazy (fused)"),
     ("bench published batches --batches 8 --model {small} --nodes 2 --rounds 1 --steps 1", "2 nodes, loopback, bf16"),
-    ("bench published backends --nodes 2 --sizes 4KB --rounds 1 --seconds 0", "gloo"),
     (
         "bench pipeline --stages 2 --micro-batches 2 --schedules gpipe --model resnet18 --image-size 32 --batch 4 "
         "--precision fp32 --sleep 0.001 --rounds 1 --device cpu --png {out}/a.png",
@@ -185,7 +184,6 @@ def test_in_process(line: str, part: str, tmp_path: Path, request: pytest.Fixtur
         time = SimpleNamespace(compute_s=1.4, predicted_s=1.5, step_s=1.6)
         monkeypatch.setattr(plan_validation, "bench_sync", lambda *_, **__: [time])
     monkeypatch.setattr(contest, "_train", train)
-    monkeypatch.setattr(published, "lacking", lambda: "mpiexec")  # MPI's ranks would be processes
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, filled(line, **places).split(), catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert part in " ".join(done.output.split())

@@ -1,4 +1,4 @@
-"""The network of one's own, its ranks and MPI's, and what benchmarks measure over it."""
+"""The network of one's own, its ranks, and what benchmarks measure over it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -17,10 +15,8 @@ import pytest
 
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model.layer_profile import save_profile
-from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import table
-from imagenet_fast.netlab import mpi
-from imagenet_fast.netlab.namespaces import inhabit, parse_rate, shaped_network
+from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL, benched
@@ -30,13 +26,6 @@ from tests.e2e.command import COMMAND, environment, wait_for
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("root")]
 
 GBIT = parse_rate("1gbit")
-
-
-@pytest.fixture(scope="module")
-def with_mpi() -> None:
-    """Skips where MPI is not installed; in CI, where the extra `test` has brought it, that is a failure."""
-    if (missing := mpi.lacking()) is not None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"there is no {missing}")
 
 
 def namespaces(processes: Iterable[int] | None = None, held: bool = True) -> set[str]:
@@ -67,19 +56,6 @@ def test_a_rate_is_read_in_tcs_notation():
     assert {text: parse_rate(text) for text in rates} == rates
     for wrong in ("-1gbit", "0mbit", "1.gbit", "1,5gbit", "1e3mbit", "1 gbit", "10gb", "gbit", ""):
         assert "is not a number with kbit, mbit or gbit" in refusal_of(parse_rate, wrong)
-
-
-def test_who_inhabits_a_host_sees_its_interfaces_alone():
-    """As UCX must, on a node that calls its own by other names."""
-
-    def interfaces() -> set[str]:
-        return {path.name for path in Path("/sys/class/net").iterdir()}
-
-    with shaped_network(1, GBIT) as (host,), ThreadPoolExecutor(1) as thread:
-        before = interfaces()
-        thread.submit(inhabit, host).result()
-        assert thread.submit(interfaces).result() == {"lo", "eth0"}
-        assert interfaces() == before
 
 
 def test_every_engine_has_a_row_and_the_kernel_counts_what_it_counts(tmp_path: Path):
@@ -119,16 +95,10 @@ SHAPED = "--sizes 4KB,1MB --nodes 2 --nproc 2 --rate 1gbit --rounds 1 --seconds 
 """Two hosts of two ranks."""
 
 
-@pytest.mark.parametrize("command", ["collectives --wire bf16 --collectives native,hierarchical", "published backends"])
-def test_a_collective_and_size_has_nccl_tests_figures(command: str, tmp_path: Path, request: pytest.FixtureRequest):
-    if "backends" in command:
-        request.getfixturevalue("with_mpi")
-    rows, printed = benched(tmp_path, f"{command} {SHAPED}")
-    kinds = [("native", "gloo", "fp32"), ("mpi", "mpi", "fp32")]
-    if "wire" in command:
-        kinds = [("native", "gloo", "bf16"), ("hierarchical", "gloo", "bf16")]
+def test_a_collective_and_size_has_nccl_tests_figures(tmp_path: Path):
+    rows, printed = benched(tmp_path, f"collectives --wire bf16 --collectives native,hierarchical {SHAPED}")
     assert [(row["bytes"], row["collective"], row["backend"], row["dtype"]) for row in rows] == [
-        (size, *kind) for size in (2**12, 2**20) for kind in kinds
+        (size, kind, "gloo", "bf16") for size in (2**12, 2**20) for kind in ("native", "hierarchical")
     ]
     for row in rows:
         assert 0 < row["latency_s_min"] <= row["latency_s"] <= row["latency_s_max"]
@@ -139,37 +109,16 @@ def test_a_collective_and_size_has_nccl_tests_figures(command: str, tmp_path: Pa
     assert "2 nodes of 2 ranks, 1gbit" in printed
     sent = {row["collective"]: row["kernel_bytes"] for row in rows if row["bytes"] == 2**20}
     assert sent["native"] > 1.4 * 2**20, "a ring of four, which knows no hosts"
-    assert sent.get("mpi", 2**21) > 2**20
-    least = sent.get("hierarchical", 2**20)
-    assert least == pytest.approx(2**20, rel=0.05), "hierarchical sends the least, and nothing within a host"
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"UCX_NET_DEVICES": "eth7"}, r"MPI's ranks have ended with .*(No such device|eth7.* is not available)"),
-        ({}, "links carry 0 of the 65536 bytes that a rank has to send"),
-    ],
-    ids=["does not start", "goes past the links"],
-)
-def test_mpi_says_why_it(changes: dict[str, str], sentence: str, with_mpi: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(mpi, "_BY_LINK", mpi._BY_LINK | changes if changes else {})
-    with pytest.raises(UserError, match=sentence), shaped_network(2, GBIT) as hosts:
-        mpi.time_mpi(hosts, 1, [4096], 1, 0.0)
+    assert sent["hierarchical"] == pytest.approx(2**20, rel=0.05), "the least: nothing within a host"
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("mpis", [False, True], ids=["bench sync", "MPI"])
-def test_several_run_at_once_and_an_end_by_force_leaves_nothing(mpis: bool, tmp_path: Path, request):
+def test_several_run_at_once_and_an_end_by_force_leaves_nothing(tmp_path: Path):
     before = namespaces([os.getpid()])
     save_profile(SMALL, tmp_path / "small.json")
     words = "bench sync --model small.json --rate 100mbit --nodes 2 --rounds 999"
     command = [*COMMAND, *words.split()]
-    if mpis:
-        request.getfixturevalue("with_mpi")
-        run = "with namespaces.shaped_network(2, 10**7) as hosts: mpi.time_mpi(hosts, 1, [2**26], 999, 1)"
-        command = [sys.executable, "-c", f"from imagenet_fast.netlab import mpi, namespaces\n{run}"]
-    ends, silent = (signal.SIGTERM if mpis else signal.SIGINT, signal.SIGKILL), subprocess.PIPE
+    ends, silent = (signal.SIGINT, signal.SIGKILL), subprocess.PIPE
     both = [subprocess.Popen(command, stdout=silent, stderr=silent, env=environment(), cwd=tmp_path) for _ in ends]
 
     def family() -> list[int]:
