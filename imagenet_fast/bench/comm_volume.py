@@ -17,8 +17,8 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import parse_rate
-from imagenet_fast.netlab.progress import measurement_bar
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
+from imagenet_fast.progress import measurement_bar
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
 from imagenet_fast.sync import EngineSettings

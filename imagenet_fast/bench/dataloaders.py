@@ -36,8 +36,8 @@ from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import end_with_starter, start_fork_server
-from imagenet_fast.netlab.progress import measurement_bar
 from imagenet_fast.netlab.timing import in_turns
+from imagenet_fast.progress import measurement_bar
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 

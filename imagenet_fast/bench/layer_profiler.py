@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
 from imagenet_fast.models import build_model
-from imagenet_fast.netlab.progress import measurement_bar
+from imagenet_fast.progress import measurement_bar
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.sync.layer_timer import LayerTimer

@@ -23,8 +23,8 @@ from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_d
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import compile_blocks
-from imagenet_fast.netlab.progress import measurement_bar
 from imagenet_fast.netlab.timing import in_turns
+from imagenet_fast.progress import measurement_bar
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import parse_recipe

@@ -16,9 +16,9 @@ from PIL import Image
 
 from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data.paths import cache_dir, make_digits
-from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.source import check_folders
 from imagenet_fast.errors import UserError
+from imagenet_fast.progress import progress_bars
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IMAGES = 60_000

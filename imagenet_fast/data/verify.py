@@ -19,12 +19,12 @@ import numpy as np
 
 from imagenet_fast.data.folders import ImageFolder, every_image
 from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_of
-from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
 from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards, patiently
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
+from imagenet_fast.progress import progress_bars
 
 _CHUNK = 64  # files per task of a thread
 _SAID = {"truncated": "truncated", "exceeds limit": "too large"}  # kinds of faults, by what decoders say

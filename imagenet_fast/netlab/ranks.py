@@ -24,7 +24,7 @@ from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.netlab.forks import RankPool
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter, parse_rate, shaped_network
-from imagenet_fast.netlab.progress import measurement_bar
+from imagenet_fast.progress import measurement_bar
 
 TIMEOUT = timedelta(minutes=5)
 """Timeout of a collective."""

@@ -18,9 +18,8 @@ from torchvision.datasets import CIFAR10
 from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import download
 from imagenet_fast.data.paths import resolve_data_dir
-from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.errors import UserError
-from imagenet_fast.netlab.progress import measurement_bar
+from imagenet_fast.progress import measurement_bar, progress_bars
 from tests.conftest import Terminal, refusal_of
 from tests.data.prepare.replica import tar_of
 from tests.data.small import few_digits, scan

@@ -23,10 +23,10 @@ from imagenet_fast.data.prepare import output
 from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_to_tar
 from imagenet_fast.data.prepare.sources import DEVKIT, MD5, in_tars, recognise
 from imagenet_fast.data.prepare.write import Piece, Settings, check_classes, pieces_of, write_classes, write_piece
-from imagenet_fast.data.progress import progress_bars
 from imagenet_fast.data.source import SplitName, in_sentences
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
+from imagenet_fast.progress import progress_bars
 from imagenet_fast.units import gigabytes
 
 CLASSES = 1000

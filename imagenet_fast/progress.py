@@ -1,4 +1,7 @@
-"""Show on a terminal how far a measurement is, without disturbing it."""
+"""Progress bars on stderr: how much is done, and how long the rest will take.
+
+They are shown on a terminal only: nothing is written to pipes and files.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Literal
 
+from rich import progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 Show = Callable[[str, int, int], None]
 """Shows what is being done, how many parts are done, and how many there are."""
 
 _APART_S = 0.2  # between two drawings
+
+
+def progress_bars(unit: Literal["images", "bytes"]) -> progress.Progress:
+    """Return bars that count images, or bytes and their speed."""
+    return _bars(*([progress.DownloadColumn(), progress.TransferSpeedColumn()] if unit == "bytes" else []))
 
 
 @contextmanager
@@ -22,12 +31,7 @@ def measurement_bar() -> Iterator[Show]:
 
     The bar is drawn by that function alone. There is no thread that would disturb what is measured.
     """
-    bar = Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=16), MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True),
-        console=Console(stderr=True), disable=not sys.stderr.isatty(),
-        auto_refresh=False, transient=True, speed_estimate_period=3600,
-    )  # fmt: skip
+    bar = _bars(auto_refresh=False, transient=True, speed_estimate_period=3600)
     task = bar.add_task("starting", total=None)
     drawn = 0.0
 
@@ -39,3 +43,15 @@ def measurement_bar() -> Iterator[Show]:
 
     with bar:
         yield show
+
+
+def _bars(*counted: progress.ProgressColumn, **settings: Any) -> progress.Progress:
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(bar_width=16),
+        *(counted or [progress.MofNCompleteColumn()]),
+        progress.TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        **settings,
+    )
