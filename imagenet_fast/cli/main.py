@@ -104,7 +104,12 @@ def main() -> None:
 
 
 def _check_start() -> None:
-    """Raise UserError without a working directory, or for a ``~`` or a variable that no shell has expanded."""
+    """Raise UserError without threads, a working directory, or a shell that has expanded ``~`` and variables."""
+    from imagenet_fast.distributed.cores import usable_cores
+    from imagenet_fast.launch.nodes import refused_threads
+
+    if limit := refused_threads(usable_cores()):  # OpenBLAS, which needs them, would interrupt this process
+        raise UserError(limit)
     try:
         Path.cwd()
     except OSError as error:  # libraries would end the process

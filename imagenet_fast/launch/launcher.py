@@ -9,14 +9,13 @@ import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from imagenet_fast.checkpoint.folder import MANIFEST
-from imagenet_fast.distributed.cores import cores_per_rank, exceeded_limit
+from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
-from imagenet_fast.launch.nodes import LaunchConfig
+from imagenet_fast.launch.nodes import LaunchConfig, refused_threads
 from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
 from imagenet_fast.metrics.exit_status import OPENED
 from imagenet_fast.metrics.run_dir import RunDir
@@ -122,7 +121,7 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
             logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(cores_per_rank(nodes.ranks_each)))
-    if limit := _refused_threads(nodes.ranks_each * _LEAST_THREADS):
+    if limit := refused_threads(nodes.ranks_each * _LEAST_THREADS):
         raise UserError(f"the ranks of this node cannot be started: {limit}")
     met = meet(nodes.endpoint, nodes.count, nodes.join_timeout_s, nodes.least)
     where = [f"--rdzv-endpoint={met.endpoint}", f"--rdzv-id={met.name}"]
@@ -147,7 +146,7 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        limit = _refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * int(os.environ["OMP_NUM_THREADS"])))
+        limit = refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * int(os.environ["OMP_NUM_THREADS"])))
         cause = describe_exit(rank, end, launcher_dir) + (limit and f": {limit}")
     except SignalException:
         raise KeyboardInterrupt from None
@@ -163,19 +162,6 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
     if code:
         cause, code = first_error_in(launcher_dir) or (cause, code)
     return code, cause
-
-
-def _refused_threads(count: int) -> str:
-    """Return which limit does not let this process start ``count`` threads at once, as ``exceeded_limit``."""
-    over = Event()
-    try:
-        for _ in range(count):
-            Thread(target=over.wait, daemon=True).start()
-        return ""
-    except RuntimeError as error:
-        return exceeded_limit(str(error))
-    finally:
-        over.set()
 
 
 def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:

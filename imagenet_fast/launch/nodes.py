@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from threading import Event, Thread
 
-from imagenet_fast.distributed.cores import usable_memory
+from imagenet_fast.distributed.cores import exceeded_limit, usable_memory
 from imagenet_fast.distributed.network import Endpoint, parse_endpoint
 from imagenet_fast.distributed.ranks import refuse_mpirun, step_nodes
 from imagenet_fast.errors import UserError
@@ -92,3 +93,16 @@ def local_ranks(asked: int | None) -> int:
             f"{free / 2**30:.0f} GiB are free; give at most {max(1, free // _RANK_BYTES)}"
         )
     return asked or gpus or 2
+
+
+def refused_threads(count: int) -> str:
+    """Return which limit does not let this process start ``count`` threads at once, as ``exceeded_limit``."""
+    over = Event()
+    try:
+        for _ in range(count):
+            Thread(target=over.wait, daemon=True).start()
+        return ""
+    except RuntimeError as error:
+        return exceeded_limit(str(error))
+    finally:
+        over.set()

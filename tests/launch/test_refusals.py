@@ -88,7 +88,7 @@ def test_what_a_rank_refuses_or_warns_of_is_printed_once_and_ends_a_run_that_may
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("root")
-@pytest.mark.parametrize("most", [2, *(pytest.param(most, marks=pytest.mark.weekly) for most in (1, 12, 23, 26))])
+@pytest.mark.parametrize("most", [3, *(pytest.param(most, marks=pytest.mark.weekly) for most in (2, 12, 23, 33))])
 def test_a_limit_of_processes_and_threads_is_named_wherever_it_is_met(most: int, tmp_path: Path):
     """By the launcher, by torchrun, by a rank, or by torch in one, which aborts."""
     out = tmp_path / "run"
