@@ -21,7 +21,7 @@ from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.compressor import phases_by_round
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.kept_state import Kept, by_name, copied
+from imagenet_fast.sync.kept_state import Kept, copied
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
@@ -167,12 +167,10 @@ class Scheduler(SyncEngine):
         """
         if not state:
             return
-        state = by_name(state)
         refuse_state_of_another(self, state, {"step", "kept", "learnt"})
         self._step, self._kept = state["step"], copied(state["kept"], self._pool.values.device)
         self._residual = None
-        learnt, ranks = state["learnt"], self._topology.size
-        if learnt and learnt.get("ranks", ranks) == ranks:
+        if (learnt := state["learnt"]) and learnt["ranks"] == self._topology.size:
             self._timing = Timing(**learnt["timing"])
             self._network.load_state_dict(learnt["network"])
         self.rebuild_buckets()

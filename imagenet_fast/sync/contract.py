@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.sync_config import DdpSync
 from imagenet_fast.sync.engine import Engine, SyncEngine
-from imagenet_fast.sync.kept_state import by_name
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -286,7 +285,7 @@ def check_state(state: object, ranks: int) -> None:
     if not isinstance(state, dict) or not {"order", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
     theirs = state.get("ranks") or ranks
-    if theirs != ranks and any(by_name(state["engine"]).get("kept", {}).values()):
+    if theirs != ranks and any(state["engine"].get("kept", {}).values()):
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
             "merge the states of all by imagenet_fast.sync.kept_state.reshard_sync_state"

@@ -37,25 +37,6 @@ def copied(kept: Kept, device: torch.device) -> Kept:
     return {name: {kind: values.to(device, copy=True) for kind, values in own.items()} for name, own in kept.items()}
 
 
-def by_name(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's state in this form, also if an earlier version saved it, by places in the pool."""
-    if (places := state.get("places")) is None:
-        return state
-    kept: Kept = {name: dict(state.get("memory", {}).get(name, {})) for name in places}
-    for kind, earlier in (("residual", "left"), ("residual", "residual"), ("velocity", "velocity")):
-        values = state.get(earlier)
-        if values is not None and values.numel():
-            for name, (start, flag) in places.items():
-                kept[name][kind] = values[start:flag]
-    today = {key: state[key] for key in ("step", "learnt", "elected") if key in state} | {"kept": kept}
-    if "residual" in state:
-        today["chunks"] = None
-        if "scores" in state:
-            starts = [start for start, _ in places.values()]
-            today["chunks"] = {"scores": state["scores"], "ages": state["ages"], "starts": starts}
-    return today
-
-
 def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:
     """Merge the synchroniser states of all ranks into one that each of a different set of ranks can resume from.
 
@@ -76,8 +57,8 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
         for pool in state[sharded:] if isinstance(state, list) else [state]:
             if not pool:
                 continue
-            engine = by_name(pool["engine"])
-            elected.add(pool.get("elected") or engine.get("elected", ""))  # beside the engine's in earlier versions
+            engine = pool["engine"]
+            elected.add(engine.get("elected", ""))
             if "step" in engine:
                 steps.append(engine["step"])
                 for name, own in engine["kept"].items():

@@ -315,13 +315,10 @@ class GradientPool:
         contract.check_state(state, self.topology.size)
         contract.check(self.current.phase, "load_state_dict")
         self.settle()
-        of_engine = state["engine"]
-        if state.get("elected"):  # of an earlier version
-            of_engine = of_engine | {"elected": state["elected"]}
         if state["order"] is not None and self.gradients.set_order(state["order"]):
             self.order.fix()
             self.engine.rebuild_buckets()
-        self.engine.load_state_dict(of_engine)
+        self.engine.load_state_dict(state["engine"])
         self.current = Step(self)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.kept_state import by_name, cut, lay
+from imagenet_fast.sync.kept_state import cut, lay
 from imagenet_fast.sync.param_slot import USED, ParamSlot, elements_in, move
 
 
@@ -227,7 +227,6 @@ class Sparse(SyncEngine):
         Raises:
             ValueError: The state is another engine's.
         """
-        state = by_name(state)
         refuse_state_of_another(self, state, {"step", "kept", "chunks"})
         self.rebuild_buckets()
         self._step, slots, kept, chunks = state["step"], self._pool.slots, state["kept"], state["chunks"]

@@ -421,7 +421,7 @@ def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
     for other in map(ENGINES.__getitem__, STATES):
         pool = pooled(Layers(), other)
         if (settings.kind == "sparse") == (other.kind == "sparse"):
-            pool.load_state_dict(copy.deepcopy(state) | {"loss_scale": 8.0})  # as pools of earlier versions had
+            pool.load_state_dict(copy.deepcopy(state))
         else:
             yield pool.load_state_dict, state
         pool.close()
@@ -455,50 +455,6 @@ def test_a_residual_of_other_ranks_is_refused(engine: str):
     pool.close()
 
 
-@pytest.mark.parametrize("engine", tiers(["lazy int8", "sparse"], ["powersgd", "sparse corrected"]))
-@with_ranks(2)
-@unmeasured()
-def test_a_state_of_an_earlier_version_is_read(engine: str) -> None:
-    """It had residuals by their places in the pool."""
-    settings, ends = ENGINES[engine], list[torch.Tensor]()
-    for earlier in (False, True):
-        model, pool, _ = started(settings)
-        optimizer = ours(model, corrected=settings.velocity_momentum is not None)
-        train(model, pool, optimizer, range(4))
-        saved, weights = copy.deepcopy(pool.state_dict()), state(model)
-        pool.close()
-        other = Layers()
-        other.load_state_dict(weights)
-        again = pooled(other, settings)
-        again.load_state_dict(as_before(saved, again) if earlier else saved)
-        train(other, again, ours(other, corrected=settings.velocity_momentum is not None), range(4, 8))
-        ends.append(weights_of(other))
-    assert torch.equal(*ends)
-
-
-def as_before(saved: dict[str, Any], pool: GradientPool) -> dict[str, Any]:
-    """Of an earlier version."""
-    engine = saved["engine"]
-    kept = engine.pop("kept")
-    sizes = {slot.name: slot.param.numel() for slot in pool.slots}
-    starts = engine["chunks"]["starts"] if "chunks" in engine else range(0, 128 * len(sizes), 128)
-    places = {name: (start, start + sizes[name]) for name, start in zip(saved["order"], starts, strict=True)}
-
-    def flat(kind: str) -> torch.Tensor:
-        values = torch.zeros(sum(places[saved["order"][-1]]))
-        for name, own in kept.items():
-            if kind in own:
-                values[slice(*places[name])] = own[kind]
-        return values
-
-    if "chunks" in engine:
-        rest = engine.pop("chunks") | {"residual": flat("residual"), "velocity": flat("velocity")}
-    else:
-        memory = {name: own for name, own in kept.items() if "error" in own}
-        rest = {"left": None if memory else flat("residual"), "memory": memory}
-    return saved | {"engine": engine | rest | {"places": places}, "elected": "", "loss_scale": None}
-
-
 @refused(r"auto had chosen .* take auto")
 def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
@@ -509,8 +465,7 @@ def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
 @refused(r"auto had chosen butterflies.*which is not among")
 def a_choice_that_auto_no_longer_has(_: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
-    for other in (state | {"elected": "butterflies"}, state | {"engine": {"elected": "butterflies"}}):
-        yield pooled(Layers(), ENGINES["auto"]).load_state_dict, other
+    yield pooled(Layers(), ENGINES["auto"]).load_state_dict, state | {"engine": {"elected": "butterflies"}}
 
 
 def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
