@@ -183,16 +183,12 @@ def check_engine(engine: object) -> None:
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
 
 
-def refuse_ddp(module: nn.Module, inputs: object) -> None:
+def refuse_ddp(module: nn.Module) -> None:
     """Raise RuntimeError inside a forward of torch's DDP, whose hooks would write to the pool's gradients.
 
-    A hook in front of a pool's model. In copies of the model, which are in no pool, it does nothing.
+    A hook in front of a pool's model.
     """
-    if (
-        not torch.compiler.is_compiling()
-        and DistributedDataParallel._get_active_ddp_module() is not None
-        and any(map(is_pooled, module.parameters()))
-    ):
+    if DistributedDataParallel._get_active_ddp_module() is not None:
         raise RuntimeError(
             "DistributedDataParallel calls the model of this gradient pool and averages its gradients as well; call "
             "the model itself"

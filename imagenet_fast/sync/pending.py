@@ -22,10 +22,9 @@ from torch.autograd.graph import increment_version
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit import ScriptModule
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils.hooks import RemovableHandle
 
 from imagenet_fast.sync.engine import SyncEngine
-from imagenet_fast.sync.front import before_forward, fronts, is_compiled
+from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
 
 Update = Callable[..., object]
@@ -240,13 +239,13 @@ class PendingGrad(Tensor):
         )
 
 
-def hooks_in_front(model: nn.Module) -> list[RemovableHandle]:
+def hooks_in_front(model: nn.Module) -> list[ForwardHook]:
     """Carry out updates in front of the parts of ``model`` that are compiled, and return what takes this back.
 
     Compiled code reads parameters without torch functions: it would be compiled once more for pending ones.
     """
     compiled = [module for module in dict.fromkeys(fronts(model).values()) if is_compiled(module)]
-    return [before_forward(module, lambda module: settle_all(module.parameters())) for module in compiled]
+    return [ForwardHook(module, lambda module: settle_all(module.parameters())) for module in compiled]
 
 
 def read_unseen(slots: Iterable[ParamSlot]) -> list[nn.Parameter]:

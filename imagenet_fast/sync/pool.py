@@ -18,12 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import Elements, Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
+from imagenet_fast.sync.front import ForwardHook
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
 from imagenet_fast.sync.pending import Pending, PendingUpdate, Update, hooks_in_front, read_unseen
@@ -114,13 +116,13 @@ class GradientPool:
         self.gradients.check_range = _weak(self._check_range)
         self._params = list(trainable.values())
         on_gradient = _weak(self._on_gradient)
-        self._hooks = [
+        self._hooks: list[RemovableHandle | ForwardHook] = [
             param.register_post_accumulate_grad_hook(partial(on_gradient, number))
             for number, param in enumerate(self._params)
         ]
         self._unseen = read_unseen(self.slots)
         if model is not None and called is not None:
-            self._hooks += [model.register_forward_pre_hook(contract.refuse_ddp), *hooks_in_front(called)]
+            self._hooks += [ForwardHook(model, contract.refuse_ddp), *hooks_in_front(called)]
         contract.register(self, self._params)
 
     @property
