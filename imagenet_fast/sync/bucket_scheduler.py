@@ -137,11 +137,12 @@ class Scheduler(SyncEngine):
 
     def wait(self, slot: ParamSlot) -> None:
         """Wait for the messages that carry the gradient of ``slot``."""
-        self._await([number for number in self._plan.of_slot[slot] if number in self._in_flight])
+        self._await(self._plan.of_slot[slot])
 
     def has_arrived(self, slot: ParamSlot) -> bool:
         """Return whether all messages of ``slot`` have been waited for, or were sent to no one, as on one rank."""
-        return not any(self._in_flight[n].last for n in self._plan.of_slot[slot] if n in self._in_flight)
+        in_flight = map(self._in_flight.get, self._plan.of_slot[slot])
+        return not any(message.last for message in in_flight if message)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, quantisation errors and the compressor's memory; empty if there is none of these.
@@ -264,15 +265,17 @@ class Scheduler(SyncEngine):
             in_flight[number] = carry(plan.ops[number], after)
 
     def _await(self, numbers: Sequence[int]) -> None:
-        """Wait for messages, and add them to the step's statistics."""
+        """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
         assert self._stats.exposed is not None
         for number in numbers:
-            transfer, label = self._in_flight[number], label_of(self._plan.messages[number].bucket)
+            if (transfer := self._in_flight.get(number)) is None:
+                continue
+            label = label_of(self._plan.messages[number].bucket)
             if transfer.last:  # else nothing was sent, as on one rank
                 with self._stats.exposed(label):
                     transfer.wait()  # a message that is lost stays in flight
-            self._stats.add(label, *transfer.traffic)
-            del self._in_flight[number]
+            if self._in_flight.pop(number, None) is not None:
+                self._stats.add(label, *transfer.traffic)
 
 
 def step_model(

@@ -8,7 +8,6 @@ Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is bit for bit 
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,11 +59,6 @@ class Pending(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy after the update."""
-        settle_all([self])
-        return copy.deepcopy(self, memo)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what unpickles as the parameter after the update."""
         settle_all([self])
@@ -79,27 +73,17 @@ def settle_all(params: Iterable[Tensor]) -> None:
 
 def _settle_each(params: Iterable[Tensor]) -> None:
     for param in params:
-        pending: PendingUpdate | None = getattr(param, "_pending_update", None)
-        if pending is not None:
+        if (pending := getattr(param, "_pending_update", None)) is not None:
             pending.settle([param])
-        else:  # perhaps updated beside another one, or made of one by its class
-            _set_back(param)
 
 
 @cache
 def _pending_class(kind: type[Tensor]) -> type[Tensor]:
-    """Return the class of parameters of this class while their update is pending."""
-    made = type(f"Pending{kind.__name__}", (Pending, kind), {})
+    """Return the class of parameters of ``kind`` while their update is pending. Calling it makes one of ``kind``."""
+    made = type(f"Pending{kind.__name__}", (Pending, kind), {"__new__": lambda _, *args, **named: kind(*args, **named)})
     if kind in _foreach_supported_types:  # else torch's optimizers update tensor by tensor on GPUs
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
     return made
-
-
-def _set_back(param: Tensor) -> None:
-    """Give a pending parameter the class that it had before."""
-    if isinstance(param, Pending):
-        with torch._C.DisableTorchFunctionSubclass():  # for an audit hook that shows what is assigned
-            param.__class__ = type(param).__mro__[2]
 
 
 class PendingUpdate:
@@ -127,8 +111,8 @@ class PendingUpdate:
         """
         self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
         self._lock, self._lockstep = lock, lockstep
-        self._waiting: dict[Tensor, ParamSlot] = {slot.param: slot for slot in slots}
-        self._failed: list[tuple[ParamSlot, int]] = []  # whose part ended in an exception, and their versions
+        self._slot_of: dict[Tensor, ParamSlot] = {slot.param: slot for slot in slots}
+        self._begun: dict[ParamSlot, object] = {}  # what has begun: the part at work, the version where it failed, None
         for slot in slots:
             slot.param.grad = None  # still in flight
             slot.param._pending_update = self  # type: ignore[attr-defined]
@@ -144,24 +128,26 @@ class PendingUpdate:
 
         Nothing if all were written to since, as by a checkpoint.
         """
-        failed, self._failed = self._failed, []
-        stale = any(slot.param._version == version for slot, version in failed)
-        return label_of([slot for slot, _ in failed]) if stale else ""
+        failed = {slot: at for slot, at in [*self._begun.items()] if at is not None}
+        stale = any(at == slot.param._version or isinstance(at, list) for slot, at in failed.items())
+        self._begun.update(dict.fromkeys(failed))
+        return label_of([*failed]) if stale else ""
 
     def settle(self, params: Sequence[Tensor] | None = None) -> None:
         """Carry out the update of ``params``, or of all that are left, and of arrived neighbours.
 
-        The class of neighbours stays: who read them before, unseen, has read old weights (see ``unread``).
+        It may be called again while it is at work, by a signal's handler. A parameter that waits for a newer update is
+        left alone. The class of neighbours stays: who read them before, unseen, has read old weights (see ``unread``).
 
         Raises:
             RuntimeError: Operations are being recorded, as by torch.export, and the update would be among them.
         """
         with self._lock:
             asked = [slot.param for slot in self._slots] if params is None else params
-            if due := [self._waiting[param] for param in asked if param in self._waiting]:
+            if due := [slot for slot in map(self._slot_of.get, asked) if slot and slot not in self._begun]:
                 self._settle(due)
             for param in asked:
-                _set_back(param)
+                self._set_back(param)
 
     def _settle(self, due: list[ParamSlot]) -> None:
         """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours."""
@@ -171,20 +157,27 @@ class PendingUpdate:
         for slot in () if self._lockstep else self._arrived_neighbours(due):
             self._engine.wait(slot)  # which counts its messages
             due.append(slot)
-        for slot in due:
-            del self._waiting[slot.param]
+        part = [slot for slot in due if self._begun.setdefault(slot, due) is due]  # others went with a handler's part
         try:
-            self._carry_out(due)
+            self._carry_out(part)
         except BaseException:
-            self._failed += [(slot, slot.param._version) for slot in due]
-            for slot in due:
-                _set_back(slot.param)
+            for slot in part:
+                self._begun[slot] = slot.param._version
+                self._set_back(slot.param)
             raise
         finally:
             with torch._C.DisableTorchFunctionSubclass():
-                for slot in due:
-                    del slot.param._pending_update  # type: ignore[attr-defined]
+                for slot in part:
                     slot.param.grad = None
+        self._begun.update(dict.fromkeys(part))
+
+    def _set_back(self, param: Tensor) -> None:
+        """Give a parameter the class that it had before, unless it waits for the update of another step."""
+        kind = type(param)
+        if issubclass(kind, Pending) and getattr(param, "_pending_update", None) is self:
+            with torch._C.DisableTorchFunctionSubclass():  # for an audit hook that shows what is assigned
+                param.__class__ = kind.__mro__[2]
+            vars(param).pop("_pending_update", None)
 
     def _arrived_neighbours(self, due: Sequence[ParamSlot]) -> list[ParamSlot]:
         """Return neighbours of ``due`` whose messages have been received: a larger update costs little more."""
@@ -194,7 +187,7 @@ class PendingUpdate:
                 index = slot.index + step
                 while 0 <= index < len(self._slots):
                     other = self._slots[index]
-                    if other in taken or other.param not in self._waiting or not self._engine.has_arrived(other):
+                    if other in taken or other in self._begun or not self._engine.has_arrived(other):
                         break
                     taken.add(other)
                     others.append(other)
@@ -203,6 +196,8 @@ class PendingUpdate:
 
     def _carry_out(self, slots: Sequence[ParamSlot]) -> None:
         """Apply the update, outside of autocast and inference mode, in either of which a forward may run."""
+        if not slots:
+            return
         device = slots[0].param.device.type
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         with (

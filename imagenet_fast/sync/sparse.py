@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,8 +302,9 @@ class Sparse(SyncEngine):
         for message in messages:
             with self._stats.exposed(message.label):
                 message.transfer.wait()
-            self._stats.add(message.label, *message.transfer.traffic)
-            self._messages.remove(message)
+            with suppress(ValueError):  # a signal's handler has waited for it
+                self._messages.remove(message)
+                self._stats.add(message.label, *message.transfer.traffic)
 
     def _measure(self) -> None:
         """Compute the L1 norm of every chunk as it is on this rank."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from itertools import product
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -92,6 +97,115 @@ def test_a_second_thread_waits_for_an_update_under_way():
     assert alike(state(model), {name: value + 1.0 + 1.0 for name, value in before.items()})
     first.join()
     pool.close()
+
+
+def test_an_update_that_is_kept_settles_nothing_of_a_later_step():
+    (model, pool, optimizer), (expected, plain, other) = started(HYBRID), started(LAZY)
+    train(model, pool, optimizer, range(1))
+    kept = pool.pending
+    train(model, pool, optimizer, range(1, 2))
+    kept.settle([model.layer0.weight])
+    kept.settle()
+    assert isinstance(model.layer0.weight, Pending)
+    train(expected, plain, other, range(2))
+    assert torch.equal(model.layer0.weight, expected.layer0.weight)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("engine", ["hybrid", "dear"])
+@with_ranks(2)
+def test_a_thread_reads_all_the_time_while_others_run_forwards(engine: str) -> None:
+    ends, done = [], threading.Event()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    for settings in (LAZY, ENGINES[engine]):
+        towers = nn.ModuleList([Layers(), Layers()])
+        pool, optimizer = pooled(towers, settings), sgd(towers)
+
+        def read(towers: nn.Module = towers, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            while not done.is_set():
+                towers.state_dict()
+                optimizer.state_dict()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        for step in range(100):
+            pool.zero_grad()
+            with ThreadPoolExecutor(2) as threads:
+                losses = list(threads.map(loss_of, towers, (step, step)))
+            torch.stack(losses).sum().backward()
+            pool.step(optimizer)
+        done.set()
+        reader.join()
+        done.clear()
+        ends.append(weights_of(towers))
+    sys.setswitchinterval(interval)
+    assert torch.equal(*ends)
+
+
+def at_every_line(modules: str, act: Callable[[], object], step: Callable[[Callable[..., None]], object]) -> None:
+    """Call ``step`` as often as what it has watched runs lines in ``modules``, with ``act`` in front of another one."""
+    seen: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        place = frame.f_code.co_filename, frame.f_lineno
+        if event == "line" and re.search(f"imagenet_fast/sync/({modules})", place[0]) and place not in seen:
+            seen.add(place)
+            sys.settrace(None)
+            act()
+        return trace
+
+    def watched(call: Callable[..., object], *arguments: object) -> None:
+        sys.settrace(trace)
+        try:
+            call(*arguments)
+        finally:
+            sys.settrace(None)
+
+    count = -1
+    while count < len(seen):
+        count = len(seen)
+        step(watched)
+    assert count > 20
+
+
+MODULES = tiers(["pending"], ["pool|step|per_param_step|bucket_scheduler|sparse"])
+
+
+@pytest.mark.parametrize("modules", MODULES)
+@pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear", "sparse hybrid"]))
+def test_a_signals_handler_may_read_at_every_line_of_a_step(engine: str, modules: str):
+    (model, pool, optimizer), (expected, plain, other) = (started(ENGINES[engine], ours) for _ in range(2))
+    steps = itertools.count()
+
+    def step(watched: Callable[..., None]) -> None:
+        number = next(steps)
+        watched(train, model, pool, optimizer, range(number, number + 1))
+
+    at_every_line(modules, lambda: (model.state_dict(), optimizer.state_dict()), step)
+    train(expected, plain, other, range(next(steps)))
+    assert alike(state(model), state(expected))
+
+
+@pytest.mark.parametrize("modules", MODULES)
+def test_an_update_that_is_interrupted_at_any_line_is_whole_or_told(modules: str):
+    """By Ctrl-C, say: it is carried out later, or refused."""
+    expected = started(LAZY)
+    train(*expected)
+
+    def step(watched: Callable[..., None]) -> None:
+        model, pool, optimizer = started(HYBRID)
+        train(model, pool, optimizer)
+        with suppress(KeyboardInterrupt):
+            watched(model, images(3))
+        is_whole = alike(state(model), state(expected[0]))
+        with suppress(RuntimeError) if is_whole else pytest.raises(RuntimeError, match="failed halfway"):
+            pool.zero_grad()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    at_every_line(modules, interrupt, step)
 
 
 class Slow(torch.optim.SGD):
