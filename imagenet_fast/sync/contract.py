@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -88,8 +88,8 @@ _REFUSED_OF_GRADIENT = {
     ),
 }
 _STRAY = (
-    "has a gradient but is in no gradient pool, so every rank would train it for itself; make the pool of all modules "
-    "that train, after the last change of their parameters"
+    "is to be trained but is in no gradient pool, so every rank would train it for itself; make the pool of all that "
+    "trains, after the last change of parameters, or freeze it by requires_grad_(False)"
 )
 
 
@@ -340,11 +340,19 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
         )
 
 
-def check_strays(model: nn.Module | None, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
-    """Raise RuntimeError if a parameter of ``model`` has a gradient and is in no pool, as after it was unfrozen."""
-    for name, param in () if model is None else model.named_parameters():
-        if param not in in_pool and param.requires_grad and param.grad is not None and not is_pooled(param):
-            raise RuntimeError(f"{name} {_STRAY}")
+def check_strays(model: nn.Module, in_pool: Container[nn.Parameter]) -> None:
+    """Raise RuntimeError if a parameter of ``model`` wants a gradient and is in no pool, as after it was unfrozen."""
+
+    def visit(module: nn.Module) -> None:
+        for param in module._parameters.values():
+            if param is not None and param not in in_pool and param.requires_grad and not is_pooled(param):
+                name = next(name for name, other in _uncompiled(model).named_parameters() if other is param)
+                raise RuntimeError(f"{name} {_STRAY}")
+        for child in module._modules.values():
+            if child is not None:
+                visit(child)
+
+    visit(model)  # takes a fourth of the time of named_parameters()
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], engine: SyncEngine) -> None:

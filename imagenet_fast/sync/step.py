@@ -139,7 +139,7 @@ class Step:
         """Send zeros for what has not been sent, and last NaN, for a rank that takes the step. Forget it all."""
         contract.check(self.phase, "drop")
         pool = self._pool
-        self._started()
+        self._start()
         for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 pool.engine.store_gradient(pool.gradients.extent(slot), None)
@@ -178,7 +178,13 @@ class Step:
             self._checked = self._front
 
     def _started(self) -> set[ParamSlot]:
-        """Before the first gradient, carry out the updates that are left; return the slots that no forward has read."""
+        """Before the first gradient, check what is trained; return the slots that no forward has read by then."""
+        if self._late is None and (model := self._pool.gradients.model) is not None:
+            contract.check_strays(model, self._pool.gradients.slot_of)
+        return self._start()
+
+    def _start(self) -> set[ParamSlot]:
+        """Before the first gradient, carry out the updates that are left."""
         if self._late is None:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)

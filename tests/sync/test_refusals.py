@@ -31,7 +31,7 @@ from tests.ports import free_port
 from tests.ranks import run, with_ranks
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled, same_on_ranks, weights_of
-from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, train, unmeasured
+from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, synced, train, unmeasured
 
 STATES = ("lazy", "hybrid", "dear", "lazy int8", "powersgd", "sparse", "sparse whole", "sparse corrected")
 Wrong = Iterator[tuple[Any, ...]]
@@ -338,25 +338,43 @@ def a_gradient_that_is_replaced_on_its_way(settings: EngineSettings) -> Wrong:
 
 
 UNPOOLED: dict[str, Callable[[Layers], object]] = {
+    "unfrozen layers": lambda model: model.requires_grad_(True),
     "a new head": lambda model: setattr(model, "layer4", nn.Linear(8, 8)),
     "assigned weights": lambda model: model.load_state_dict(state(model), assign=True),
-    "unfrozen layers": lambda model: model.requires_grad_(True),
     "a weight norm": lambda model: nn.utils.parametrizations.weight_norm(model.layer2),
 }
 
 
-def stepped_after(change: Callable[[Layers], object]) -> Refusal:
-    def loop(settings: EngineSettings) -> Wrong:
+def trained_after(change: Callable[[Layers], object]) -> Refusal:
+    """Where only the optimizers know what is trained, and each gets its own step, ranks would part in silence."""
+
+    def loop(settings: EngineSettings | DdpSync) -> Wrong:
         model = changed(lambda model: model.layer0.requires_grad_(False))
-        pool = pooled(model, settings)
+        forward, pool = synced(model, settings)
+        for number in range(3):
+            pool.zero_grad()
+            loss_of(forward, number).backward()
+            pool.step(ours(model.layer1))
         change(model)
-        begin(model, pool, 0)
-        yield pool.step, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            yield (lambda: (begin(forward, pool, 3), pool.end_backward()),)
+        if isinstance(pool, GradientPool):
+            pool.drop()
 
-    return Refusal(loop, "in no gradient pool", abandons=True)
+    return Refusal(loop, r"is to be trained but is in no gradient pool.*freeze it", (*STATES, "ddp"), RuntimeError)
 
 
-REFUSALS |= {name: stepped_after(change) for name, change in UNPOOLED.items()}
+REFUSALS |= {name: trained_after(change) for name, change in UNPOOLED.items()}
+
+
+@refused(r"SGD's param_groups\[0\]\['params'\]\[10\], of shape \(8,\), is to be trained but is in no gradient pool")
+def a_parameter_of_the_loss(settings: EngineSettings) -> Wrong:
+    model, pool, _ = started(settings)
+    scale = nn.Parameter(torch.ones(8))
+    pool.zero_grad()
+    (scale * model(images(0))).sum().backward()
+    yield pool.step, torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    pool.step(sgd(model))
 
 
 @refused(r"a hook took the gradient of layer2\.weight away before it was averaged", error=RuntimeError)
@@ -487,7 +505,7 @@ def test_refused(name: str, engine: str):
 @unmeasured()
 def _refused(name: str, engine: str) -> None:
     refusal, told = REFUSALS[name], torch.tensor(0)
-    for wrong, *arguments in refusal.loop(ENGINES[engine]):
+    for wrong, *arguments in refusal.loop((ENGINES | {"ddp": DdpSync(wire="fp32")})[engine]):
         with pytest.raises(refusal.error, match=refusal.sentence):
             wrong(*arguments)
         told += 1
