@@ -98,11 +98,7 @@ class DdpPeer:
         self._guard = largest
 
     def zero_grad(self) -> None:
-        """Start a step: set all gradients to None.
-
-        Raises:
-            RuntimeError: A parameter that is to be trained was not when this was made.
-        """
+        """Start a step: set all gradients to None. Raise RuntimeError if one is to be trained that was not before."""
         contract.check_strays(self.module.module, self._params)
         self._ended = None
         self.module.zero_grad(set_to_none=True)

@@ -78,7 +78,7 @@ class Scheduler(SyncEngine):
         self._step = 0
         self._kept: Kept = {}  # the compressor's, or quantisation errors until an ErrorFeedback holds them
         self._pool = pool
-        if engine.bucket_bytes is None and pool.topology.is_one_node:
+        if engine.bucket_bytes is None and pool.topology.device.type == "cpu" and len(pool.topology.nodes) == 1:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology

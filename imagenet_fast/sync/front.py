@@ -76,7 +76,8 @@ class _Call:
         return outputs
 
     def __reduce__(self) -> Any:
-        return type(None), ()  # for a module that copies its attributes itself, as of torch.fx
+        """Leave nothing of it in copies of a module that copies its attributes itself, as of torch.fx."""
+        return type(None), ()
 
     def detach(self) -> None:
         """Leave the module as it was, if no hook is left and it was not compiled again."""

@@ -28,7 +28,7 @@ def lay(kept: Kept, kind: str, slots: Iterable[ParamSlot], into: Tensor) -> None
     """Copy what is kept of a kind into a 1-D tensor that is laid out as ``slots``, except where the size is another."""
     for slot in slots:
         values = kept.get(slot.name, {}).get(kind)
-        if values is not None and values.shape == (slot.param.numel(),):
+        if values is not None and values.shape == (slot.shape.numel(),):
             into[slot.start : slot.flag] = values
 
 
@@ -55,8 +55,6 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     elected: set[str] = set()
     for state in states:
         for pool in state[sharded:] if isinstance(state, list) else [state]:
-            if not pool:
-                continue
             engine = pool["engine"]
             elected.add(engine.get("elected", ""))
             if "step" in engine:

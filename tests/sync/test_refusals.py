@@ -3,12 +3,14 @@ done, is."""
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
+from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.pending import Pending
 from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.training.optimizers import LARS
@@ -121,6 +124,10 @@ REFUSALS |= {
     "parameters that are shards": made_of(
         "weight is a DTensor, as fully_shard makes them",
         lambda: changed(lambda model: setattr(model.layer0, "weight", Sharded(model.layer0.weight.detach()))),
+    ),
+    "a parameter that is sparse": made_of(
+        "layer0.weight is sparse, and a pool holds dense parameters; make it one by to_dense",
+        lambda: changed(lambda model: setattr(model.layer0, "weight", nn.Parameter(torch.eye(8).to_sparse()))),
     ),
     "gradients of another dtype": made_of(
         r"weight is of torch.bfloat16 and its grad_dtype torch.float32; leave",
@@ -243,7 +250,7 @@ def a_frozen_layer_with_an_old_gradient(settings: EngineSettings) -> Wrong:
     train(model, pool, optimizer)
 
 
-@refused(r"layer4\.\w+ .*create_graph=True.*torch\.autograd\.grad", "lazy", "hybrid", "sparse", error=RuntimeError)
+@refused(r"layer\d\.\w+ .*create_graph=True.*torch\.autograd\.grad", "lazy", "hybrid", "sparse", error=RuntimeError)
 def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
     model, pool, optimizer = started(settings, ours)
     train(model, pool, optimizer, range(2))
@@ -251,7 +258,59 @@ def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
     yield loss_of(model, 2).backward, None, None, True
     pool.drop()
     model.zero_grad()
+    pool.zero_grad()
+    (model.layer0.weight.grad,) = torch.autograd.grad(loss_of(model, 2), model.layer0.weight, create_graph=True)
+    yield pool.step, optimizer
+    pool.drop()
     train(model, pool, optimizer)
+
+
+@refused(r"gradient of layer0\.weight is of the values before its last update; make each forward after .*settle\(\) "
+         r"before .* torch\.func", "hybrid", "dear", error=RuntimeError)  # fmt: skip
+def a_gradient_of_weights_before_their_update(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer)
+    pool.zero_grad()
+    of_loss = torch.func.grad(lambda params: torch.func.functional_call(model, params, (images(3),)).sum())
+    gradients = of_loss(dict(model.named_parameters()))
+    yield setattr, model.layer0.weight, "grad", gradients["layer0.weight"].detach()
+    pool.settle()
+    for name, gradient in of_loss(dict(model.named_parameters())).items():
+        model.get_parameter(name).grad = gradient.detach()
+    pool.step(optimizer)
+    same_on_ranks(weights_of(model))
+
+
+@refused("modified by an inplace operation", "lazy", "hybrid", "dear", error=RuntimeError)
+def a_step_between_two_backwards_of_one_forward(settings: EngineSettings) -> Wrong:
+    """In torch's own words."""
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer)
+    pool.zero_grad()
+    loss = loss_of(model, 4)
+    loss.backward(retain_graph=True)
+    pool.step(optimizer)
+    pool.zero_grad()
+    yield (loss.backward,)
+    pool.drop()
+
+
+@refused(r"0\.weight was converted after its gradient pool was made: .*; close\(\) the pool first", "lazy", "hybrid",
+         error=RuntimeError)  # fmt: skip
+def a_vocabulary_that_has_grown(settings: EngineSettings) -> Wrong:
+    """Whether a rank has used the layer or not."""
+    table = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    pool, optimizer = pooled(table, settings), sgd(table)
+    for wrong in (lambda: table(torch.tensor([1, 6])).sum().backward(), pool.finish):
+        pool.zero_grad()
+        table(torch.tensor([1, 2])).sum().backward()
+        pool.step(optimizer)
+        pool.zero_grad()
+        before = table[0].weight.data
+        table[0].weight.data = torch.cat([before, torch.ones(2, 3)])
+        yield (wrong,)
+        table[0].weight.data = before
+        pool.drop()
 
 
 @refused(r"0\.weight is sparse.*sparse=False", "lazy", "hybrid", "sparse", error=RuntimeError)
@@ -263,15 +322,16 @@ def a_gradient_that_is_sparse(settings: EngineSettings) -> Wrong:
     pool.drop()
 
 
-@refused(r"an update of .* failed halfway, and its weights are of no step; go on from a checkpoint", "hybrid",
+@refused(r"an update of .* failed halfway, and its weights are of no step; go on from a checkpoint", "lazy", "hybrid",
          error=RuntimeError)  # fmt: skip
 def an_update_that_failed(settings: EngineSettings) -> Wrong:
     """Under a deferring engine it fails in the next forward, and a loop that skips that batch would lose it."""
     model, pool, optimizer = started(settings)
     for step in range(3, 5):
         train(model, pool, optimizer)
+        begin(model, pool, step)
         with patch.object(sys.modules["torch.optim.sgd"], "sgd", _no_memory), pytest.raises(MemoryError):
-            loss_of(model, step)
+            (pool.step(optimizer), loss_of(model, step))
         if step == 3:
             yield (pool.zero_grad,)
             pool.zero_grad()  # told once
@@ -279,12 +339,70 @@ def an_update_that_failed(settings: EngineSettings) -> Wrong:
     pool.zero_grad()
 
 
-@refused(r"set torch\._dynamo\.config\.compiled_autograd = False", error=RuntimeError)
+@refused(r"compiled autograd would compile; call backward outside of its context", "lazy", "hybrid", error=RuntimeError)
 def compiled_autograd(settings: EngineSettings) -> Wrong:
     model, pool, optimizer = started(settings)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        yield (pool.zero_grad,)
+    for full in (False, True):
+        pool.zero_grad()
+        with torch._dynamo.compiled_autograd._enable(partial(torch.compile, backend="eager", fullgraph=full)):
+            yield (loss_of(model, 0).backward,)
+        pool.drop()
     train(model, pool, optimizer)
+
+
+@refused(r"update of this model is pending; call pool\.settle\(\) in front of a function .* fullgraph=True", "hybrid",
+         error=RuntimeError)  # fmt: skip
+def a_whole_graph_of_model_and_loss(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer)
+    pool.zero_grad()
+    loss = torch.compile(lambda x: model(x).square().sum(), backend="eager", fullgraph=True)
+    yield loss, images(3)
+    pool.settle()
+    loss(images(3)).backward()
+    torch._dynamo.reset()
+    pool.drop()
+
+
+@refused(r"this pool is closed; make a new one", "lazy", "hybrid", "sparse", error=RuntimeError)
+def a_pool_that_is_closed(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings, ours)
+    train(model, pool, optimizer)
+    pool.close()
+    for call in (pool.zero_grad, pool.finish, partial(pool.step, optimizer), pool.drop, pool.state_dict):
+        yield (call,)
+    pool.settle()
+    pool.close()
+    train(model, pooled(model, settings), optimizer)
+
+
+@refused(r"forked from the one with the pool's connections; train there, and only read the model here", "hybrid",
+         "lazy", "dear", "sparse hybrid", error=RuntimeError, abandons=True)  # fmt: skip
+def a_pool_of_another_process(settings: EngineSettings) -> Wrong:
+    """What is forked, between steps or in one, reads what its parent reads, and ends; its parent trains on."""
+    model, pool, optimizer = started(settings, ours)
+    for number in range(8):
+        begin(model, pool, number)
+        if number % 2:
+            pool.step(optimizer)
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            with suppress(BaseException):
+                loss = float(loss_of(model, 9))
+                model.state_dict(), optimizer.state_dict()
+                for call in (pool.zero_grad, loss_of(model, 9).backward, partial(pool.step, optimizer)):
+                    with pytest.raises(RuntimeError, match="forked from the one"):
+                        call()
+                atexit._run_exitfuncs()
+                os._exit(loss != float(loss_of(model, 9)))
+            os._exit(3)
+        assert os.waitpid(child, 0)[1] == 0
+        if number % 2 == 0:
+            pool.step(optimizer)
+    same_on_ranks(weights_of(model))
+    pool.zero_grad()
+    pool.current.phase = Phase.FORKED
+    yield pool.step, optimizer
 
 
 @refused("this step's gradients have been sent by all ranks|need not be dropped|is over, and cannot be dropped",
@@ -314,18 +432,19 @@ def uses(params: list[Any]) -> list[Callable[[], object]]:
     ]  # fmt: skip
 
 
-@refused(r"on its way to the other ranks; call pool\.finish\(\)", "lazy", "hybrid", "dear", error=RuntimeError)
+@refused(r"on its way to the other ranks; call pool\.finish\(\)", "lazy", "hybrid", "dear", "sparse", "powersgd",
+         error=RuntimeError)  # fmt: skip
 def a_gradient_that_is_used_on_its_way(settings: EngineSettings) -> Wrong:
-    model, pool, optimizer = started(settings)
+    (model, pool, optimizer), (expected, plain, other) = started(settings, ours), started(settings, ours)
     param = model.layer0.weight
     begin(model, pool, 0)
-    before = state(model)
     for use in uses(list(model.parameters())):
         yield (use,)
     assert param.grad.shape == param.shape
     assert "on its way" in repr(param.grad)
-    assert alike(state(model), before)
     pool.step(optimizer)
+    train(expected, plain, other, range(1))
+    assert alike(state(model), state(expected))
 
 
 @refused(r"layer0\.weight was replaced while .* call pool\.finish\(\)", "lazy", "hybrid", error=RuntimeError,
@@ -419,6 +538,7 @@ def a_save_between_finish_and_step(settings: EngineSettings) -> Wrong:
         pool.state_dict()
         loss_of(model, step).backward()
         pool.finish()
+        model.layer0.weight.grad.detach_()
         yield (pool.state_dict,)
         pool.step(optimizer)
         pool.state_dict()
