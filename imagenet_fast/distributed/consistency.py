@@ -107,9 +107,7 @@ def compare_ranks(
 
 def _is_alone(group: dist.ProcessGroup | None) -> bool:
     """Return whether there is no other rank to compare with; the ``fake`` backend sends nothing."""
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return True
-    return "fake" in str(dist.get_backend(group))
+    return not dist.is_initialized() or dist.get_world_size(group) == 1 or "fake" in str(dist.get_backend(group))
 
 
 def _first_of(told: Mapping[str, list[tuple[str, str]]], device: torch.device, group: dist.ProcessGroup | None) -> str:
@@ -138,7 +136,8 @@ def _traits(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
     """Yield what must be the same of parameters on every rank, but their values."""
     for number, (name, param) in enumerate(named.items(), 1):
         yield f"parameter {number}", name
-        strides = tuple(step for size, step in zip(param.shape, param.stride(), strict=True) if size > 1)
+        steps = param.stride() if param.layout is torch.strided else param.shape
+        strides = tuple(step for size, step in zip(param.shape, steps, strict=True) if size > 1)
         yield name, f"of shape {tuple(param.shape)}"
         yield name, f"of dtype {param.dtype}"
         yield name, f"on {param.device.type}"

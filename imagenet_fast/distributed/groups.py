@@ -40,11 +40,11 @@ def leave_at_exit() -> None:
 
     An abort would make torchrun kill the other ranks, which may still be saving.
     """
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
 
 
-def _leave() -> None:
-    if dist.is_initialized():
+def _leave(process: int) -> None:
+    if os.getpid() == process and dist.is_initialized():  # a fork has no such threads, and would wait for them
         dist.destroy_process_group()
 
 

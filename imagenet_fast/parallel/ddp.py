@@ -22,6 +22,7 @@ from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.distributed.device_timer import record_timestamp
 from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.recipe.sync_config import DdpSync
+from imagenet_fast.sync import contract
 from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import Engine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, wire_dtype
@@ -79,11 +80,9 @@ class DdpPeer:
         self._stats = SyncStats(None)
         self._ended: SyncStats | None = None  # the cost of this step, once its last backward has ended
         self._order: list[str] = []  # parameter names in the order of their gradients, in the first step
-        self._arrivals = [
-            param.register_post_accumulate_grad_hook(partial(self._arrive, name))
-            for name, param in model.named_parameters()
-            if param.requires_grad
-        ]
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        self._params = {param for _, param in named}
+        self._arrivals = [p.register_post_accumulate_grad_hook(partial(self._arrive, name)) for name, p in named]
         self._guard: float | None = None
         self.found_inf: Tensor | None = None
         """1 if a mean of the last step was not finite or was too large, else 0; only set with ``guard``."""
@@ -99,7 +98,8 @@ class DdpPeer:
         self._guard = largest
 
     def zero_grad(self) -> None:
-        """Start a step: set all gradients to None."""
+        """Start a step: set all gradients to None. Raise RuntimeError if one is to be trained that was not before."""
+        contract.check_strays(self.module.module, self._params)
         self._ended = None
         self.module.zero_grad(set_to_none=True)
 

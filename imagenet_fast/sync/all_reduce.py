@@ -214,13 +214,9 @@ def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor |
 
 
 def gather(chain: OpSequence, values: Tensor, stream: CommStream, alone: bool) -> None:
-    """Add the phase that sends every rank's part of ``values`` to all ranks.
+    """Add the phase that sends every rank's part of ``values``, which is 1-D, to all ranks.
 
-    Args:
-        chain: Where the phase is added.
-        values: 1-D, with one part per rank.
-        stream: The ranks.
-        alone: Whether few scatters share the wire, so that parts are best sent directly: see ``CommStream.all_gather``.
+    If few scatters share the wire, ``alone``, parts are best sent directly: see ``CommStream.all_gather``.
     """
     chain.add_collective(stream, lambda: stream.all_gather(values, direct=alone), second_half=True)
 
@@ -228,12 +224,12 @@ def gather(chain: OpSequence, values: Tensor, stream: CommStream, alone: bool) -
 def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: CommStream, servers: int) -> None:
     """Average ``values`` over the streams' ranks, in place; each of ``servers`` ranks adds up a part in fp32.
 
-    It is the starting point of the papers that this package follows. A server's link carries P-1 parts in and P-1 parts
-    out. Ranks send to the servers over ``push``, and servers answer over ``pull``.
+    It is the starting point of the papers that this package follows. Servers are spread evenly among the ranks. A
+    server's link carries P-1 parts in and P-1 parts out. Ranks send over ``push``, and servers answer over ``pull``.
     """
     ranks, servers = push.size, min(servers, push.size)
     parts = [0] * ranks
-    for place, part in zip(server_places(ranks, servers), values.tensor_split(servers), strict=True):
+    for place, part in zip((n * ranks // servers for n in range(servers)), values.tensor_split(servers), strict=True):
         parts[place] = part.numel()
     own = parts[push.place]  # 0 unless this rank is a server
     arrived = values.new_empty(own * ranks)
@@ -246,9 +242,3 @@ def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: 
         return mean.repeat(ranks)
 
     chain.add_collective(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), second_half=True)
-
-
-def server_places(ranks: int, servers: int) -> list[int]:
-    """Return the places of the servers, spread evenly among the ranks."""
-    servers = min(servers, ranks)
-    return [number * ranks // servers for number in range(servers)]

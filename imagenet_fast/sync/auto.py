@@ -40,13 +40,7 @@ class Auto:
     """
 
     def __init__(self, pool: GradientBuffer, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
-        """Start the ``meanwhile`` engine and the timing of steps.
-
-        Args:
-            pool: The pool to work on.
-            meanwhile: The engine used until one is chosen.
-            candidates: The engines to predict. Only those that are ``electable`` may be chosen.
-        """
+        """Start the ``meanwhile`` engine and the timing of steps, from which all ``candidates`` are predicted."""
         self._pool = pool
         probed = pool.topology.anew()  # whose streams end with the choice
         self._network = NetworkProbe(probed, wire_for(pool.values.dtype, meanwhile.wire, probed))

@@ -21,7 +21,7 @@ from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.compressor import phases_by_round
 from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.kept_state import Kept, by_name, copied
+from imagenet_fast.sync.kept_state import Kept, copied
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
@@ -78,7 +78,7 @@ class Scheduler(SyncEngine):
         self._step = 0
         self._kept: Kept = {}  # the compressor's, or quantisation errors until an ErrorFeedback holds them
         self._pool = pool
-        if engine.bucket_bytes is None and pool.topology.is_one_node:
+        if engine.bucket_bytes is None and pool.topology.device.type == "cpu" and len(pool.topology.nodes) == 1:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology
@@ -137,11 +137,12 @@ class Scheduler(SyncEngine):
 
     def wait(self, slot: ParamSlot) -> None:
         """Wait for the messages that carry the gradient of ``slot``."""
-        self._await([number for number in self._plan.of_slot[slot] if number in self._in_flight])
+        self._await(self._plan.of_slot[slot])
 
     def has_arrived(self, slot: ParamSlot) -> bool:
         """Return whether all messages of ``slot`` have been waited for, or were sent to no one, as on one rank."""
-        return not any(self._in_flight[n].last for n in self._plan.of_slot[slot] if n in self._in_flight)
+        in_flight = map(self._in_flight.get, self._plan.of_slot[slot])
+        return not any(message.last for message in in_flight if message)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, quantisation errors and the compressor's memory; empty if there is none of these.
@@ -167,12 +168,10 @@ class Scheduler(SyncEngine):
         """
         if not state:
             return
-        state = by_name(state)
         refuse_state_of_another(self, state, {"step", "kept", "learnt"})
         self._step, self._kept = state["step"], copied(state["kept"], self._pool.values.device)
         self._residual = None
-        learnt, ranks = state["learnt"], self._topology.size
-        if learnt and learnt.get("ranks", ranks) == ranks:
+        if (learnt := state["learnt"]) and learnt["ranks"] == self._topology.size:
             self._timing = Timing(**learnt["timing"])
             self._network.load_state_dict(learnt["network"])
         self.rebuild_buckets()
@@ -266,15 +265,17 @@ class Scheduler(SyncEngine):
             in_flight[number] = carry(plan.ops[number], after)
 
     def _await(self, numbers: Sequence[int]) -> None:
-        """Wait for messages, and add them to the step's statistics."""
+        """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
         assert self._stats.exposed is not None
         for number in numbers:
-            transfer, label = self._in_flight[number], label_of(self._plan.messages[number].bucket)
+            if (transfer := self._in_flight.get(number)) is None:
+                continue
+            label = label_of(self._plan.messages[number].bucket)
             if transfer.last:  # else nothing was sent, as on one rank
                 with self._stats.exposed(label):
                     transfer.wait()  # a message that is lost stays in flight
-            self._stats.add(label, *transfer.traffic)
-            del self._in_flight[number]
+            if self._in_flight.pop(number, None) is not None:
+                self._stats.add(label, *transfer.traffic)
 
 
 def step_model(

@@ -24,7 +24,7 @@ from imagenet_fast.distributed.watchdog import PeerLost
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-_open: WeakSet[CommStream] = WeakSet()
+open_streams: WeakSet[CommStream] = WeakSet()
 """Streams with threads of gloo."""
 
 
@@ -75,7 +75,7 @@ class CommStream:
         self._group = new_group(device, ranks, True, max_ctas) if len(ranks) > 1 else None
         if device.type == "cpu" and self._group is not None:
             leave_at_exit()
-            _open.add(self)
+            open_streams.add(self)
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         threads = (torch.get_num_threads(),)  # else products there would use all cores, and be rounded differently
         self._thread = ThreadPoolExecutor(1, f"comm stream {id(self):x}", torch.set_num_threads, threads)
@@ -231,5 +231,5 @@ def _end(traffic: CommStats, device: torch.device) -> None:
 @atexit.register
 def _close_all() -> None:
     """End the threads of gloo before the interpreter, which they call: else they abort the process."""
-    for stream in list(_open):
+    for stream in list(open_streams):
         stream.close()

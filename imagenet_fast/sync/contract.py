@@ -9,27 +9,25 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.sync_config import DdpSync
 from imagenet_fast.sync.engine import Engine, SyncEngine
-from imagenet_fast.sync.kept_state import by_name
-from imagenet_fast.sync.param_slot import ParamSlot
+from imagenet_fast.sync.param_slot import ParamSlot, label_of
 from imagenet_fast.sync.topology import Topology
 
-_POOL_OF: Any = WeakIdKeyDictionary()
-"""A weak reference to the pool of each parameter."""
+pools: WeakSet[Any] = WeakSet()
+"""The pools of this process."""
 _POOL_OF_SCALER: Any = WeakKeyDictionary()
 """A weak reference to the pool that steps each ``GradScaler``."""
 
@@ -46,7 +44,11 @@ class Phase(IntEnum):
     MEANS = 3
     """``p.grad`` holds the means, which the user may change."""
     DONE = 4
-    """The means were applied, will be, or were dropped."""
+    """The means were applied, will be, or were dropped; or the update has failed."""
+    CLOSED = 5
+    """The pool was closed, and begins no other step."""
+    FORKED = 6
+    """The pool is another process's, of which this one is a fork."""
 
 
 _ON_THEIR_WAY = (
@@ -73,11 +75,27 @@ _REFUSED: dict[str, dict[Phase, str]] = {
     "load_state_dict": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
 }
 """Why each call of a loop is refused, by the phase of the step; in all other phases it is allowed."""
+_REFUSED_FOR_GOOD = {
+    Phase.CLOSED: "this pool is closed; make a new one to train on, and save the state of a pool before you close it",
+    Phase.FORKED: (
+        "this process was forked from the one with the pool's connections; train there, and only read the model here"
+    ),
+}
 
 _REFUSED_OF_GRADIENT = {
     "unseen read": (
-        "{} was read before its update, by what calls no torch function with it; call pool.settle() before such a "
-        "forward"
+        "the gradient of {} is of the values before its last update; make each forward after pool.step(), and call "
+        "pool.settle() before one that calls no torch function with a parameter, as in torch.func"
+    ),
+    "sparse": "the gradient of {} is sparse, and a pool holds dense ones; take sparse=False for its nn.Embedding",
+    "part of a graph": (
+        "the gradient of {} is part of a graph, as of create_graph=True, and the mean over ranks would not be; take "
+        "torch.autograd.grad(..., create_graph=True) for what is differentiated twice, backward() for the loss that it "
+        "becomes a part of, and detach() what is set by hand"
+    ),
+    "taken away": (
+        "a hook took the gradient of {} away before it was averaged, as of an optimizer that steps in backward; step "
+        "after it, by pool.step(optimizer)"
     ),
     "second backward": (
         "a second backward reached {} in one step, after its gradient had left; wrap all but the last in "
@@ -89,14 +107,14 @@ _REFUSED_OF_GRADIENT = {
     ),
 }
 _STRAY = (
-    "has a gradient but is in no gradient pool, so every rank would train it for itself; make the pool of all modules "
-    "that train, after the last change of their parameters"
+    "is to be trained but is in no gradient pool, so every rank would train it for itself; make the pool of all that "
+    "trains, after the last change of parameters, or freeze it by requires_grad_(False)"
 )
 
 
 def check(phase: Phase, call: str) -> None:
     """Raise RuntimeError if ``call`` is not allowed in a step that has come so far."""
-    if why := _REFUSED[call].get(phase):
+    if why := _REFUSED_FOR_GOOD.get(phase) or _REFUSED.get(call, {}).get(phase):
         raise RuntimeError(why)
 
 
@@ -148,6 +166,8 @@ def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         raise ValueError("the model has no trainable parameter")
     first = next(iter(reversed(chosen.values())))
     for name, param in reversed(chosen.items()):
+        if param.layout is not torch.strided:
+            raise ValueError(f"{name} is sparse, and a pool holds dense parameters; make it one by to_dense()")
         if hasattr(param, "placements"):
             raise ValueError(
                 f"{name} is a DTensor, as fully_shard makes them, whose gradients torch averages itself; give the pool "
@@ -184,16 +204,9 @@ def check_engine(engine: object) -> None:
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
 
 
-def refuse_ddp(module: nn.Module, inputs: object) -> None:
-    """Raise RuntimeError inside a forward of torch's DDP, whose hooks would write to the pool's gradients.
-
-    A hook in front of a pool's model. In copies of the model, which are in no pool, it does nothing.
-    """
-    if (
-        not torch.compiler.is_compiling()
-        and DistributedDataParallel._get_active_ddp_module() is not None
-        and any(map(is_pooled, module.parameters()))
-    ):
+def refuse_ddp(_: nn.Module) -> None:
+    """Raise RuntimeError if torch's DDP calls a pool's model: its hooks would write to the pool's gradients."""
+    if DistributedDataParallel._get_active_ddp_module() is not None:
         raise RuntimeError(
             "DistributedDataParallel calls the model of this gradient pool and averages its gradients as well; call "
             "the model itself"
@@ -220,54 +233,43 @@ def refuse_late_group(topology: Topology) -> None:
 
 
 def refuse_compiled_autograd() -> None:
-    """Raise RuntimeError if backward will be compiled, and hooks and gradients in flight with it."""
-    if getattr(sys.modules.get("torch._dynamo.config"), "compiled_autograd", False):
+    """Raise RuntimeError in a backward that is compiled, and hooks and gradients in flight with it."""
+    if getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False):
         raise RuntimeError(
-            "a pool sends gradients by hooks, which compiled autograd would compile; set "
-            "torch._dynamo.config.compiled_autograd = False"
+            "a pool sends gradients by hooks, which compiled autograd would compile; call backward outside of its "
+            "context, and set torch._dynamo.config.compiled_autograd = False"
         )
 
 
-def check_gradient(slot: ParamSlot, values: Tensor, strides: tuple[int, ...]) -> None:
-    """Check that the pool can hold the gradient that backward has produced.
-
-    Args:
-        slot: Its place.
-        values: The pool's buffer.
-        strides: The parameter's when the pool was made.
+def check_gradient(slot: ParamSlot, gradient: Tensor | None, values: Tensor) -> None:
+    """Check that ``values``, the pool's buffer, can hold a gradient of backward, or one set by hand, if there is one.
 
     Raises:
-        RuntimeError: It is gone, sparse or part of a graph, or the parameter was converted.
+        RuntimeError: It is sparse or part of a graph, or the parameter was converted.
     """
-    name, gradient = slot.name, slot.param.grad
-    if gradient is None:
+    param, layout = slot.param, (slot.param.shape, slot.param.stride())
+    now = param if gradient is None else gradient
+    if now.layout is not torch.strided:
+        refuse("sparse", slot)
+    if gradient is not None and gradient.requires_grad:
+        refuse("part of a graph", slot)
+    if (now.dtype, now.device) != (values.dtype, values.device) or layout != slot.layout:
         raise RuntimeError(
-            f"a hook took the gradient of {name} away before it was averaged, as of an optimizer that steps in "
-            "backward; step after it, by pool.step(optimizer)"
-        )
-    if gradient.layout is not torch.strided:
-        raise RuntimeError(
-            f"the gradient of {name} is sparse, and a pool holds dense ones; take sparse=False for its nn.Embedding"
-        )
-    if gradient.requires_grad:
-        raise RuntimeError(
-            f"the gradient of {name} is part of a graph, as of backward(create_graph=True), and the mean over ranks "
-            "would not be; take torch.autograd.grad(..., create_graph=True) for what is differentiated twice, and "
-            "backward() for the loss that it becomes a part of"
-        )
-    if gradient.dtype != values.dtype or gradient.device != values.device or slot.param.stride() != strides:
-        raise RuntimeError(
-            f"{name} was converted to {slot.param.dtype} on {slot.param.device} with strides {slot.param.stride()} "
-            f"after its gradient pool was made for {values.dtype} on {values.device} with strides {strides}; convert "
-            "the model first and make the pool after that"
+            f"{slot.name} was converted after its gradient pool was made: from {values.dtype} on {values.device} with "
+            f"size and strides {slot.layout} to {param.dtype} on {param.device} with {layout}; close() the pool first, "
+            "and make a new one after that"
         )
 
 
-def refuse_failed(failed: str) -> None:
-    """Raise RuntimeError if an update of the layers ``failed`` ended halfway: a loop that goes on has lost a part."""
-    if failed:
+def refuse_failed(failed: dict[ParamSlot, int]) -> None:
+    """Raise RuntimeError if an update failed halfway, at these versions of the parameters, and one is still of it.
+
+    A loop that goes on has lost a part of the update, unless all were written to since, as by a checkpoint.
+    """
+    if any(slot.param._version == version for slot, version in failed.items()):
         raise RuntimeError(
-            f"an update of {failed} failed halfway, and its weights are of no step; go on from a checkpoint"
+            f"an update of {label_of([*failed])} failed halfway, and its weights are of no step; go on from a "
+            "checkpoint"
         )
 
 
@@ -286,7 +288,7 @@ def check_state(state: object, ranks: int) -> None:
     if not isinstance(state, dict) or not {"order", "engine"} <= state.keys():
         raise ValueError("this is no state of a pool; give it what pool.state_dict() was on this rank")
     theirs = state.get("ranks") or ranks
-    if theirs != ranks and any(by_name(state["engine"]).get("kept", {}).values()):
+    if theirs != ranks and any(state["engine"].get("kept", {}).values()):
         raise ValueError(
             f"this state has what one of {theirs} ranks did not send, and here are {ranks}; go on with {theirs}, or "
             "merge the states of all by imagenet_fast.sync.kept_state.reshard_sync_state"
@@ -299,27 +301,13 @@ def _uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def register(pool: object, params: Iterable[nn.Parameter]) -> None:
-    """Record that the parameters are in ``pool``."""
-    for param in params:
-        _POOL_OF[param] = weakref.ref(pool)
-
-
 def is_pooled(param: nn.Parameter) -> bool:
     """Return whether a parameter is in an open pool."""
-    return _is_open(_POOL_OF.get(param))
-
-
-def _is_open(known: weakref.ref[Any] | None) -> bool:
-    return known is not None and (pool := known()) is not None and pool.is_open
+    return any(pool.is_open and param in pool.gradients.slot_of for pool in pools)
 
 
 def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
     """Check that ``optimizer`` updates parameters of this pool, and none that is in no pool.
-
-    Args:
-        optimizer: The optimizer whose parameter groups are checked.
-        in_pool: The slots of this pool by parameter.
 
     Raises:
         ValueError: The optimizer has no parameter of this pool, or one with a gradient that is in no pool.
@@ -345,11 +333,19 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
         )
 
 
-def check_strays(model: nn.Module | None, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
-    """Raise RuntimeError if a parameter of ``model`` has a gradient and is in no pool, as after it was unfrozen."""
-    for name, param in () if model is None else model.named_parameters():
-        if param not in in_pool and param.requires_grad and param.grad is not None and not is_pooled(param):
-            raise RuntimeError(f"{name} {_STRAY}")
+def check_strays(model: nn.Module, in_pool: Container[nn.Parameter]) -> None:
+    """Raise RuntimeError if a parameter of ``model`` wants a gradient and is in no pool, as after it was unfrozen."""
+
+    def visit(module: nn.Module) -> None:
+        for param in module._parameters.values():
+            if param is not None and param not in in_pool and param.requires_grad and not is_pooled(param):
+                name = next(name for name, other in _uncompiled(model).named_parameters() if other is param)
+                raise RuntimeError(f"{name} {_STRAY}")
+        for child in module._modules.values():
+            if child is not None:
+                visit(child)
+
+    visit(model)  # takes a fourth of the time of named_parameters()
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], engine: SyncEngine) -> None:
@@ -388,8 +384,8 @@ def check_scaler(scaler: torch.amp.GradScaler, pool: object, engine: SyncEngine)
             "this engine keeps what it does not send for later steps, whose loss scale is another: compute in bf16, "
             "which needs no GradScaler, or take an engine that sends everything, such as LazySync()"
         )
-    known = _POOL_OF_SCALER.get(scaler)
-    if _is_open(known) and known() is not pool:
+    known = _POOL_OF_SCALER.get(scaler, weakref.ref(pool))()
+    if known not in (None, pool) and known.is_open:
         raise ValueError(
             "another pool steps this scaler, and updates its scale; give each pool a scaler of its own, or call "
             "pool.finish() on each, scaler.step(...) for each optimizer and scaler.update() once"

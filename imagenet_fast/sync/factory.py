@@ -41,12 +41,8 @@ EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync
 def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_per_epoch: int = 1) -> SyncEngine:
     """Build the engine that a recipe's ``[sync]`` table names, or a custom ``Engine``.
 
-    Every rank must call it with the same arguments, as ``GradientPool`` does.
-
-    Args:
-        engine: The settings of an engine, or an engine of one's own.
-        pool: The buffer whose gradients the engine sends.
-        steps_per_epoch: Converts those settings that are given in epochs.
+    Every rank must call it with the same arguments, as ``GradientPool`` does. ``steps_per_epoch`` converts those
+    settings that are given in epochs.
     """
     if isinstance(engine, PoolTable):
         pool.topology.max_ctas = engine.max_ctas

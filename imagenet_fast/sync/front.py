@@ -1,4 +1,4 @@
-"""Hooks in front of a module's forward that stay outside of compiled code."""
+"""Hooks around a module's forward that stay outside of compiled code, and that copies and pickles do not have."""
 
 from __future__ import annotations
 
@@ -8,84 +8,81 @@ from typing import Any
 import torch
 from torch import nn
 from torch.jit import ScriptModule
-from torch.utils.hooks import RemovableHandle
 
 Call = Callable[[nn.Module], None]
 
 
 def fronts(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return, by module, the one that can have its hook: the outermost compiled module around it, or itself."""
+    """Return, by module, the one whose call is seen: the outermost compiled or scripted one around it, or itself."""
     found: dict[nn.Module, nn.Module] = {}
 
-    def visit(module: nn.Module, outer: nn.Module | None, above: nn.Module) -> None:
-        if outer is None and is_compiled(module):
+    def visit(module: nn.Module, outer: nn.Module | None) -> None:
+        if outer is None and (is_compiled(module) or isinstance(module, ScriptModule)):
             outer = module
-        hooked = above if isinstance(module, ScriptModule) else module  # a scripted module takes no hook
-        found.setdefault(module, hooked if outer is None else outer)  # the truth of a module may be its length
+        found.setdefault(module, module if outer is None else outer)  # the truth of a module may be its length
         for child in module.children():
-            visit(child, outer, hooked)
+            visit(child, outer)
 
-    visit(model, None, model)
+    visit(model, None)
     return found
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether the module is what ``torch.compile`` returns, or was compiled by its method."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    call = module._compiled_call_impl
+    return hasattr(module, "_orig_mod") or (call.own if isinstance(call, _Call) else call) is not None
 
 
-def before_forward(module: nn.Module, call: Call) -> RemovableHandle:
-    """Call ``call`` before each forward of ``module``, which copies of it will not, and return what removes it."""
-    if module._compiled_call_impl is not None:
-        return _CompiledFront(module, call)
-    return module.register_forward_pre_hook(_Hook(call), prepend=True)
+class ForwardHook:
+    """A hook in front of each forward of a module, or behind it, that is not inside compiled code."""
 
-
-def after_forward(module: nn.Module, call: Call) -> RemovableHandle:
-    """Call ``call`` after each forward of ``module`` that is not inside compiled code, and return what removes it."""
-    return module.register_forward_hook(_Hook(call))
-
-
-class _CompiledFront(RemovableHandle):
-    """A wrapper of a module's compiled call, into which ``torch.compile`` has taken the module's own hooks."""
-
-    def __init__(self, module: nn.Module, call: Call) -> None:
-        compiled = module._compiled_call_impl
-        assert compiled is not None
-
-        def in_front(*args: Any, **kwargs: Any) -> Any:
-            call(module)
-            return compiled(*args, **kwargs)
-
-        self._module, self._compiled, self._in_front = module, compiled, in_front
-        module._compiled_call_impl = in_front
-
-    def remove(self) -> None:
-        """Put the compiled call back, unless the module was compiled or wrapped again."""
-        if self._module._compiled_call_impl is self._in_front:
-            self._module._compiled_call_impl = self._compiled
-
-
-class _Hook:
-    """A hook that copies and pickles of the module do not get, and compiled code does not call."""
-
-    def __init__(self, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: Call, behind: bool = False) -> None:
+        """Call ``call`` with the module before each of its forwards; ``behind``: after each."""
+        around = module._compiled_call_impl
+        self._around = around if isinstance(around, _Call) else _Call(module)
+        self._calls = self._around.behind if behind else self._around.in_front
+        self._calls.append(call)
         self._call = call
 
-    def __call__(self, module: nn.Module, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            self._call(module)
+    def remove(self) -> None:
+        """Remove the hook, and with the last one of the module all that was attached to it."""
+        if self._call in self._calls:
+            self._calls.remove(self._call)
+        self._around.detach()
 
-    def __deepcopy__(self, memo: object) -> Callable[..., None]:
-        return _nothing
+
+class _Call:
+    """A module's call with its hooks, in the place of a compiled call: no part of the module's state, nor of a graph.
+
+    Hooks of torch's own would be copied, pickled and scripted with the module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.own: Callable[..., Any] | None = module._compiled_call_impl
+        self.in_front: list[Call] = []
+        self.behind: list[Call] = []
+        vars(module)["_compiled_call_impl"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own: Callable[..., Any] = self._module._call_impl if self.own is None else self.own
+        if torch.compiler.is_compiling():
+            return own(*args, **kwargs)
+        for call in self.in_front:
+            call(self._module)
+        outputs = own(*args, **kwargs)
+        for call in self.behind:
+            call(self._module)
+        return outputs
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        """Leave nothing of it in copies of a module that copies its attributes itself, as of torch.fx."""
+        return type(None), ()
 
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in place of a hook."""
-
-
-def _no_hook() -> Callable[..., None]:
-    return _nothing
+    def detach(self) -> None:
+        """Leave the module as it was, if no hook is left and it was not compiled again."""
+        if not self.in_front and not self.behind and self._module._compiled_call_impl is self:
+            if self.own is None:
+                del vars(self._module)["_compiled_call_impl"]
+            else:
+                vars(self._module)["_compiled_call_impl"] = self.own

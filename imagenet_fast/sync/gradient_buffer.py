@@ -24,12 +24,9 @@ class GradientBuffer:
     """A flat buffer of gradients, and the views of it that ``p.grad`` holds. Engines send from it."""
 
     def __init__(self, slots: Sequence[ParamSlot], topology: Topology, model: nn.Module | None) -> None:
-        """Create a buffer of zeros.
+        """Create a buffer of zeros, for slots in their initial order that have no places yet.
 
-        Args:
-            slots: The slots in their initial order. Their ``index``, ``start`` and ``stop`` are ignored.
-            topology: The ranks whose gradients are averaged.
-            model: The model whose forward reads the parameters; None: not known.
+        ``model`` is the one whose forward reads the parameters, if it is known.
         """
         self.topology = topology
         self.model = model
@@ -51,17 +48,15 @@ class GradientBuffer:
         """Give every slot its place in this order, and move the values along. The engine must be laid out, too."""
         self.before_layout()
         old, before = self.values, self.slots
-        places = places_in_pool((slot.param.numel() for slot in order), self.alignment)
+        places = places_in_pool((slot.shape.numel() for slot in order), self.alignment)
         self.slots = [
             replace(slot, index=index, start=place.start, stop=place.stop)
             for index, (slot, place) in enumerate(zip(order, places, strict=True))
         ]
         self.values = old.new_zeros(-(-self.slots[-1].stop // self._multiple) * self._multiple)
         self.slot_of = {slot.param: slot for slot in self.slots}
-        self.last = max((slot.index for slot in self.slots if slot.param.numel()), default=0)
+        self.last = max((slot.index for slot in self.slots if slot.shape.numel()), default=0)
         """The index of the last slot that has values."""
-        self.strides = [slot.param.stride() for slot in self.slots]
-        """The strides of the parameters, by slot."""
         self._addresses = [self.values.data_ptr() + slot.start * self.values.itemsize for slot in self.slots]
         self._own = [self._view(slot) for slot in self.slots]
         self.placeholders = [view.as_subclass(PendingGrad) for view in self._own]
@@ -90,10 +85,7 @@ class GradientBuffer:
         return known
 
     def layer_timer(self, layers: bool) -> LayerTimer:
-        """Return a timer of the next steps.
-
-        Args:
-            layers: Whether to record when each layer is called, too.
+        """Return a timer of the next steps; with ``layers``, also of when each layer is called.
 
         Raises:
             ValueError: The buffer has no model.
@@ -151,22 +143,19 @@ class GradientBuffer:
         """Put copies of the gradients into ``p.grad`` that are zero where nothing was sent: the rest is a residual."""
         for slot in self.slots:
             if (whole := slot.param.grad) is not None:
-                shown = self.values.new_zeros(slot.param.numel())
+                shown = self.values.new_zeros(slot.shape.numel())
                 for part in sent.get(slot.param, ()):
                     shown[part] = self.values[slot.start + part.start : slot.start + part.stop]
-                slot.param.grad = shown.as_strided(whole.size(), whole.stride())
+                slot.param.grad = shown.as_strided(whole.size(), whole.stride()).detach()
 
     def mark_used(self) -> None:
         """Set the flags of all slots to ``USED``."""
         self.values.index_fill_(0, self._flags, USED)
 
     def _view(self, slot: ParamSlot) -> Tensor:
-        return self.values.as_strided(slot.param.size(), _dense_strides(slot.param), slot.start)
-
-
-def _dense_strides(param: nn.Parameter) -> tuple[int, ...]:
-    """Return the parameter's strides; if it has gaps or overlaps in memory, those that a copy would have."""
-    return torch.empty_like(param, device="meta").stride()
+        """Return the gradient at ``slot``, with its parameter's strides; without their gaps or overlaps in memory."""
+        like = torch.empty_strided(*slot.layout, device="meta")
+        return self.values.as_strided(slot.shape, torch.empty_like(like).stride(), slot.start).detach()  # else a view
 
 
 class ArrivalOrder:
@@ -202,13 +191,9 @@ class ArrivalOrder:
             self._came.append(slot)
 
     def agree(self, slots: Sequence[ParamSlot], topology: Topology) -> None:
-        """Adopt the order that the first rank saw. Every rank must call it.
+        """Adopt the order that the first rank saw. Every rank must call it, with the slots in their current order.
 
         Gradients that backward did not produce are put last.
-
-        Args:
-            slots: The pool's slots in their current order.
-            topology: The ranks to agree with.
         """
         if self._came is None:
             return

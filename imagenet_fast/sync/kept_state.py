@@ -28,32 +28,13 @@ def lay(kept: Kept, kind: str, slots: Iterable[ParamSlot], into: Tensor) -> None
     """Copy what is kept of a kind into a 1-D tensor that is laid out as ``slots``, except where the size is another."""
     for slot in slots:
         values = kept.get(slot.name, {}).get(kind)
-        if values is not None and values.shape == (slot.param.numel(),):
+        if values is not None and values.shape == (slot.shape.numel(),):
             into[slot.start : slot.flag] = values
 
 
 def copied(kept: Kept, device: torch.device) -> Kept:
     """Return a copy on ``device``."""
     return {name: {kind: values.to(device, copy=True) for kind, values in own.items()} for name, own in kept.items()}
-
-
-def by_name(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's state in this form, also if an earlier version saved it, by places in the pool."""
-    if (places := state.get("places")) is None:
-        return state
-    kept: Kept = {name: dict(state.get("memory", {}).get(name, {})) for name in places}
-    for kind, earlier in (("residual", "left"), ("residual", "residual"), ("velocity", "velocity")):
-        values = state.get(earlier)
-        if values is not None and values.numel():
-            for name, (start, flag) in places.items():
-                kept[name][kind] = values[start:flag]
-    today = {key: state[key] for key in ("step", "learnt", "elected") if key in state} | {"kept": kept}
-    if "residual" in state:
-        today["chunks"] = None
-        if "scores" in state:
-            starts = [start for start, _ in places.values()]
-            today["chunks"] = {"scores": state["scores"], "ages": state["ages"], "starts": starts}
-    return today
 
 
 def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str, Any]:
@@ -74,10 +55,8 @@ def reshard_sync_state(states: Iterable[Any], sharded: bool = False) -> dict[str
     elected: set[str] = set()
     for state in states:
         for pool in state[sharded:] if isinstance(state, list) else [state]:
-            if not pool:
-                continue
-            engine = by_name(pool["engine"])
-            elected.add(pool.get("elected") or engine.get("elected", ""))  # beside the engine's in earlier versions
+            engine = pool["engine"]
+            elected.add(engine.get("elected", ""))
             if "step" in engine:
                 steps.append(engine["step"])
                 for name, own in engine["kept"].items():

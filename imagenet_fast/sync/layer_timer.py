@@ -10,7 +10,7 @@ from torch import nn
 
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
-from imagenet_fast.sync.front import after_forward, before_forward, fronts
+from imagenet_fast.sync.front import ForwardHook, fronts
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
 
@@ -50,8 +50,8 @@ class LayerTimer:
             around.get(model if slot.module is None else slot.module, model) if layers else model
             for slot in self._slots
         ]
-        self._hooks = [before_forward(module, self._call) for module in dict.fromkeys([model, *self._fronts])]
-        self._hooks.append(after_forward(model, self._turn))
+        self._hooks = [ForwardHook(module, self._call) for module in dict.fromkeys([model, *self._fronts])]
+        self._hooks.append(ForwardHook(model, self._turn, behind=True))
         self._model = model
 
     @property

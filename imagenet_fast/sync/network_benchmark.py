@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -33,23 +33,19 @@ class NetworkProbe(Links):
     Every rank must make the same requests in the same order, with nothing else in flight.
     """
 
-    def __init__(
-        self, topology: Topology, wire: torch.dtype, stated: LinkModel | None = None,
-        codecs: Mapping[torch.dtype, CodecCost] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, topology: Topology, wire: torch.dtype, stated: LinkModel | None = None) -> None:
         """Create a probe that has measured nothing.
 
         Args:
             topology: The ranks to measure between.
             wire: The dtype in which values are sent.
-            stated: The link of every collective, instead of a measurement.
-            codecs: The cost of 8-bit wire dtypes, instead of measurements.
+            stated: The link of every collective, instead of measurements; quantising then costs nothing.
         """
         self.topology, self.layout = topology, topology.layout
         self._wire = PLAIN if is_coded(wire) else wire  # the cost of quantisation is not the network's
         self._stated = stated
         self._links: dict[Collective, LinkModel] = {}
-        self._codecs = dict(codecs or {})
+        self._codecs: dict[torch.dtype, CodecCost] = {}
 
     def link(self, collective: Collective) -> LinkModel:
         """Return the link of ``collective``, measured at the first call; with one rank, a link without cost."""
@@ -75,9 +71,9 @@ class NetworkProbe(Links):
         self._codecs = {getattr(torch, wire): CodecCost(*figures) for wire, figures in state["codecs"].items()}
 
     def codec(self, wire: torch.dtype) -> CodecCost:
-        """Return the cost of quantising to ``wire``, measured at the first call; zero where nothing is to be measured.
+        """Return the cost of quantising to ``wire``, measured at the first call.
 
-        That is so for one rank, for dtypes of more than 8 bits, and with ``stated`` for dtypes not in ``codecs``.
+        It is zero for one rank, for dtypes of more than 8 bits, and with ``stated``.
         """
         if wire not in self._codecs and is_coded(wire) and self._stated is None and self.topology.size > 1:
             self._codecs[wire] = measure_codec(wire, self.topology)

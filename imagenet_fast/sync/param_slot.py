@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 USED = 2.0**-14
@@ -23,23 +24,25 @@ class ParamSlot:
     param: nn.Parameter
     module: nn.Module | None
     """The module that owns the parameter; one of them where several do, None where the pool has no model."""
+    layout: tuple[torch.Size, tuple[int, ...]]
+    """The shape and the strides of the parameter when the pool was made."""
     start: int
     stop: int
 
     @property
     def flag(self) -> int:
         """The index of the pool's element behind the gradient, which is nonzero if any rank has used the parameter."""
-        return self.start + self.param.numel()
+        return self.start + self.shape.numel()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.layout[0]
 
     @property
     def layer(self) -> str:
         """The name of the parameter's module. The module's other parameters are neighbours in the pool."""
         return self.name.rpartition(".")[0]
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of the parameter."""
-        return self.param.shape
 
     @property
     def connected(self) -> bool:
@@ -49,15 +52,13 @@ class ParamSlot:
 
 
 def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> list[ParamSlot]:
-    """Return a slot without a place for each parameter, the last one first.
-
-    Args:
-        trainable: The parameters by name, in the order of registration.
-        model: The model whose modules own them; None: not known.
-    """
+    """Return a slot without a place for each parameter of ``model``, which may not be known, the last one first."""
     modules = () if model is None else model.modules()
     owners = {param: module for module in modules for param in module._parameters.values() if param is not None}
-    return [ParamSlot(0, name, param, owners.get(param), 0, 0) for name, param in reversed(trainable.items())]
+    return [
+        ParamSlot(0, name, param, owners.get(param), (param.shape, param.stride()), 0, 0)
+        for name, param in reversed(trainable.items())
+    ]
 
 
 def move(values: Tensor, slots: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
@@ -90,7 +91,7 @@ def elements_in(parts: Iterable[slice], slots: Sequence[ParamSlot]) -> dict[nn.P
             slot = next(following)
         while True:
             begin = max(part.start, slot.start) - slot.start
-            end = min(part.stop - slot.start, slot.param.numel())
+            end = min(part.stop - slot.start, slot.shape.numel())
             if begin < end:
                 inside.setdefault(slot.param, []).append(slice(begin, end))
             if slot.stop >= part.stop or slot.index == len(slots) - 1:

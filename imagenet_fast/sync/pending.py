@@ -8,12 +8,11 @@ Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). The result is bit for bit 
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ from torch.autograd.graph import increment_version
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.jit import ScriptModule
 from torch.optim.optimizer import _foreach_supported_types
-from torch.utils.hooks import RemovableHandle
 
+from imagenet_fast.sync import contract
 from imagenet_fast.sync.engine import SyncEngine
-from imagenet_fast.sync.front import before_forward, fronts, is_compiled
-from imagenet_fast.sync.param_slot import ParamSlot, label_of
+from imagenet_fast.sync.param_slot import ParamSlot
 
 Update = Callable[..., object]
 """A function that applies the gradients of the parameters in a list, and needs no others to do so.
@@ -34,6 +32,7 @@ Update = Callable[..., object]
 From an engine that sends only some elements it also gets the ``Elements`` that it may update (see ``sync.engine``).
 """
 
+_SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 _METADATA = frozenset({
     *(getattr(Tensor, name).__get__ for name in (
         "shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "grad_fn", "ndim", "_version",
@@ -41,6 +40,7 @@ _METADATA = frozenset({
     )),
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_contiguous, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.element_size, Tensor.__len__, Tensor.nelement, Tensor.storage_offset,
+    _SET_GRAD, _SET_GRAD.__self__.__delete__,
 })  # fmt: skip
 """The functions that do not depend on a tensor's values, and do not change them."""
 
@@ -48,23 +48,21 @@ _METADATA = frozenset({
 class Pending(Tensor):
     """A parameter whose update is pending. Whatever is done with its values, the update is carried out first."""
 
+    _pending_update: PendingUpdate
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Carry out the updates of all parameters among the arguments, unless ``func`` only reads metadata."""
         if func not in _METADATA:
-            params = [t for t in _tensors_in((*args, *(kwargs or {}).values())) if isinstance(t, Pending)]
-            (settle_all if torch.compiler.is_compiling() else _settle_each)(params)
-            if not any(isinstance(param, Pending) for param in params):  # else it is called in the update itself
+            settle = _break_graph if torch.compiler.is_compiling() else _settle_in
+            if settle(args, kwargs):
                 return func(*args, **(kwargs or {}))
+        elif func == _SET_GRAD and args[1] is not None:
+            contract.refuse("unseen read", args[0]._pending_update._slot_of[id(args[0])])
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy after the update."""
-        settle_all([self])
-        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Return what unpickles as the parameter after the update."""
@@ -72,35 +70,35 @@ class Pending(Tensor):
         return self.__reduce_ex__(protocol)
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]  # the public one loads the compiler
 def settle_all(params: Iterable[Tensor]) -> None:
-    """Carry out the pending updates of ``params``, outside of code that is being compiled."""
-    _settle_each(params)
-
-
-def _settle_each(params: Iterable[Tensor]) -> None:
+    """Carry out the pending updates of ``params``."""
     for param in params:
-        pending: PendingUpdate | None = getattr(param, "_pending_update", None)
-        if pending is not None:
+        if (pending := getattr(param, "_pending_update", None)) is not None:
             pending.settle([param])
-        else:  # perhaps updated beside another one, or made of one by its class
-            _set_back(param)
+
+
+def _settle_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Carry out the pending updates of all parameters among the arguments; return False in such an update itself."""
+    params = _find(kwargs.values() if kwargs else (), _find(args, []))
+    settle_all(params)
+    return not any(isinstance(param, Pending) for param in params)
+
+
+_break_graph: Any = torch._disable_dynamo(_settle_in)  # type: ignore[attr-defined]  # torch.compiler's loads dynamo
+_break_graph._torchdynamo_disable = True  # so that where no graph may be broken, it tells why:
+_break_graph._torchdynamo_disable_msg = (
+    "an update of this model is pending; call pool.settle() in front of a function that is compiled with "
+    "fullgraph=True, or compile the model instead, before its pool is made"
+)
 
 
 @cache
 def _pending_class(kind: type[Tensor]) -> type[Tensor]:
-    """Return the class of parameters of this class while their update is pending."""
-    made = type(f"Pending{kind.__name__}", (Pending, kind), {})
+    """Return the class of parameters of ``kind`` while their update is pending. Calling it makes one of ``kind``."""
+    made = type(f"Pending{kind.__name__}", (Pending, kind), {"__new__": lambda _, *args, **named: kind(*args, **named)})
     if kind in _foreach_supported_types:  # else torch's optimizers update tensor by tensor on GPUs
         _foreach_supported_types.append(made)  # type: ignore[arg-type]
     return made
-
-
-def _set_back(param: Tensor) -> None:
-    """Give a pending parameter the class that it had before."""
-    if isinstance(param, Pending):
-        with torch._C.DisableTorchFunctionSubclass():  # for an audit hook that shows what is assigned
-            param.__class__ = type(param).__mro__[2]
 
 
 class PendingUpdate:
@@ -128,41 +126,45 @@ class PendingUpdate:
         """
         self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
         self._lock, self._lockstep = lock, lockstep
-        self._waiting: dict[Tensor, ParamSlot] = {slot.param: slot for slot in slots}
-        self._failed: list[tuple[ParamSlot, int]] = []  # whose part ended in an exception, and their versions
+        self._slot_of = {id(slot.param): slot for slot in slots}
+        self._begun: dict[ParamSlot, object] = {}  # what has begun: the part at work, the version where it failed, None
         for slot in slots:
             slot.param.grad = None  # still in flight
             slot.param._pending_update = self  # type: ignore[attr-defined]
             slot.param.__class__ = _pending_class(type(slot.param))  # type: ignore[assignment]
+
+    def __reduce__(self) -> Any:
+        """Leave nothing of it in a parameter that a signal's handler pickles as it begins to wait, or ends."""
+        return type(None), ()
 
     @property
     def unread(self) -> set[ParamSlot]:
         """The slots whose parameters nothing has been seen to use since the step, be they updated or not."""
         return {slot for slot in self._slots if isinstance(slot.param, Pending)}
 
-    def take_failed(self) -> str:
-        """Return, once, the layers whose part ended in an exception: their weights are of no step.
-
-        Nothing if all were written to since, as by a checkpoint.
-        """
-        failed, self._failed = self._failed, []
-        stale = any(slot.param._version == version for slot, version in failed)
-        return label_of([slot for slot, _ in failed]) if stale else ""
+    def take_failed(self) -> dict[ParamSlot, int]:
+        """Return, once, the slots whose part ended in an exception, with the version of each parameter then."""
+        failed = {slot: at for slot, at in [*self._begun.items()] if at is not None}
+        self._begun.update(dict.fromkeys(failed))
+        return {slot: at if isinstance(at, int) else slot.param._version for slot, at in failed.items()}
 
     def settle(self, params: Sequence[Tensor] | None = None) -> None:
         """Carry out the update of ``params``, or of all that are left, and of arrived neighbours.
 
-        The class of neighbours stays: who read them before, unseen, has read old weights (see ``unread``).
+        It may be called again while it is at work, by a signal's handler. A parameter that waits for a newer update is
+        left alone. The class of neighbours stays: who read them before, unseen, has read old weights (see ``unread``).
 
         Raises:
             RuntimeError: Operations are being recorded, as by torch.export, and the update would be among them.
         """
         with self._lock:
             asked = [slot.param for slot in self._slots] if params is None else params
-            if due := [self._waiting[param] for param in asked if param in self._waiting]:
-                self._settle(due)
+            if len(self._begun) < len(self._slots):
+                slots = [self._slot_of[id(param)] for param in asked]
+                if due := [slot for slot in slots if slot not in self._begun]:
+                    self._settle(due)
             for param in asked:
-                _set_back(param)
+                self._set_back(param)
 
     def _settle(self, due: list[ParamSlot]) -> None:
         """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours."""
@@ -172,20 +174,27 @@ class PendingUpdate:
         for slot in () if self._lockstep else self._arrived_neighbours(due):
             self._engine.wait(slot)  # which counts its messages
             due.append(slot)
-        for slot in due:
-            del self._waiting[slot.param]
+        part = [slot for slot in due if self._begun.setdefault(slot, due) is due]  # others went with a handler's part
         try:
-            self._carry_out(due)
+            self._carry_out(part)
         except BaseException:
-            self._failed += [(slot, slot.param._version) for slot in due]
-            for slot in due:
-                _set_back(slot.param)
+            for slot in part:
+                self._begun[slot] = slot.param._version
+                self._set_back(slot.param)
             raise
         finally:
             with torch._C.DisableTorchFunctionSubclass():
-                for slot in due:
-                    del slot.param._pending_update  # type: ignore[attr-defined]
+                for slot in part:
                     slot.param.grad = None
+        self._begun.update(dict.fromkeys(part))
+
+    def _set_back(self, param: Tensor) -> None:
+        """Give a parameter the class that it had before, unless it waits for the update of another step."""
+        kind = type(param)
+        if issubclass(kind, Pending) and getattr(param, "_pending_update", None) is self:
+            with torch._C.DisableTorchFunctionSubclass():  # for an audit hook that shows what is assigned
+                param.__class__ = kind.__mro__[2]
+            vars(param).pop("_pending_update", None)
 
     def _arrived_neighbours(self, due: Sequence[ParamSlot]) -> list[ParamSlot]:
         """Return neighbours of ``due`` whose messages have been received: a larger update costs little more."""
@@ -195,7 +204,7 @@ class PendingUpdate:
                 index = slot.index + step
                 while 0 <= index < len(self._slots):
                     other = self._slots[index]
-                    if other in taken or other.param not in self._waiting or not self._engine.has_arrived(other):
+                    if other in taken or other in self._begun or not self._engine.has_arrived(other):
                         break
                     taken.add(other)
                     others.append(other)
@@ -204,6 +213,8 @@ class PendingUpdate:
 
     def _carry_out(self, slots: Sequence[ParamSlot]) -> None:
         """Apply the update, outside of autocast and inference mode, in either of which a forward may run."""
+        if not slots:
+            return
         device = slots[0].param.device.type
         casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         with (
@@ -240,35 +251,46 @@ class PendingGrad(Tensor):
         )
 
 
-def hooks_in_front(model: nn.Module) -> list[RemovableHandle]:
-    """Carry out updates in front of the parts of ``model`` that are compiled, and return what takes this back.
+class Readers:
+    """Who may read a pool's parameters without a torch function that is called with them: their memory tells."""
 
-    Compiled code reads parameters without torch functions: it would be compiled once more for pending ones.
-    """
-    compiled = [module for module in dict.fromkeys(fronts(model).values()) if is_compiled(module)]
-    return [before_forward(module, lambda module: settle_all(module.parameters())) for module in compiled]
+    def __init__(self, slots: Sequence[ParamSlot]) -> None:
+        """Look at the memory of the parameters of ``slots``."""
+        self._params = [slot.param for slot in slots]
+        self._scripted = [slot.param for slot in slots if isinstance(slot.module, ScriptModule)]
+        on_cpu = slots[0].param.device.type == "cpu"
+        self._is_shared = torch.UntypedStorage.is_shared if on_cpu else lambda _: False  # a GPU's always says so
+        self._look()
+
+    def unseen(self) -> list[nn.Parameter]:
+        """Return the parameters of scripted modules, and those whose memory somebody else holds.
+
+        That is another parameter, a view or a ``state_dict`` that was kept, or another process.
+        """
+        if {*map(_uses, self._ids)} == {2} and not any(map(self._is_shared, self._storages)):
+            return self._scripted
+        self._look()
+        held = [_uses(id) > 2 or self._is_shared(of) for id, of in zip(self._ids, self._storages, strict=True)]
+        return self._scripted + list(compress(self._params, held))
+
+    def _look(self) -> None:
+        self._storages = [param.untyped_storage() for param in self._params]  # each is held by its parameter and here
+        self._ids = [storage._cdata for storage in self._storages]
 
 
-def read_unseen(slots: Iterable[ParamSlot]) -> list[nn.Parameter]:
-    """Return the parameters that may be read without a torch function that is called with them.
-
-    They are those of scripted modules, and those that share their memory with another one.
-    """
-    slots = list(slots)
-    at = Counter(slot.param.data_ptr() for slot in slots)
-    del at[0]  # empty ones, and those on the meta device, lie nowhere
-    return [slot.param for slot in slots if isinstance(slot.module, ScriptModule) or at[slot.param.data_ptr()] > 1]
+_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
+def _find(values: Iterable[Any], found: list[Pending]) -> list[Pending]:
+    """Add the pending parameters in nested lists, tuples and dicts to ``found``, and return it."""
     for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+        if isinstance(value, Pending):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _find(value, found)
         elif isinstance(value, dict):
-            yield from _tensors_in(value.values())
+            _find(value.values(), found)
+    return found
 
 
 def _refuse_recording() -> None:

@@ -39,9 +39,6 @@ def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
     The schedule may be advanced at once: for ``lr_scheduler`` the step has been taken. The attributes ``grad_scale``
     and ``found_inf``, which ``torch.amp.GradScaler`` sets, are hyper-parameters too.
 
-    Args:
-        optimizer: The optimizer.
-
     Returns:
         A function that updates the parameters in the list passed to it, in any order and over any number of calls, and
         leaves all others alone. A second argument becomes the optimizer's attribute ``elements`` meanwhile: the slices

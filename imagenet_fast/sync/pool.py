@@ -18,15 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import Elements, Engine, SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
+from imagenet_fast.sync.fork import fork_settled
+from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
-from imagenet_fast.sync.pending import Pending, PendingUpdate, Update, hooks_in_front, read_unseen
+from imagenet_fast.sync.pending import Pending, PendingUpdate, Readers, Update, settle_all
 from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
 from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
@@ -95,7 +98,7 @@ class GradientPool:
         settings = None if callable(engine) else engine
         compare_ranks(settings, steps_per_epoch, ranks, named, model)  # before checks that may fail on one rank
         trainable = contract.trainable(named)
-        self._lockstep, self._own_topology = lockstep, topology is None
+        self.lockstep, self._own_topology = lockstep, topology is None
         self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
         self.gradients.before_layout = _weak(self.settle)
@@ -111,17 +114,19 @@ class GradientPool:
             engine(self.gradients) if callable(engine) else build_engine(engine, self.gradients, steps_per_epoch)
         )
         self.current = Step(self)
-        self.gradients.check_range = _weak(self._check_range)
         self._params = list(trainable.values())
+        self.readers = Readers(self.slots)
         on_gradient = _weak(self._on_gradient)
-        self._hooks = [
+        self._hooks: list[RemovableHandle | ForwardHook] = [
             param.register_post_accumulate_grad_hook(partial(on_gradient, number))
             for number, param in enumerate(self._params)
         ]
-        self._unseen = read_unseen(self.slots)
         if model is not None and called is not None:
-            self._hooks += [model.register_forward_pre_hook(contract.refuse_ddp), *hooks_in_front(called)]
-        contract.register(self, self._params)
+            self._hooks.append(ForwardHook(model, contract.refuse_ddp))
+            for module in filter(is_compiled, dict.fromkeys(fronts(called).values())):  # it calls no torch functions
+                self._hooks.append(ForwardHook(module, lambda module: settle_all(module.parameters())))
+        contract.pools.add(self)
+        fork_settled()
 
     @property
     def found_inf(self) -> Tensor | None:
@@ -155,9 +160,9 @@ class GradientPool:
             RuntimeError: Gradients of the last step are on their way; or an update that was deferred has failed.
         """
         with self.lock:
-            contract.refuse_compiled_autograd()
             contract.check(self.current.phase, "zero_grad")
-            contract.refuse_failed("" if self.pending is None else self.pending.take_failed())
+            failed, self.current.failed = self.current.failed, {}
+            contract.refuse_failed(failed if self.pending is None else failed | self.pending.take_failed())
             self._adopt_learned()
             self.current = Step(self)
             for slot in self.slots:
@@ -213,7 +218,6 @@ class GradientPool:
         """
         with self.lock:
             self.current.means()
-            contract.check_strays(self.gradients.model, self.gradients.slot_of)
             return self.current.end_backward()
 
     def step(
@@ -267,12 +271,6 @@ class GradientPool:
         with self.lock:
             self.current.apply(apply, at_once)
 
-    def defer(self, apply: Update, used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]]) -> None:
-        """Put off ``apply`` until each parameter is used, for ``Step``; ``used`` fills in gradients."""
-        self.pending = PendingUpdate(self.engine, self.slots, used, apply, self.lock, self._lockstep)
-        if self._unseen:
-            self.pending.settle(self._unseen)
-
     def drop(self) -> None:
         """Drop the step, before ``finish`` or ``step``, as after an exception. All ranks must, or the next one fails.
 
@@ -315,20 +313,18 @@ class GradientPool:
         contract.check_state(state, self.topology.size)
         contract.check(self.current.phase, "load_state_dict")
         self.settle()
-        of_engine = state["engine"]
-        if state.get("elected"):  # of an earlier version
-            of_engine = of_engine | {"elected": state["elected"]}
         if state["order"] is not None and self.gradients.set_order(state["order"]):
             self.order.fix()
             self.engine.rebuild_buckets()
-        self.engine.load_state_dict(of_engine)
+        self.engine.load_state_dict(state["engine"])
         self.current = Step(self)
 
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.
 
         In the middle of a step it does not wait for other ranks, which may have left the step. While another exception
-        is handled, as in ``finally``, it raises none of its own: a failure is added to that exception as a note.
+        is handled, as in ``finally``, it raises none of its own: a failure is added to that exception as a note. A fork
+        of the process ends nothing that the other one uses.
         """
         if not self.is_open:
             return
@@ -336,6 +332,8 @@ class GradientPool:
         while self._hooks:
             self._hooks.pop().remove()
         self.gradients.close()
+        if self.current.phase is Phase.FORKED:
+            return
         try:
             try:
                 self.settle()
@@ -347,7 +345,8 @@ class GradientPool:
             users.add_note(f"closing the pool failed as well: {error}")
 
     def _end_engine(self) -> None:
-        if self.current.phase is Phase.SENDING:
+        phase, self.current.phase = self.current.phase, Phase.CLOSED
+        if phase is Phase.SENDING:
             for param in self._params:
                 param.grad = None  # it may be a placeholder
             self.topology.drop(self.engine)
@@ -358,24 +357,23 @@ class GradientPool:
 
     def _on_gradient(self, number: int, _: object) -> None:
         """Handle a gradient; torch passes on what the hook before has returned in place of the parameter."""
+        if self.current.phase is Phase.OPEN:
+            contract.refuse_compiled_autograd()
         with self.lock:
             self.current.on_gradient(self._params[number])
 
-    def _check_range(self) -> None:
-        self.current.check_range()
 
-
-def _weak(method: Callable[..., None]) -> Callable[..., None]:
+def _weak(method: Any) -> Callable[..., None]:
     """Return a function that calls a bound method as long as its object lives.
 
     Python's garbage collector does not see the hooks that autograd keeps, so a hook must not keep the pool alive.
     """
-    known = weakref.WeakMethod(method)
+    known, function = weakref.ref(method.__self__), method.__func__  # what torch.compile can look into, to be refused
 
     def call(*arguments: Any) -> None:
         alive = known()
         if alive is not None:
-            alive(*arguments)
+            function(alive, *arguments)
 
     return call
 

@@ -20,15 +20,8 @@ def coded_pairwise(
 ) -> None:
     """Average ``values`` over the streams' ranks, in place, by sending codes straight to the owners of their blocks.
 
-    The owners send the codes of the means to all ranks.
-
-    Args:
-        chain: Where the phases are added.
-        values: The values to average.
-        packing: The message's blocks by owner.
-        push: The stream to the owners.
-        pull: The stream for the means.
-        direct: See ``CommStream.all_gather``.
+    ``push`` leads to the owners; they send the codes of the means to all ranks, by ``pull``, ``direct`` or not (see
+    ``CommStream.all_gather``).
     """
     ranks, mine = push.size, push.place
     leaving, arrived, means = packing.message(ranks).zero_(), packing.message(ranks), packing.message(ranks)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.kept_state import by_name, cut, lay
+from imagenet_fast.sync.kept_state import cut, lay
 from imagenet_fast.sync.param_slot import USED, ParamSlot, elements_in, move
 
 
@@ -227,7 +228,6 @@ class Sparse(SyncEngine):
         Raises:
             ValueError: The state is another engine's.
         """
-        state = by_name(state)
         refuse_state_of_another(self, state, {"step", "kept", "chunks"})
         self.rebuild_buckets()
         self._step, slots, kept, chunks = state["step"], self._pool.slots, state["kept"], state["chunks"]
@@ -302,8 +302,9 @@ class Sparse(SyncEngine):
         for message in messages:
             with self._stats.exposed(message.label):
                 message.transfer.wait()
-            self._stats.add(message.label, *message.transfer.traffic)
-            self._messages.remove(message)
+            with suppress(ValueError):  # a signal's handler has waited for it
+                self._messages.remove(message)
+                self._stats.add(message.label, *message.transfer.traffic)
 
     def _measure(self) -> None:
         """Compute the L1 norm of every chunk as it is on this rank."""

@@ -7,7 +7,8 @@ engine strictly in pool order, which is the same on every rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import USED, ParamSlot
-from imagenet_fast.sync.pending import PendingUpdate, Update
+from imagenet_fast.sync.pending import PendingUpdate, Readers, Update
 
 
 class Owner(Protocol):
@@ -31,12 +32,13 @@ class Owner(Protocol):
     largest: float | None
     syncing: bool
     pending: PendingUpdate | None
+    readers: Readers
+    lock: threading.RLock
+    lockstep: bool
+    current: Step
 
     def settle(self) -> None:
         """Carry out every deferred update."""
-
-    def defer(self, apply: Update, used: Callable[[Sequence[ParamSlot]], list[nn.Parameter]]) -> None:
-        """Put off ``apply`` until each parameter is used; ``used`` fills in gradients."""
 
 
 class Step:
@@ -49,6 +51,7 @@ class Step:
     def __init__(self, pool: Owner) -> None:
         """Begin a step of ``pool``, whose layout and engine stay until its end."""
         self._pool = pool
+        pool.gradients.check_range = self.check_range
         self.phase = Phase.OPEN
         self.stats: SyncStats | None = None
         """The cost of the synchronisation, once all has been sent."""
@@ -60,15 +63,18 @@ class Step:
         self._checked = 0  # slots before this index have been checked
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found
         self._unused: set[ParamSlot] = set()  # slots that this rank's backward has not reached
+        self.failed: dict[ParamSlot, int] = {}
+        """If the update has failed: the slots, with the version of each parameter then."""
 
     def on_gradient(self, param: nn.Parameter) -> None:
         """Copy the gradient of ``param``, which backward has produced, into the pool, and push what is due."""
         pool, slot = self._pool, self._pool.gradients.slot_of[param]
-        if not pool.syncing and self.phase >= Phase.MEANS:  # of another network's loss, after the optimizer's own step
-            self.phase = Phase.DONE
+        if not pool.syncing and self.phase in (Phase.MEANS, Phase.DONE):
+            self.phase = Phase.DONE  # of another network's loss, after the optimizer's own step
             return
         contract.check(self.phase, "backward")
-        contract.check_gradient(slot, pool.gradients.values, pool.gradients.strides[slot.index])
+        if param.grad is None:
+            contract.refuse("taken away", slot)
         if not pool.syncing and pool.engine.sends_part:
             return  # such an engine adds a gradient to its residual, so it takes one only once a step
         is_first = self._late is None
@@ -89,6 +95,7 @@ class Step:
 
     def end_backward(self) -> SyncStats:
         """Send what backward did not reach, with a gradient of zero, and all that is left."""
+        contract.check(self.phase, "end_backward")
         if self.phase < Phase.SENT:
             pool = self._pool
             self._started()
@@ -123,14 +130,21 @@ class Step:
         limited: Update = update if elements is None else lambda params: update(params, elements)
         slots = pool.gradients.slots
         if engine.defers and not at_once and self.phase is Phase.SENT:
-            pool.defer(limited, self.used)
+            unseen = pool.readers.unseen()
+            pool.pending = PendingUpdate(engine, slots, self.used, limited, pool.lock, pool.lockstep)
+            pool.pending.settle(unseen)
         else:
             if self.phase is Phase.SENT:
                 self._wait()
                 due = self.used(slots)
             else:
                 due = [slot.param for slot in slots if slot.param.grad is not None]
-            limited(due)
+            self.phase = Phase.DONE
+            try:
+                limited(due)
+            except BaseException:
+                self.failed = {slot: slot.param._version for slot in slots}
+                raise
             if engine.sends_part or engine.defers:
                 _forget_gradients(slots)
         self.phase = Phase.DONE
@@ -139,7 +153,7 @@ class Step:
         """Send zeros for what has not been sent, and last NaN, for a rank that takes the step. Forget it all."""
         contract.check(self.phase, "drop")
         pool = self._pool
-        self._started()
+        self._start()
         for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 pool.engine.store_gradient(pool.gradients.extent(slot), None)
@@ -178,7 +192,13 @@ class Step:
             self._checked = self._front
 
     def _started(self) -> set[ParamSlot]:
-        """Before the first gradient, carry out the updates that are left; return the slots that no forward has read."""
+        """Before the first gradient, check what is trained; return the slots that no forward has read by then."""
+        if self._late is None and (model := self._pool.gradients.model) is not None:
+            contract.check_strays(model, self._pool.gradients.slot_of)
+        return self._start()
+
+    def _start(self) -> set[ParamSlot]:
+        """Before the first gradient, carry out the updates that are left."""
         if self._late is None:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)
@@ -189,9 +209,13 @@ class Step:
         return self._late
 
     def _take(self, slot: ParamSlot) -> None:
-        """Copy ``p.grad`` into its place, unless autograd has accumulated it there."""
+        """Copy ``p.grad`` into its place, unless autograd has accumulated it there; zero if there is none."""
         gradients, engine, gradient = self._pool.gradients, self._pool.engine, slot.param.grad
-        assert gradient is not None
+        contract.check_gradient(slot, gradient, gradients.values)
+        if gradient is None:
+            engine.store_gradient(gradients.extent(slot), None)
+            self._unused.add(slot)
+            return
         if not gradients.holds(slot, gradient):
             if engine.is_local and self._pool.largest is None:
                 gradients.adopt(slot, gradient)
@@ -200,16 +224,11 @@ class Step:
         slot.param.grad = gradients.views[slot.index]
 
     def _take_last(self, slot: ParamSlot) -> None:
-        """Take in a gradient that has not been pushed by the end of backward; zero if there is none."""
-        gradients, gradient = self._pool.gradients, slot.param.grad
-        if self._ready[slot.index]:
-            if gradient is not gradients.placeholders[slot.index]:
-                contract.refuse("change", slot)
-        elif gradient is None:
-            self._pool.engine.store_gradient(gradients.extent(slot), None)
-            self._unused.add(slot)
-        else:
+        """Take in a gradient that has not been pushed by the end of backward."""
+        if not self._ready[slot.index]:
             self._take(slot)
+        elif slot.param.grad is not self._pool.gradients.placeholders[slot.index]:
+            contract.refuse("change", slot)
 
     def _push(self, stop: int) -> None:
         """Push to the engine every slot before ``stop`` that is ready and has no unready slot before it."""

@@ -82,11 +82,6 @@ class Topology:
         """The number of ranks on each node, for the cost model."""
         return RankLayout(tuple(map(len, self.nodes)), on_gpu=self.device.type != "cpu")
 
-    @property
-    def is_one_node(self) -> bool:
-        """True if all ranks are on CPUs of one node, and so reach each other through its memory alone."""
-        return self.device.type == "cpu" and len(self.nodes) == 1
-
     def grid(self, collective: Collective) -> Grid:
         """Return the grid on which a collective works: a row per node, rows of a square, or rows of a single rank.
 

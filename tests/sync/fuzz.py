@@ -9,8 +9,7 @@ does the named programs of ``tests/sync/programs``.
 - Under engines that round or keep a part back, weights are those of the loop without its dropped steps, its failures
   and its looks at the weights; ``sparse`` that defers its updates comes to those of ``sparse`` that does not.
 
-Where the loop by hand is not finite, there is nothing to compare with: those are counted. A failing program is printed,
-with as much left out as can be.
+Where the loop by hand is not finite, there is nothing to compare with: those are counted. A failing program is printed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +30,7 @@ from torch import Tensor
 from imagenet_fast.netlab.forks import start_fork_server
 from tests.ranks import run
 from tests.sync.fuzz_loops import ENGINES, EXACT, INEXACT, SPARSE, Broken, Loop, Record, as_carried_out
-from tests.sync.fuzz_programs import Program, parts, program_of
+from tests.sync.fuzz_programs import Program, program_of
 from tests.sync.loops import unmeasured
 
 
@@ -50,11 +48,6 @@ class Failure:
 
     kind: str
     text: str
-
-    @property
-    def cause(self) -> str:
-        """What failures with one cause have in common, mostly."""
-        return f"{self.kind}: {re.sub(r'[0-9.]+|(?<=line ).*', '#', self.text.strip().splitlines()[-1])[:150]}"
 
 
 def failure_of(case: Case) -> Failure | None:
@@ -175,30 +168,6 @@ def _numbers(tensor: Tensor) -> Tensor:
     return tensor.float().nan_to_num(nan=12345.0)  # a loss scaled to infinity may make some
 
 
-def shrink(case: Case, failure: Failure, seconds: float = 60.0) -> tuple[Case, Failure]:
-    """Leave out what can be while it still fails, in the same way."""
-    until = time.monotonic() + seconds
-    tried: set[Program] = set()
-    smaller = True
-    while smaller:
-        smaller = False
-        for part in parts(case.program):
-            other = Case(case.program.without(part), case.engine)
-            if not other.program.lines or other.program in tried:
-                continue
-            if time.monotonic() > until:
-                return case, failure
-            tried.add(other.program)
-            if (found := failure_of(other)) is not None and _same(found, failure):
-                case, failure, smaller = other, found, True
-                break
-    return case, failure
-
-
-def _same(one: Failure, other: Failure) -> bool:
-    return one.kind == other.kind and (one.kind not in ("error", "not refused") or one.cause == other.cause)
-
-
 def describe(case: Case, failure: Failure) -> str:
     """For whoever has to find the cause."""
     text = f"{case.engine}: {failure.kind}: {failure.text}\n{case.program}"
@@ -221,7 +190,7 @@ def main() -> None:
     for case in (Case(program_of(seed, chosen.ranks), engine) for seed in seeds for engine in engines):
         if (failure := failure_of(case)) is not None:
             failed += 1
-            print(describe(*shrink(case, failure)), end="\n\n", flush=True)
+            print(describe(case, failure), end="\n\n", flush=True)
     print(f"{failed} of {len(seeds) * len(engines)} cases failed")
     sys.exit(failed > 0)
 

@@ -6,8 +6,6 @@ import copy
 import io
 import pickle
 import re
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -87,8 +85,6 @@ class Synchroniser:
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         """Those that were trainable in the beginning."""
-        self.sent: list[nn.Parameter] = []
-        """Those whose gradients the last backward has sent."""
 
     def zero_grad(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]:
@@ -97,11 +93,6 @@ class Synchroniser:
     def finish(self) -> None: ...
     def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None: ...
     def drop(self) -> None: ...
-
-    def look_under_way(self, writes: bool) -> str:
-        """What is wrong with how gradients under way answer."""
-        return ""
-
     def settle(self) -> None: ...
     def renew(self) -> None:
         self.zero_grad()
@@ -196,23 +187,6 @@ class Pooled(Synchroniser):
     def drop(self) -> None:
         for pool in self._pools:
             pool.drop()
-
-    def look_under_way(self, writes: bool) -> str:
-        for param in self.sent:
-            try:
-                if param.grad is None:
-                    continue
-                if writes:
-                    param.grad.mul_(2)
-                else:
-                    param.grad.sum()
-            except RuntimeError as refusal:
-                if "grad" not in str(refusal):
-                    return f"refused, but not in words that tell of gradients: {refusal}"
-            else:
-                if writes:
-                    return "a gradient under way could be changed in place"
-        return ""
 
     def settle(self) -> None:
         for pool in self._pools:
@@ -316,11 +290,8 @@ class Loop:
                     loss = self._loss(op)
                     for other in op.between:
                         self._do(other)
-                    before = [p.grad for p in self.sync.params]
                     if loss.requires_grad:
                         loss.backward()
-                pairs = zip(self.sync.params, before, strict=True)
-                self.sync.sent = [p for p, grad in pairs if op.sync and p.grad is not grad]
             case ops.AutogradGrad():
                 loss = self._loss(Backward(op.data, op.skipped))
                 params = [p for p in self.sync.params if p.requires_grad]
@@ -334,9 +305,6 @@ class Loop:
             case ops.Locally(how, which):
                 with self.sync.no_sync():
                     self._change(how, which)
-            case ops.Peek(writes):
-                if violation := self.sync.look_under_way(writes):
-                    self._violate(violation)
             case ops.Finished(how, which):
                 self.sync.finish()
                 self._change(how, which)
@@ -503,8 +471,6 @@ class Loop:
                     self._record(f"copies of block {number}", [p for other in copies for p in other.parameters()])
             case "to":
                 model.float()
-            case "threads":
-                self._evaluate_at_once(op)
             case "twin":
                 for copied in COPIES:
                     self._train_twin(copied(copied(model)), ByHand, op)
@@ -532,22 +498,6 @@ class Loop:
             outputs.append(part(*((batch.features, batch.tokens) if block.kind == "embedding" else (batch.features,))))
             part.train(self.model.training)
         return outputs
-
-    def _evaluate_at_once(self, op: Look) -> None:
-        batch, outputs = self._batch(op.data), list[Tensor]()
-        evaluate = torch.no_grad()(lambda: outputs.append(self.model(batch)))
-        threads = [threading.Thread(target=evaluate) for _ in range(4)]
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        finally:
-            sys.setswitchinterval(interval)
-        # Outputs are not compared: a thread may read a weight that another is about to update.
-        assert len(outputs) == len(threads), "an evaluation ended in an exception"
 
     def _train_twin(self, twin: Net, synchroniser: Callable[[nn.Module], Synchroniser], op: Look) -> None:
         """A step of a copy that has nothing of the pool's."""
@@ -597,17 +547,11 @@ class Loop:
                 self.sync.close()
                 self.sync.close()
                 fresh = Net(self.program.model)
-                assert (_names(model), _hooks(model)) == (_names(fresh), _hooks(fresh)), "the model is left to others"
+                assert _names(model) == _names(fresh), "the model is left to others"
                 self.sync = ByHand(model)
             case "load part":
                 part = model.get_submodule(f"block{which}")
                 part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()})
-            case "shrink":
-                _shrink(model.parameters())
-            case "shrink kept":
-                _shrink(self._kept)
-            case "shrink around":
-                _shrink(nn.ModuleList([model]).parameters())
             case "shrink by data":
                 for param in own:
                     param.data.mul_(0.99)
@@ -618,6 +562,12 @@ class Loop:
                         module.reset_parameters()
             case "shrink by apply":
                 model.apply(lambda module: _shrink(module.parameters(recurse=False)))
+            case "shrink":
+                _shrink(model.parameters())
+            case "shrink kept":
+                _shrink(self._kept)
+            case "shrink around":
+                _shrink(nn.ModuleList([model]).parameters())
             case "shrink by groups":
                 _shrink(param for optimizer in self.optimizers for param in _params_of(optimizer))
             case "shrink by modules":
@@ -752,7 +702,3 @@ def _shrink(params: Iterable[Tensor]) -> None:
 
 def _names(model: nn.Module) -> list[list[str]]:
     return [sorted(vars(module)) for module in model.modules()]
-
-
-def _hooks(model: nn.Module) -> list[tuple[int, int]]:
-    return [(len(module._forward_pre_hooks), len(module._state_dict_pre_hooks)) for module in model.modules()]

@@ -7,7 +7,7 @@ All ranks run the same program, on data of their own; which layers they use diff
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -72,13 +72,6 @@ class Locally(Written):
 
 
 @operation
-class Peek(Written):
-    """Looks at gradients that are under way, or changes them."""
-
-    writes: bool
-
-
-@operation
 class Finished(Written):
     """``finish()``, and then gradients are the user's, who may change them."""
 
@@ -133,17 +126,15 @@ class Refused(Written):
 
 
 Op = (
-    ZeroGrad | Backward | AutogradGrad | Fail | Locally | Peek | Finished | Step | ScaledStep | Look | Do | Refused
+    ZeroGrad | Backward | AutogradGrad | Fail | Locally | Finished | Step | ScaledStep | Look | Do | Refused
 )  # fmt: skip
 
 
 @operation
 class Line(Written):
-    """An operation. Those of one ``unit`` belong to one step, and what is no ``essential`` of it may be left out."""
+    """An operation."""
 
     op: Op
-    unit: int
-    essential: bool = False
     traceless: bool = False
     """Whether weights are the same, under any engine, without it."""
 
@@ -202,7 +193,7 @@ class Program(Written):
 
         Dropped steps leave one in a ``residual``, to which looks leave none.
         """
-        core = self.without(lambda line: line.traceless and (isinstance(line.op, Look | Peek) or not residual))
+        core = self.without(lambda line: line.traceless and (isinstance(line.op, Look) or not residual))
         return None if self.model.remembers or core == self else core
 
     def leaving_gradients(self, corrected: bool) -> Program:
@@ -234,18 +225,17 @@ def program(
     ranks: int = 2,
     **more: Any,
 ) -> Program:
-    """Of operations, those that :func:`unseen` has marked leaving no trace. A step begins with each ``ZeroGrad``."""
-    lines, unit = [], 0
+    """Of operations, those that :func:`unseen` has marked leaving no trace."""
+    lines = []
     for number, op in enumerate(ops):
-        line = op if isinstance(op, Line) else Line(op, 0, traceless=isinstance(op, Look | Peek))
-        unit += isinstance(line.op, ZeroGrad)
-        lines.append(replace(line, op=_numbered(line.op, number + 1), unit=unit))
+        line = op if isinstance(op, Line) else Line(op, traceless=isinstance(op, Look))
+        lines.append(replace(line, op=_numbered(line.op, number + 1)))
     return Program(name, 0, ranks, model, tuple(optimizers), schedule, tuple(lines), **more)
 
 
 def unseen(*ops: Op) -> list[Line]:
     """Operations after which weights are as without them, under any engine."""
-    return [Line(op, 0, traceless=True) for op in ops]
+    return [Line(op, traceless=True) for op in ops]
 
 
 def _numbered(op: Op, number: int) -> Op:
@@ -326,8 +316,8 @@ class _Writer:
             settings[fast] = True
         return Optimizer(kind, tuple(settings.items()), draw.choice((1, 1, 2, 3)))
 
-    def add(self, op: Op, essential: bool = False, traceless: bool = False) -> None:
-        self.lines.append(Line(op, self.unit, essential, traceless))
+    def add(self, op: Op, traceless: bool = False) -> None:
+        self.lines.append(Line(op, traceless))
 
     def maybe(self, chance: float) -> bool:
         return self.draw.random() < chance
@@ -344,15 +334,15 @@ class _Writer:
         draw = self.draw
         return tuple(frozenset(n for n in self.conditional if draw.random() < 0.5) for _ in range(self.ranks))
 
-    def backward(self, sync: bool, traceless: bool = False, essential: bool = True) -> None:
+    def backward(self, sync: bool, traceless: bool = False) -> None:
         overflows = self.draw.randrange(self.ranks) if self.scaled and sync and self.maybe(0.15) else None
         penalty = self.penalties and self.maybe(0.5)
         op = Backward(self.next_data(), self.skipped(), sync, penalty, overflows)
-        self.add(op, essential=sync and essential, traceless=traceless)
+        self.add(op, traceless=traceless)
 
     def zero_grad(self, traceless: bool = False, clean: bool = False) -> None:
         """``clean``: no gradient is under way, which nobody may fill with zeros."""
-        self.add(ZeroGrad(self.maybe(0.1) and clean), essential=True, traceless=traceless)
+        self.add(ZeroGrad(self.maybe(0.1) and clean), traceless=traceless)
 
     def look(self, chance: float) -> None:
         if not self.maybe(chance):
@@ -395,23 +385,16 @@ class _Writer:
                 self.add(Locally(how, self.draw.choice((-1, 0, 1, 2))))
             self.look(0.05)
         if self.maybe(0.07) and not self.scaled:
-            self.add(AutogradGrad(self.next_data(), self.skipped()), essential=True)
+            self.add(AutogradGrad(self.next_data(), self.skipped()))
         else:
             self.backward(sync=True)
-        self.before_finish()
+        self.look(0.1)
         if self.maybe(0.4):
             self.after_finish()
         self.look(0.08)
         self.take()
         self.clean = True
         self.after_step()
-
-    def before_finish(self) -> None:
-        if self.maybe(0.06):
-            peek = Peek(writes=self.maybe(0.4))
-            if not any(isinstance(line.op, AutogradGrad) for line in self.lines[-2:]):  # of which nothing is under way
-                self.add(peek, traceless=True)
-        self.look(0.08)
 
     def after_finish(self) -> None:
         if self.maybe(0.3):
@@ -426,12 +409,12 @@ class _Writer:
 
     def take(self) -> None:
         if self.scaled:
-            self.add(ScaledStep(by_pool=self.maybe(0.6), clips=self.maybe(0.3)), essential=True)
+            self.add(ScaledStep(by_pool=self.maybe(0.6), clips=self.maybe(0.3)))
             return
         numbers: Sequence[int] = range(len(self.optimizers))
         if len(numbers) > 1 and self.maybe(0.25):
             numbers = [self.draw.choice(numbers)]
-        self.add(Step(tuple(numbers), by_pool=self.maybe(0.8)), essential=True)
+        self.add(Step(tuple(numbers), by_pool=self.maybe(0.8)))
 
     def after_step(self) -> None:
         self.look(0.1)
@@ -453,7 +436,7 @@ class _Writer:
             self.backward(sync=False)
         self.backward(sync=True)
         self.look(0.1)
-        self.add(Finished() if self.maybe(0.3) else Do("drop"), essential=True)
+        self.add(Finished() if self.maybe(0.3) else Do("drop"))
         self.look(0.2)
 
     def failing(self) -> None:
@@ -464,26 +447,10 @@ class _Writer:
         places = [self.place() if self.maybe(0.7) else None for _ in range(self.ranks)]
         if not any(places):
             places[self.draw.randrange(self.ranks)] = self.place()
-        self.add(Fail(tuple(places), self.next_data(), self.skipped()), essential=True)
+        self.add(Fail(tuple(places), self.next_data(), self.skipped()))
         self.look(0.1)
-        self.add(Do("drop"), essential=True)
+        self.add(Do("drop"))
         self.look(0.2)
 
     def place(self) -> Place:
         return self.draw.choice(("forward", "backward", "backward")), self.draw.randrange(len(self.model.blocks))
-
-
-def parts(program: Program) -> Iterator[Callable[[Line], bool]]:
-    """What could be left out of a program, the largest parts first: whole steps, then single operations.
-
-    It still ends with a step that is taken: a rank that fails says so in the step after.
-    """
-    *units, _ = sorted({line.unit for line in program.lines})
-    for half in (units[: len(units) // 2], units[len(units) // 2 :]):
-        yield lambda line, half=half: line.unit in half
-    yield lambda line: not line.essential
-    for unit in reversed(units):
-        yield lambda line, unit=unit: line.unit == unit
-    for line in reversed(program.lines):
-        if not line.essential:
-            yield lambda other, line=line: other is line

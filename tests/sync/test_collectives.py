@@ -188,17 +188,6 @@ def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int
 
 
 @with_ranks(4)
-def test_float64_gradients_travel_as_the_wire_and_are_added_as_they_are() -> None:
-    for topology, collectives in topologies(4):
-        for collective in collectives:
-            everyone = torch.stack([values(r, 500, 4, False).double() + 1e-9 * r for r in range(4)])
-            for wire, tolerance in ((torch.float64, 1e-15), *WIRES.items()):
-                tensor = everyone[topology.rank].clone()
-                reduced(tensor, wire, collective, topology)
-                torch.testing.assert_close(tensor, everyone.mean(0), rtol=tolerance, atol=tolerance)
-
-
-@with_ranks(4)
 def test_16_bit_values_are_summed_in_fp32_between_nodes() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
     one_node, two_nodes, four_nodes = (lending(n) for n in (4, 2, 1))

@@ -156,15 +156,11 @@ FIRST_TIER = sorted(
 """Of the first tier, each kind of engine (ours, DDP and one of a user's own), wire and collective that meet."""
 
 
-@pytest.mark.parametrize("case", tiers(FIRST, COVERED), ids=str)
+@pytest.mark.parametrize(
+    "case", tiers(FIRST, [*COVERED, *pairs(OTHERS), Case(Place(1, 1), "by pairs", "bf16")]), ids=str
+)
 def test_parameters_are_updated_with_the_mean(case: Case):
     _agree(run(case.place.world, average, [case], case.place.world <= 3))
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("case", [*pairs(OTHERS), Case(Place(1, 1), "by pairs", "bf16")], ids=str)
-def test_parameters_are_updated_with_the_mean_of_one_rank_and_of_many(case: Case):
-    _agree(run(case.place.world, average, [case], case.place.world == 1))
 
 
 FULL = [

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import tiers
 from tests.ranks import run
-from tests.sync.fuzz import Case, are_finite, describe, failure_of, shrink
+from tests.sync.fuzz import Case, are_finite, describe, failure_of
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.fuzz_programs import program_of
 
@@ -16,30 +16,20 @@ def test_fuzzed_loop(engine: str):
     check(1, 2, engine)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.ci if n < 20 else pytest.mark.weekly) for n in range(300)]
+)
 def test_many_fuzzed_loops(seed: int):
-    """Each under some engines in turn, so that every engine sees four programs."""
-    for engine in in_turn(seed, 4):
-        check(seed, 2 + seed % 2, engine)
-
-
-@pytest.mark.weekly
-@pytest.mark.parametrize("seed", range(20, 300))
-def test_hundreds_of_fuzzed_loops(seed: int):
-    for engine in in_turn(seed, 4):
-        check(seed, 2 + seed % 3, engine)
-
-
-def in_turn(seed: int, count: int) -> list[str]:
+    """Each under four engines in turn, so that every engine sees four programs in `ci`."""
     engines = list(ENGINES)
-    return [engines[(count * seed + turn) % len(engines)] for turn in range(count)]
+    for turn in range(4 * seed, 4 * seed + 4):
+        check(seed, 2 + seed % (2 if seed < 20 else 3), engines[turn % len(engines)])
 
 
 def check(seed: int, ranks: int, engine: str) -> None:
     case = Case(program_of(seed, ranks), engine)
     if (failure := failure_of(case)) is not None:
-        pytest.fail(describe(*shrink(case, failure, seconds=20)), pytrace=False)
+        pytest.fail(describe(case, failure), pytrace=False)
 
 
 @pytest.mark.parametrize("seeds", tiers([range(5)], [range(70)]), ids=["few", "many"])

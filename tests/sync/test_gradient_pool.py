@@ -75,6 +75,7 @@ def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
         assert [slot for slot, _ in pushed] == pool.slots
         for slot, seen in pushed:
             assert slot.param.grad is not None
+            slot.param.grad.detach_()  # as loops did before there was set_to_none
             assert torch.equal(pool.gradients.values[slot.start : slot.flag], seen)
 
 

@@ -3,12 +3,14 @@ done, is."""
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
+from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.pending import Pending
 from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.training.optimizers import LARS
@@ -31,7 +34,7 @@ from tests.ports import free_port
 from tests.ranks import run, with_ranks
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled, same_on_ranks, weights_of
-from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, train, unmeasured
+from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, synced, train, unmeasured
 
 STATES = ("lazy", "hybrid", "dear", "lazy int8", "powersgd", "sparse", "sparse whole", "sparse corrected")
 Wrong = Iterator[tuple[Any, ...]]
@@ -121,6 +124,10 @@ REFUSALS |= {
     "parameters that are shards": made_of(
         "weight is a DTensor, as fully_shard makes them",
         lambda: changed(lambda model: setattr(model.layer0, "weight", Sharded(model.layer0.weight.detach()))),
+    ),
+    "a parameter that is sparse": made_of(
+        "layer0.weight is sparse, and a pool holds dense parameters; make it one by to_dense",
+        lambda: changed(lambda model: setattr(model.layer0, "weight", nn.Parameter(torch.eye(8).to_sparse()))),
     ),
     "gradients of another dtype": made_of(
         r"weight is of torch.bfloat16 and its grad_dtype torch.float32; leave",
@@ -243,7 +250,7 @@ def a_frozen_layer_with_an_old_gradient(settings: EngineSettings) -> Wrong:
     train(model, pool, optimizer)
 
 
-@refused(r"layer4\.\w+ .*create_graph=True.*torch\.autograd\.grad", "lazy", "hybrid", "sparse", error=RuntimeError)
+@refused(r"layer\d\.\w+ .*create_graph=True.*torch\.autograd\.grad", "lazy", "hybrid", "sparse", error=RuntimeError)
 def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
     model, pool, optimizer = started(settings, ours)
     train(model, pool, optimizer, range(2))
@@ -251,7 +258,59 @@ def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
     yield loss_of(model, 2).backward, None, None, True
     pool.drop()
     model.zero_grad()
+    pool.zero_grad()
+    (model.layer0.weight.grad,) = torch.autograd.grad(loss_of(model, 2), model.layer0.weight, create_graph=True)
+    yield pool.step, optimizer
+    pool.drop()
     train(model, pool, optimizer)
+
+
+@refused(r"gradient of layer0\.weight is of the values before its last update; make each forward after .*settle\(\) "
+         r"before .* torch\.func", "hybrid", "dear", error=RuntimeError)  # fmt: skip
+def a_gradient_of_weights_before_their_update(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer)
+    pool.zero_grad()
+    of_loss = torch.func.grad(lambda params: torch.func.functional_call(model, params, (images(3),)).sum())
+    gradients = of_loss(dict(model.named_parameters()))
+    yield setattr, model.layer0.weight, "grad", gradients["layer0.weight"].detach()
+    pool.settle()
+    for name, gradient in of_loss(dict(model.named_parameters())).items():
+        model.get_parameter(name).grad = gradient.detach()
+    pool.step(optimizer)
+    same_on_ranks(weights_of(model))
+
+
+@refused("modified by an inplace operation", "lazy", "hybrid", "dear", error=RuntimeError)
+def a_step_between_two_backwards_of_one_forward(settings: EngineSettings) -> Wrong:
+    """In torch's own words."""
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer)
+    pool.zero_grad()
+    loss = loss_of(model, 4)
+    loss.backward(retain_graph=True)
+    pool.step(optimizer)
+    pool.zero_grad()
+    yield (loss.backward,)
+    pool.drop()
+
+
+@refused(r"0\.weight was converted after its gradient pool was made: .*; close\(\) the pool first", "lazy", "hybrid",
+         error=RuntimeError)  # fmt: skip
+def a_vocabulary_that_has_grown(settings: EngineSettings) -> Wrong:
+    """Whether a rank has used the layer or not."""
+    table = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    pool, optimizer = pooled(table, settings), sgd(table)
+    for wrong in (lambda: table(torch.tensor([1, 6])).sum().backward(), pool.finish):
+        pool.zero_grad()
+        table(torch.tensor([1, 2])).sum().backward()
+        pool.step(optimizer)
+        pool.zero_grad()
+        before = table[0].weight.data
+        table[0].weight.data = torch.cat([before, torch.ones(2, 3)])
+        yield (wrong,)
+        table[0].weight.data = before
+        pool.drop()
 
 
 @refused(r"0\.weight is sparse.*sparse=False", "lazy", "hybrid", "sparse", error=RuntimeError)
@@ -263,15 +322,16 @@ def a_gradient_that_is_sparse(settings: EngineSettings) -> Wrong:
     pool.drop()
 
 
-@refused(r"an update of .* failed halfway, and its weights are of no step; go on from a checkpoint", "hybrid",
+@refused(r"an update of .* failed halfway, and its weights are of no step; go on from a checkpoint", "lazy", "hybrid",
          error=RuntimeError)  # fmt: skip
 def an_update_that_failed(settings: EngineSettings) -> Wrong:
     """Under a deferring engine it fails in the next forward, and a loop that skips that batch would lose it."""
     model, pool, optimizer = started(settings)
     for step in range(3, 5):
         train(model, pool, optimizer)
+        begin(model, pool, step)
         with patch.object(sys.modules["torch.optim.sgd"], "sgd", _no_memory), pytest.raises(MemoryError):
-            loss_of(model, step)
+            (pool.step(optimizer), loss_of(model, step))
         if step == 3:
             yield (pool.zero_grad,)
             pool.zero_grad()  # told once
@@ -279,12 +339,70 @@ def an_update_that_failed(settings: EngineSettings) -> Wrong:
     pool.zero_grad()
 
 
-@refused(r"set torch\._dynamo\.config\.compiled_autograd = False", error=RuntimeError)
+@refused(r"compiled autograd would compile; call backward outside of its context", "lazy", "hybrid", error=RuntimeError)
 def compiled_autograd(settings: EngineSettings) -> Wrong:
     model, pool, optimizer = started(settings)
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        yield (pool.zero_grad,)
+    for full in (False, True):
+        pool.zero_grad()
+        with torch._dynamo.compiled_autograd._enable(partial(torch.compile, backend="eager", fullgraph=full)):
+            yield (loss_of(model, 0).backward,)
+        pool.drop()
     train(model, pool, optimizer)
+
+
+@refused(r"update of this model is pending; call pool\.settle\(\) in front of a function .* fullgraph=True", "hybrid",
+         error=RuntimeError)  # fmt: skip
+def a_whole_graph_of_model_and_loss(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings)
+    train(model, pool, optimizer)
+    pool.zero_grad()
+    loss = torch.compile(lambda x: model(x).square().sum(), backend="eager", fullgraph=True)
+    yield loss, images(3)
+    pool.settle()
+    loss(images(3)).backward()
+    torch._dynamo.reset()
+    pool.drop()
+
+
+@refused(r"this pool is closed; make a new one", "lazy", "hybrid", "sparse", error=RuntimeError)
+def a_pool_that_is_closed(settings: EngineSettings) -> Wrong:
+    model, pool, optimizer = started(settings, ours)
+    train(model, pool, optimizer)
+    pool.close()
+    for call in (pool.zero_grad, pool.finish, partial(pool.step, optimizer), pool.drop, pool.state_dict):
+        yield (call,)
+    pool.settle()
+    pool.close()
+    train(model, pooled(model, settings), optimizer)
+
+
+@refused(r"forked from the one with the pool's connections; train there, and only read the model here", "hybrid",
+         "lazy", "dear", "sparse hybrid", error=RuntimeError, abandons=True)  # fmt: skip
+def a_pool_of_another_process(settings: EngineSettings) -> Wrong:
+    """What is forked, between steps or in one, reads what its parent reads, and ends; its parent trains on."""
+    model, pool, optimizer = started(settings, ours)
+    for number in range(8):
+        begin(model, pool, number)
+        if number % 2:
+            pool.step(optimizer)
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            with suppress(BaseException):
+                loss = float(loss_of(model, 9))
+                model.state_dict(), optimizer.state_dict()
+                for call in (pool.zero_grad, loss_of(model, 9).backward, partial(pool.step, optimizer)):
+                    with pytest.raises(RuntimeError, match="forked from the one"):
+                        call()
+                atexit._run_exitfuncs()
+                os._exit(loss != float(loss_of(model, 9)))
+            os._exit(3)
+        assert os.waitpid(child, 0)[1] == 0
+        if number % 2 == 0:
+            pool.step(optimizer)
+    same_on_ranks(weights_of(model))
+    pool.zero_grad()
+    pool.current.phase = Phase.FORKED
+    yield pool.step, optimizer
 
 
 @refused("this step's gradients have been sent by all ranks|need not be dropped|is over, and cannot be dropped",
@@ -314,18 +432,19 @@ def uses(params: list[Any]) -> list[Callable[[], object]]:
     ]  # fmt: skip
 
 
-@refused(r"on its way to the other ranks; call pool\.finish\(\)", "lazy", "hybrid", "dear", error=RuntimeError)
+@refused(r"on its way to the other ranks; call pool\.finish\(\)", "lazy", "hybrid", "dear", "sparse", "powersgd",
+         error=RuntimeError)  # fmt: skip
 def a_gradient_that_is_used_on_its_way(settings: EngineSettings) -> Wrong:
-    model, pool, optimizer = started(settings)
+    (model, pool, optimizer), (expected, plain, other) = started(settings, ours), started(settings, ours)
     param = model.layer0.weight
     begin(model, pool, 0)
-    before = state(model)
     for use in uses(list(model.parameters())):
         yield (use,)
     assert param.grad.shape == param.shape
     assert "on its way" in repr(param.grad)
-    assert alike(state(model), before)
     pool.step(optimizer)
+    train(expected, plain, other, range(1))
+    assert alike(state(model), state(expected))
 
 
 @refused(r"layer0\.weight was replaced while .* call pool\.finish\(\)", "lazy", "hybrid", error=RuntimeError,
@@ -338,25 +457,43 @@ def a_gradient_that_is_replaced_on_its_way(settings: EngineSettings) -> Wrong:
 
 
 UNPOOLED: dict[str, Callable[[Layers], object]] = {
+    "unfrozen layers": lambda model: model.requires_grad_(True),
     "a new head": lambda model: setattr(model, "layer4", nn.Linear(8, 8)),
     "assigned weights": lambda model: model.load_state_dict(state(model), assign=True),
-    "unfrozen layers": lambda model: model.requires_grad_(True),
     "a weight norm": lambda model: nn.utils.parametrizations.weight_norm(model.layer2),
 }
 
 
-def stepped_after(change: Callable[[Layers], object]) -> Refusal:
-    def loop(settings: EngineSettings) -> Wrong:
+def trained_after(change: Callable[[Layers], object]) -> Refusal:
+    """Where only the optimizers know what is trained, and each gets its own step, ranks would part in silence."""
+
+    def loop(settings: EngineSettings | DdpSync) -> Wrong:
         model = changed(lambda model: model.layer0.requires_grad_(False))
-        pool = pooled(model, settings)
+        forward, pool = synced(model, settings)
+        for number in range(3):
+            pool.zero_grad()
+            loss_of(forward, number).backward()
+            pool.step(ours(model.layer1))
         change(model)
-        begin(model, pool, 0)
-        yield pool.step, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(2):
+            yield (lambda: (begin(forward, pool, 3), pool.end_backward()),)
+        if isinstance(pool, GradientPool):
+            pool.drop()
 
-    return Refusal(loop, "in no gradient pool", abandons=True)
+    return Refusal(loop, r"is to be trained but is in no gradient pool.*freeze it", (*STATES, "ddp"), RuntimeError)
 
 
-REFUSALS |= {name: stepped_after(change) for name, change in UNPOOLED.items()}
+REFUSALS |= {name: trained_after(change) for name, change in UNPOOLED.items()}
+
+
+@refused(r"SGD's param_groups\[0\]\['params'\]\[10\], of shape \(8,\), is to be trained but is in no gradient pool")
+def a_parameter_of_the_loss(settings: EngineSettings) -> Wrong:
+    model, pool, _ = started(settings)
+    scale = nn.Parameter(torch.ones(8))
+    pool.zero_grad()
+    (scale * model(images(0))).sum().backward()
+    yield pool.step, torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    pool.step(sgd(model))
 
 
 @refused(r"a hook took the gradient of layer2\.weight away before it was averaged", error=RuntimeError)
@@ -401,6 +538,7 @@ def a_save_between_finish_and_step(settings: EngineSettings) -> Wrong:
         pool.state_dict()
         loss_of(model, step).backward()
         pool.finish()
+        model.layer0.weight.grad.detach_()
         yield (pool.state_dict,)
         pool.step(optimizer)
         pool.state_dict()
@@ -421,7 +559,7 @@ def a_state_of_another_engine(settings: EngineSettings) -> Wrong:
     for other in map(ENGINES.__getitem__, STATES):
         pool = pooled(Layers(), other)
         if (settings.kind == "sparse") == (other.kind == "sparse"):
-            pool.load_state_dict(copy.deepcopy(state) | {"loss_scale": 8.0})  # as pools of earlier versions had
+            pool.load_state_dict(copy.deepcopy(state))
         else:
             yield pool.load_state_dict, state
         pool.close()
@@ -455,50 +593,6 @@ def test_a_residual_of_other_ranks_is_refused(engine: str):
     pool.close()
 
 
-@pytest.mark.parametrize("engine", tiers(["lazy int8", "sparse"], ["powersgd", "sparse corrected"]))
-@with_ranks(2)
-@unmeasured()
-def test_a_state_of_an_earlier_version_is_read(engine: str) -> None:
-    """It had residuals by their places in the pool."""
-    settings, ends = ENGINES[engine], list[torch.Tensor]()
-    for earlier in (False, True):
-        model, pool, _ = started(settings)
-        optimizer = ours(model, corrected=settings.velocity_momentum is not None)
-        train(model, pool, optimizer, range(4))
-        saved, weights = copy.deepcopy(pool.state_dict()), state(model)
-        pool.close()
-        other = Layers()
-        other.load_state_dict(weights)
-        again = pooled(other, settings)
-        again.load_state_dict(as_before(saved, again) if earlier else saved)
-        train(other, again, ours(other, corrected=settings.velocity_momentum is not None), range(4, 8))
-        ends.append(weights_of(other))
-    assert torch.equal(*ends)
-
-
-def as_before(saved: dict[str, Any], pool: GradientPool) -> dict[str, Any]:
-    """Of an earlier version."""
-    engine = saved["engine"]
-    kept = engine.pop("kept")
-    sizes = {slot.name: slot.param.numel() for slot in pool.slots}
-    starts = engine["chunks"]["starts"] if "chunks" in engine else range(0, 128 * len(sizes), 128)
-    places = {name: (start, start + sizes[name]) for name, start in zip(saved["order"], starts, strict=True)}
-
-    def flat(kind: str) -> torch.Tensor:
-        values = torch.zeros(sum(places[saved["order"][-1]]))
-        for name, own in kept.items():
-            if kind in own:
-                values[slice(*places[name])] = own[kind]
-        return values
-
-    if "chunks" in engine:
-        rest = engine.pop("chunks") | {"residual": flat("residual"), "velocity": flat("velocity")}
-    else:
-        memory = {name: own for name, own in kept.items() if "error" in own}
-        rest = {"left": None if memory else flat("residual"), "memory": memory}
-    return saved | {"engine": engine | rest | {"places": places}, "elected": "", "loss_scale": None}
-
-
 @refused(r"auto had chosen .* take auto")
 def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
@@ -509,8 +603,7 @@ def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
 @refused(r"auto had chosen butterflies.*which is not among")
 def a_choice_that_auto_no_longer_has(_: EngineSettings) -> Wrong:
     state = copy.deepcopy(elected()[1].state_dict())
-    for other in (state | {"elected": "butterflies"}, state | {"engine": {"elected": "butterflies"}}):
-        yield pooled(Layers(), ENGINES["auto"]).load_state_dict, other
+    yield pooled(Layers(), ENGINES["auto"]).load_state_dict, state | {"engine": {"elected": "butterflies"}}
 
 
 def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
@@ -532,7 +625,7 @@ def test_refused(name: str, engine: str):
 @unmeasured()
 def _refused(name: str, engine: str) -> None:
     refusal, told = REFUSALS[name], torch.tensor(0)
-    for wrong, *arguments in refusal.loop(ENGINES[engine]):
+    for wrong, *arguments in refusal.loop((ENGINES | {"ddp": DdpSync(wire="fp32")})[engine]):
         with pytest.raises(refusal.error, match=refusal.sentence):
             wrong(*arguments)
         told += 1

@@ -137,7 +137,8 @@ def test_eight_bits_pay_where_the_wire_is_slower_than_their_codec():
     hybrid = declare(sync.HybridSync())
 
     def step_s(wire: torch.dtype, link: LinkModel, encode: float) -> float:
-        network = NetworkProbe(pool.topology, wire, link, codecs={torch.int8: CodecCost(encode, encode)})
+        network = NetworkProbe(pool.topology, wire, link)
+        network._codecs[torch.int8] = CodecCost(encode, encode)
         return step_model(hybrid, pool, wire, network).best(timing)[1]
 
     fast = LinkModel(3e-3, ALEXNETS_LINK.s_per_byte / 100)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from imagenet_fast.sync import EngineSettings, GradientPool
 from tests.conftest import tiers
+from tests.ranks import with_ranks
 from tests.sync.fuzz_loops import ENGINES
-from tests.sync.loops import alike, images, started, state, train
+from tests.sync.given import pooled
+from tests.sync.loops import alike, images, ours, started, state, train, unmeasured
 
 LAZY, HYBRID, DEAR = (ENGINES[name] for name in ("lazy", "hybrid", "dear"))
 Forward = Callable[[Tensor], Tensor]
@@ -79,6 +83,26 @@ def test_a_cuda_graph_is_refused_until_settled():
     pool.settle()
     with capturing:
         model(images(0))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+@pytest.mark.parametrize("engine", tiers(["hybrid auto"], ["lazy", "dear", "auto", "sparse"]))
+@with_ranks(1)
+@unmeasured()
+def test_copies_and_scripts_are_as_without_a_pool(engine: str) -> None:
+    """They load where this package is not installed; and when the pool is closed, nothing of it is left."""
+    model = nn.Sequential(nn.Linear(8, 8), fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8))))
+    names = [{*vars(module), "__overloads__"} for module in model.modules()]  # which torch.jit adds
+    pool, optimizer = pooled(model, ENGINES[engine]), ours(model)
+    for step in range(3):
+        train(model, pool, optimizer, range(step, step + 1))
+        for made in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert b"imagenet_fast" not in pickle.dumps(made)
+            assert torch.equal(model(images(0)), torch.jit.script(made)(images(0)))
+    pool.close()
+    assert [vars(module).keys() for module in model.modules()] == names
+    assert not any(vars(param) for param in model.parameters())
+    assert b"imagenet_fast" not in pickle.dumps(model)
 
 
 SENTENCE = r"pending, and would become a part of what is traced, exported or captured .*; call pool\.settle\(\) before"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sync.fuzz_programs import AutogradGrad, Backward, Finished, Locally, Op, Peek, Program, program
+from tests.sync.fuzz_programs import AutogradGrad, Backward, Finished, Locally, Op, Program, program
 from tests.sync.programs.common import ADAMW, STEP, skipping, step
 
 NOBODYS = skipping((1, 3), (1, 3))
@@ -30,8 +30,6 @@ PROGRAMS = [
         "gradients given another storage between micro-steps",
         *step(Backward(sync=False), Locally("data"), Backward(sync=False), Locally("data", 1), Backward()) * 5,
     ),
-    partly("gradients looked at under way", Peek(writes=False)),
-    partly("gradients changed under way", Peek(writes=True)),
     program(
         "gradients changed between micro-steps",
         *step(

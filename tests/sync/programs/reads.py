@@ -49,7 +49,6 @@ PROGRAMS = [
     ),
     program("a model in another dtype for a while", *(*STEP, ZeroGrad(), Look("to")) * 8, model=WITH_ALL),
     program("a model in another dtype for a while, with gradients", *(*STEP, Look("to")) * 8),
-    looking("threads that evaluate at once", "threads", model=model(*["linear"] * 12)),
     looking("copies that train by themselves", "twin", model=LAYERS),
     looking(
         "copies of a model in two pools", "deepcopy", "pickle", "state_dict", "optimizer state", optimizers=(ADAMW,),

@@ -28,7 +28,7 @@ PROGRAMS = [
     program("parameters frozen for a while", *STEP * 6, Do("freeze", 1), *STEP * 3, Do("unfreeze"), *STEP * 3),
     program(
         "another memory format after the pool", *STEP * 3, ZeroGrad(), Do("contiguous"),
-        Refused(Backward(), r"was converted to .* after its gradient pool was made .*; convert the model first"),
+        Refused(Backward(), r"was converted after its gradient pool was made: .*; close\(\) the pool first"),
         Do("drop"),
         model=CONVOLUTIONS,
     ),
