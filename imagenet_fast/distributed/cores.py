@@ -72,9 +72,7 @@ def exceeded_limit(message: str) -> str:
     if "Resource temporarily unavailable" in message or "can't start new thread" in message:
         return "no more processes and threads may be started; raise `ulimit -u`, or the container's limit (`pids.max`)"
     if "Too many open files" in message:
-        return (
-            f"no more files may be opened; raise `ulimit -n`, which is {resource.getrlimit(resource.RLIMIT_NOFILE)[1]}"
-        )
+        return f"no more files may be opened; raise `ulimit -n` (now {resource.getrlimit(resource.RLIMIT_NOFILE)[1]})"
     return ""
 
 

@@ -88,9 +88,8 @@ def report_failure(error: Exception) -> str:
     ``first_reason``.
     """
     error = _first_cause(error)
-    told = isinstance(error, JobAborted | UserError)
     what = exceeded_limit(str(error)) or f"{type(error).__name__}: {error}"
-    own = str(error) if told else f"rank {dist.get_rank()}: {what}"
+    own = str(error) if isinstance(error, JobAborted | UserError) else f"rank {dist.get_rank()}: {what}"
     return first_reason(own, is_broken_connection(error))
 
 
