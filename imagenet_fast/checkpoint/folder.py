@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -43,12 +44,14 @@ class FileSum(Table):
 
 
 class CorruptCheckpoint(UserError):
-    """A checkpoint is not whole."""
+    """A checkpoint is not whole, or the system does not let it be read."""
 
-    def __init__(self, path: Path, what: str) -> None:
+    def __init__(self, path: Path, what: str | OSError) -> None:
         """Report ``what`` is wrong with the file ``path``."""
-        super().__init__(f"{path.parent} is damaged: {path.name} {what}; give another checkpoint")
-        self.what = f"{path.name} {what}"
+        self.is_away = isinstance(what, OSError) and what.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+        self.what = f"{path.name} {f'cannot be read ({what.strerror})' if isinstance(what, OSError) else what}"
+        told = f"{self.what}; put that right, or" if self.is_away else f"is damaged: {self.what};"
+        super().__init__(f"{path.parent}{'/' if self.is_away else ' '}{told} give another checkpoint")
 
 
 class Stamp(Table):
@@ -93,7 +96,7 @@ def read_manifest(folder: Path) -> Manifest:
         body, _, seal = path.read_bytes().rpartition(_SUM)
         manifest = Manifest.model_validate_json(body + _END)
     except OSError as error:
-        raise CorruptCheckpoint(path, f"cannot be read ({error.strerror})") from None
+        raise CorruptCheckpoint(path, error) from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -181,7 +184,7 @@ def _content(path: Path, expected: FileSum) -> bytes:
             raise CorruptCheckpoint(path, f"has {size} bytes instead of {expected.size}")
         data = path.read_bytes()
     except OSError as error:
-        raise CorruptCheckpoint(path, f"cannot be read ({error.strerror})") from None
+        raise CorruptCheckpoint(path, error) from None
     if (found := _sum_of([data])) != expected:
         raise CorruptCheckpoint(path, f"has the CRC-32 {found.crc32} instead of {expected.crc32}")
     return data
@@ -190,15 +193,14 @@ def _content(path: Path, expected: FileSum) -> bytes:
 def newest(root: Path, best: bool = False) -> Checkpoint | None:
     """Return the newest checkpoint under ``root`` that is whole; None if there has never been one.
 
-    All its files are read to check it, so only one rank should do this and tell the others. Damaged checkpoints are
-    reported on stderr.
+    All its files are read to check it, so only one rank should do this and tell the others. It warns of damaged ones.
 
     Args:
         root: Directory of the checkpoints.
         best: Whether to return the one with the highest top-1 instead; None if none was evaluated.
 
     Raises:
-        UserError: All checkpoints are damaged, or ``root`` cannot be read.
+        UserError: All checkpoints are damaged, or ``root`` or a newer one cannot be read.
     """
     found, damaged = read_survey(root)
     for folder in _best_first(found) if best else found:
@@ -209,6 +211,8 @@ def newest(root: Path, best: bool = False) -> Checkpoint | None:
         except CorruptCheckpoint as error:
             damaged[folder] = error
             continue
+        if away := next((damage for damage in damaged.values() if damage.is_away), None):
+            raise away
         for other, damage in damaged.items():
             warn(f"checkpoint {other} is damaged: {damage.what}; {folder.name} is taken instead")
         return Checkpoint(folder, found[folder], shared, tuple(damaged))

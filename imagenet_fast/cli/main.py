@@ -46,13 +46,13 @@ def entry() -> None:
     """Run the command line as the installed console script."""
     from imagenet_fast.stdio import exit_now, keep_printing, refuse_if_lost
 
-    is_result = sys.argv[1:2] not in (["train"], ["compare"])  # of these it is run directories, not what is printed
-    keep_printing(waits=is_result)
+    trains = sys.argv[1:2] in (["train"], ["compare"])  # whose results are run directories, and compare's table, too
+    keep_printing(waits=not trains)
     _inherit_nothing()
     try:
         main()
     except SystemExit as end:
-        if is_result and not end.code:
+        if not end.code and sys.argv[1:2] != ["train"]:
             refuse_if_lost()
         exit_now(end)
 

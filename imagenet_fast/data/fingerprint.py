@@ -40,10 +40,7 @@ def contents_of_split(images: int, source: ImageSource | None) -> dict[str, Any]
             with suppress(ImageDecodeError):  # the loader will name it
                 sample.append(patiently(source, index, source.read))
         except OSError as error:
-            raise UserError(
-                f"{source.name(index)} cannot be read ({error.strerror}); put that right, or leave such files out by "
-                "`imagenet-fast data verify`"
-            ) from None
+            raise UserError(f"{source.name(index)} cannot be read ({error.strerror}); put that right") from None
     return {"images": images, "digest": source.digest(), "sample": digest_of(*sample)}
 
 

@@ -118,10 +118,8 @@ class BadImagePolicy:
             try:
                 return patiently(self._images, candidate, load), int(self._images.labels[candidate])
             except OSError as error:
-                raise StorageAway(
-                    f"{self._images.name(candidate)} cannot be read ({error.strerror or error}); put that right, or "
-                    "leave such files out by `imagenet-fast data verify`"
-                ) from None
+                name = self._images.name(candidate)
+                raise StorageAway(f"{name} cannot be read ({error.strerror or error}); put that right") from None
             except ImageDecodeError as error:
                 self._exclude(candidate, f"cannot be decoded ({error})")
         if isinstance(self._order, TrainSampler):

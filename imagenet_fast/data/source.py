@@ -35,6 +35,7 @@ WORDS: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "val": ("val", "
 _TAR = re.compile(r".*\.tar", re.DOTALL)
 _RECORDS = re.compile(r".*\d-of-\d+(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
 _COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz|zip)", re.DOTALL)
+_PART_OF = re.compile(r"(\d+)[-_. ]?of[-_. ]?(\d+)")
 _PAUSES_S = (0.1, 1.0, 5.0)  # between tries to read an image
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
 
@@ -170,7 +171,12 @@ def find_split(root: Path, split: SplitName) -> Found:
     Raises:
         UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
     """
-    paths, nested = files_of(root, split, [root / word for word in WORDS[split]])
+    own, *others = (root / word for word in WORDS[split])
+    paths, nested = files_of(root, split, [own, *others])
+    if nested and (read := next((folder for folder in others if has_classes(folder)), None)):
+        raise UserError(
+            f"{read} holds class folders, which are read in {own} alone; give it that name, or move it away"
+        )
     tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
     records = [path for path in paths if _RECORDS.fullmatch(path.name)]
     if nested + bool(tars) + bool(records) > 1:
@@ -199,14 +205,23 @@ def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[lis
     its folders.
     """
     inside = [entry for folder in folders for entry in entries_of(folder)]
-    nested = any(is_class_name(entry.name) and is_folder(entry) for entry in inside)
+    nested = any(map(has_classes, folders))
     named = [entry for entry in entries_of(root) if says(split, entry.name)]
     return sorted(Path(entry.path) for entry in named + inside * (not nested) if entry.is_file()), nested
 
 
+def has_classes(folder: Path) -> bool:
+    """Return whether there are class folders in ``folder``."""
+    return any(is_class_name(entry.name) and is_folder(entry) for entry in entries_of(folder))
+
+
 def says(split: SplitName, name: str) -> bool:
     """Return whether a file's name contains a word for the split."""
-    return re.fullmatch(rf"(.*[-_.])?({'|'.join(WORDS[split])})([-_.].*)?", name, re.DOTALL) is not None
+    return any(re.search(_said(word), name) for word in WORDS[split])
+
+
+def _said(word: str) -> str:
+    return rf"(?<![^-_.]){word}(?![^-_.])"
 
 
 def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -238,30 +253,36 @@ def check_parts(paths: Sequence[Path], split: SplitName) -> None:
     if twice := [name for name, times in Counter(path.name for path in paths).items() if times > 1]:
         places = " and ".join(str(path.parent) for path in paths if path.name == twice[0])
         raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
+    if len(words := {word for path in paths for word in WORDS[split] if re.search(_said(word), path.name)}) > 1:
+        raise UserError(f"{paths[0].parent} holds parts of {' and of '.join(sorted(words))}; keep one set")
     alike: dict[tuple[str, ...], list[Path]] = defaultdict(list)
     for path in paths:
-        alike[tuple(re.split(r"\d+", path.name))].append(path)
+        of = _PART_OF.search(path.name)
+        alike[(path.name[: of.start()], "of") if of else tuple(re.split(r"\d+", path.name))].append(path)
     for texts, parts in alike.items():
-        rows = [[int(number) for number in re.findall(r"\d+", path.name)] for path in parts]
-        columns = [set(column) for column in zip(*rows, strict=True)]
-        counting = [column for column in columns if len(column) > 1]
-        of = next((at for at, text in enumerate(texts[1:-1], 1) if re.fullmatch("[-_.]of[-_.]", text)), None)
-        folder, example = parts[0].parent, parts[0].name
-        if of is not None:
-            there, (total, *others) = columns[of - 1], sorted(columns[of])
-            if others:
-                raise UserError(f"{folder} holds parts of {total} and of {others[0]}, like {example}; keep one set")
-            expected = range(total) if 0 in there else range(1, total + 1)
-        elif len(counting) == 1:
-            there = counting[0]
-            expected = range(min(there), max(there) + 1)
+        folder, example, names = parts[0].parent, parts[0].name, [path.name for path in parts]
+        if texts[-1] == "of":
+            there, totals = (sorted(int(of[at]) for of in map(_PART_OF.search, names) if of) for at in (1, 2))
+            if len({*totals}) > 1 or len({*there}) < len(there):
+                raise UserError(f"{folder} holds several sets of parts like {example}; keep one of them")
+            expected = range(totals[0]) if 0 in there else range(1, totals[0] + 1)
         else:
-            continue
-        if missing := len(expected) - sum(number in expected for number in there):
+            columns = [{*column} for column in zip(*(re.findall(r"\d+", name) for name in names), strict=True)]
+            counting = [column for column in columns if len(column) > 1]
+            there = sorted(map(int, counting[0])) if len(counting) == 1 else [0]
+            if there[0] > 1 and not any(number.startswith("0") for number in counting[0]):  # as years
+                continue
+            expected = range(there[0], there[-1] + 1)
+        if missing := len(expected) - len({*expected} & {*there}):
             first = next(number for number in expected if number not in there)
+            either = "0 or " if texts[-1] == "of" and 0 not in there and first == expected[-1] else ""
             raise UserError(
-                f"{folder} lacks {missing} of the {len(expected)} parts like {example}, number {first} first; put them "
-                "there"
+                f"{folder} lacks {missing} of the {len(expected)} parts like {example}, number {either}{first} first; "
+                "put them there"
+            )
+        if there[-1] > expected[-1]:
+            raise UserError(
+                f"{folder} holds {len(there)} parts of {len(expected)}, like {example}; keep one set of them"
             )
 
 

@@ -143,13 +143,15 @@ def _checked(files: Sequence[_File], workers: int) -> Generator[tuple[int, str, 
             for found in pool.map(check, range(0, len(files), _CHUNK)):
                 bars.advance(task, len(found))
                 yield from found
-            for tried, number in enumerate(unread):
+            for number in unread:
                 _, images, index = files[number]
-                waits = tried < 10  # a minute in all, and not hours if a disk is gone
                 try:
-                    yield number, *patiently(images, index, partial(_check, images), waits)
+                    yield number, *patiently(images, index, partial(_check, images))
                 except OSError as error:
-                    yield number, f"unreadable: {error.strerror or error}", 0
+                    raise UserError(
+                        f"{images.name(index)} cannot be read ({error.strerror or error}), and {QUARANTINE} is as it "
+                        "was; put that right, or take that file away"
+                    ) from None
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)

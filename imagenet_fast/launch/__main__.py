@@ -43,8 +43,9 @@ def main() -> None:
         succeeded = _do(path, join_timeout_s)
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")
-        begun_before = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # storage may be away for a while
-        if distributed is not None and distributed.is_initialized() and not begun_before:  # they had met
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # it had begun, and storage may come back
+            exit_with_error(str(error), code=1)
+        if distributed is not None and distributed.is_initialized():  # they had met
             (path.parent / _FINAL).touch()
         exit_with_error(str(error))
     except JobAborted as fault:

@@ -146,7 +146,7 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        limit = refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * int(os.environ["OMP_NUM_THREADS"])))
+        limit = refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * cores_per_rank(nodes.ranks_each)))
         cause = describe_exit(rank, end, launcher_dir) + (limit and f": {limit}")
     except SignalException:
         raise KeyboardInterrupt from None

@@ -18,7 +18,7 @@ from rich.console import Console
 from imagenet_fast.distributed.init import DistContext, init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.launch.signals import Signals
-from imagenet_fast.metrics.exit_status import Ending
+from imagenet_fast.metrics.exit_status import OPENED, Ending
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.metrics.tables import write_json
@@ -49,7 +49,8 @@ def train_as_rank(
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the ranks after a loss
         job = replace(job, resume=True)
     if rank.is_local_main and launcher_dir is not None:
-        RunDir(launcher_dir).outcome.unlink(missing_ok=True)  # of the attempt before
+        for left in (RunDir(launcher_dir).outcome, launcher_dir / OPENED):  # of the attempt before
+            left.unlink(missing_ok=True)
     ending = Ending(job, rank, launcher_dir)
     signals = Signals(job.recipe.checkpoint.grace_s, ending.late)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from imagenet_fast.atomic_io import check_place
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.distributed.watchdog import first_reason
-from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult
+from imagenet_fast.metrics.run_result import NOT_BEGUN, NOTHING_LOST, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
 
 OPENED = "opened"
@@ -38,11 +38,13 @@ class Ending:
         self._job = job
         self._place = place
         self._handover = handover
+        self._begun = False
         self._opened: os.stat_result | None = None
         self.ended = False
 
     def begin_record(self) -> None:
         """Record that the run directory belongs to this run, and that rank 0 writes there from now on."""
+        self._begun = True
         if self._place.is_main:
             self._opened = self._job.folder.stat()
             if self._handover is not None:
@@ -72,8 +74,7 @@ class Ending:
         This runs in a thread of its own, as the training thread may be stuck.
         """
         if not self.ended:
-            key = f"checkpoint.grace_s {self._job.recipe.checkpoint.grace_s:g}"
-            self._stop(f"within the time that {key} allows")
+            self._stop(f"within checkpoint.grace_s, {self._job.recipe.checkpoint.grace_s:g} s")
             self.leave()
         return self.outcome.exit_code
 
@@ -94,18 +95,17 @@ class Ending:
     def write(self) -> None:
         """Write the outcome."""
         self.ended = True
-        outcome = self.outcome
         if self._opened is not None:
             with suppress(OSError):  # a full disk is reported already, and ``handover`` is another place
                 check_place(self._job.folder, self._opened)
-                outcome.write(self._job.folder)
-        reports = self._place.is_local_main or outcome.message  # the node's first rank may be the lost one
-        if self._handover is not None and reports:
+                self.outcome.write(self._job.folder)
+        if self._handover is not None and (self._place.is_local_main or self.outcome.message):
             with suppress(OSError):  # the launcher has ended
-                outcome.write(self._handover)
+                self.outcome.write(self._handover)
 
     def _stop(self, why: str) -> None:
         steps, saved, resuming = self.outcome.steps, self.saved_step(), self._job.resuming
         then = f"goes on from the checkpoint of step {saved}" if saved else "begins again, as no checkpoint was written"
         lost = f"{STOPPED_WORDS} in step {steps + 1}, and not saved {why or 'since it came again'}; {resuming} {then}"
-        self.fail(lost if steps > saved else f"{NOTHING_LOST}; {resuming} goes on")
+        kept = f"{NOTHING_LOST}; {resuming} goes on" if self._begun or saved else NOT_BEGUN
+        self.fail(lost if steps > saved else kept)

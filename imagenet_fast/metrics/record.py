@@ -46,9 +46,9 @@ def open_record(job: Job, world: DistContext, run_s: Callable[[], float], resume
         run.folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(run.environment, to_json(environment(job, world), indent=2) + "\n")
         atomic_write_text(run.recipe, to_toml(job.recipe))
-        write_job(job, run.job)
         past = [] if resumed is None else take_back(run.folder, resumed)
         run.outcome.unlink(missing_ok=True)
+        write_job(job, run.job)  # last: with the outcome of another job it would be taken for a run that has ended
         return MetricLogger(run_s, [TensorBoard(job, resumed, past), ConsoleSink(run.folder, past)], run.folder)
     except OSError as error:
         raise UserError(

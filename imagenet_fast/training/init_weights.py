@@ -182,6 +182,8 @@ def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
     """Return the moving average if there is one, or the weights with batch-norm statistics averaged over all ranks."""
     shared = checkpoint.shared
+    if not isinstance(shared, dict) or not {"model", "average", "recipe", "data"} <= shared.keys():
+        raise UserError(f"{checkpoint.folder} is no checkpoint of a training; give another")
     averaged = shared["average"] is not None
     tensors = dict(shared["average" if averaged else "model"])
     kind = "average" if averaged else "buffers"

@@ -46,7 +46,8 @@ def describe_nonfinite(streak: NonFiniteCounter, step: int) -> tuple[int, str]:
     else:
         ranks = (streaks == longest).nonzero()[:, 0].tolist()
         first = f", at first on rank {ranks[0]} alone" if len(ranks) == 1 < len(streaks) else ""
-        sentence = f"the loss has not been finite for {longest} steps, from step {wrong_from} on{first}"
+        steps = "1 step" if longest == 1 else f"{longest} steps"
+        sentence = f"the loss has not been finite for {steps}, from step {wrong_from} on{first}"
     remedy = (
         "lower optim.lr or lengthen schedule.warmup_epochs" if wrong_from > 1 else
         "see to data.mean, data.std, the images and the first weights"

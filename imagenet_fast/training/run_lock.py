@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -41,10 +41,10 @@ def claimed(job: Job, world: DistContext) -> Iterator[RunResult | None]:
         UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume.
     """
     ended: list[RunResult | None] = [None]
+    with raise_on_all_ranks(world.device):
+        if world.is_main:
+            ended = [_claim(job)]
     try:
-        with raise_on_all_ranks(world.device):
-            if world.is_main:
-                ended = [_claim(job)]
         dist.broadcast_object_list(ended, device=world.device)
         yield ended[0]
     finally:
@@ -59,7 +59,10 @@ def _claim(job: Job) -> RunResult | None:
     try:
         run.check_writable(job.resume)
         _make_and_lock(job.folder)
-        run.check_writable(job.resume)  # another run may have started meanwhile
+        with ExitStack() as if_refused:
+            if_refused.callback(_unlock, job.folder)
+            run.check_writable(job.resume)  # another run may have started meanwhile
+            if_refused.pop_all()
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
     with suppress(UserError):  # its job is damaged
@@ -118,7 +121,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _unlock(folder: Path) -> None:
-    with suppress(KeyError):  # it was refused
+    with suppress(KeyError):  # another process has taken it
         os.close(_held.pop(folder.absolute()))
 
 

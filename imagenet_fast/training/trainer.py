@@ -341,8 +341,8 @@ class Trainer:
                 make_room(job)
         with open_checkpoints(job, world, self.data.contents, ask_first, at) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
-            self.ending.begin_record()
             self.metrics = open_record(job, world, self.clock.run_s, None if at is None else at.step)
+            self.ending.begin_record()
             if at is not None:
                 self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
             yield

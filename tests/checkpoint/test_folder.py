@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from contextlib import suppress
@@ -161,6 +163,22 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path:
     for name, reason in (("file", "Not a directory"), ("loop", "Too many levels of symbolic links")):
         assert f"{tmp_path}/{name} cannot be read ({reason})" in refusal_of(newest, tmp_path / name)
     assert newest(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "shared.safetensors"])
+def test_storage_that_is_away_is_no_damage(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    saved(tmp_path, 1, 2)
+    read, lost = Path.read_bytes, tmp_path / "step-00000002" / file
+
+    def stale(path: Path) -> bytes:
+        if path == lost:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", stale)
+    assert refusal_of(newest, tmp_path) == (
+        f"{lost} cannot be read (Stale file handle); put that right, or give another checkpoint"
+    )
 
 
 def test_one_that_is_damaged_after_it_was_found_is_not_read(tmp_path: Path):

@@ -353,18 +353,33 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
                 "lacks 1 of the 4 parts like train_1_of_4.tar, number 3",
             ),
             ("train-0000-ab1.tar train-0002-ab1.tar", "lacks 1 of the 3 parts like train-0000-ab1.tar, number 1 first"),
+            ("train-00000-of-00001 train-00000-of-00002 train-00001-of-00002", "several sets of parts like train-000"),
+            ("train-00000-of-00002-a09b.tar train-00000-of-00002-13fa.tar", "several sets of parts like train-00000"),
             (
-                "train-00000-of-00001 train-00000-of-00002 train-00001-of-00002",
-                "holds parts of 1 and of 2, like train-000",
+                "train-00001-of-00002-a09b.tar",
+                "lacks 1 of the 2 parts like train-00001-of-00002-a09b.tar, number 0 or 2",
             ),
+            ("train.part1of3.tar train.part2of3.tar", "lacks 1 of the 3 parts like train.part1of3.tar, number 0 or 3"),
+            ("train-0-of-1.tar train-1-of-1.tar", "holds 2 parts of 1, like train-0-of-1.tar; keep one set"),
+            ("train-0.tar val-0.tar validation-0.tar", "holds parts of val and of validation; keep one set"),
+            ("train/cat/1.jpg val/cat/1.jpg valid/cat/1.jpg", "valid holds class folders, which are read in"),
+            ("train/cat/1.jpg validation/cat/1.jpg", "give it that name, or move it away"),
             ("train-0.tar train-00000-of-00001", "in several formats"),
             ("train-0.tar train/cat/1.jpg", "in several formats"),
             ("train-0.tar train/train-0.tar", "both hold train-0.tar, whose images would count twice; keep one"),
         ]
     ):
         put(tmp_path / f"{number}", *names.split())
-        for look in (check_folders, open_training):
+        for look in (check_folders, open_validation if "val" in names else open_training):
             assert sentence in refusal_of(look, tmp_path / f"{number}")
+    put(
+        tmp_path / "whole",
+        "train-00000-of-00002-a09b.tar",
+        "train-00001-of-00002-13fa.tar",
+        "val-2012.tar",
+        "val-2014.tar",
+    )
+    check_folders(tmp_path / "whole")
 
 
 def test_leftover_archives_beside_folders_do_not_matter(tmp_path: Path):

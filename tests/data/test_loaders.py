@@ -283,7 +283,7 @@ def test_an_image_that_is_bad_or_has_gone_is_named(image_dir: Path, tmp_path: Pa
     path = tmp_path / "data" / "train" / "class2" / "017.jpg"
     for bad, told in (
         *((bad, r"decoded \(.*\); .*--set data.on_bad_image=skip") for bad in ("empty", "half a jpeg")),
-        ("", r"read .*No such file.*\); put that right, or leave such files out by .*verify"),
+        ("", r"read .*No such file.*\); put that right$"),
     ):
         train = opened(tmp_path / "data", loader, Batching(1, 40, 1), on_bad_image="fail").train
         path.write_bytes(BAD[bad]) if bad else path.unlink()
@@ -302,9 +302,7 @@ def test_a_shard_that_has_gone_ends_a_run_that_skips_bad_images_too(tmp_path: Pa
     trains = [opened(tmp_path, loader, Batching(1, 20, 1), on_bad_image=answer).train for answer in ("fail", "skip")]
     shards[1].unlink()
     for train in trains:
-        with pytest.raises(
-            StorageAway, match=rf"{shards[1]}.*No such file.*; put that right, or leave such files out "
-        ):
+        with pytest.raises(StorageAway, match=rf"{shards[1]}.*No such file.*; put that right$"):
             next(train)
 
 

@@ -26,7 +26,7 @@ from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import _make_and_lock, claimed, locked, make_room
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import refusal_of
-from tests.e2e.command import events_of, train_here
+from tests.e2e.command import events_of, outcome_of, train_here
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 
@@ -116,6 +116,7 @@ def test_all_ranks_give_up_on_a_locked_directory_after_a_while(tmp_path: Path):
     begun_at = time.monotonic()
     assert run(2, claim, tmp_path, True) == [f"{tmp_path} is being trained by another process; stop that first"] * 2
     assert time.monotonic() - begun_at < 30
+    assert tmp_path.is_dir(), "the other run has just begun, and its directory is empty"
     os.close(descriptor)
 
 
@@ -216,6 +217,20 @@ def end_again_and_again(folder: Path) -> tuple[str, str]:
     assert contents(folder) == {name: sum for name, sum in before.items() if "step-" not in name}
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     return printed.getvalue(), refused
+
+
+def test_a_longer_run_that_could_not_begin_its_record_is_not_taken_for_ended(tmp_path: Path):
+    assert run(1, lengthen, tmp_path, fresh=True) == [3]
+
+
+def lengthen(folder: Path) -> int:
+    """The epochs of a run of two that goes on with three, once the disk has room for its record."""
+    train_here(job_of(folder, resume=True))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    with patch("imagenet_fast.metrics.record.take_back", side_effect=full):
+        assert "No space left on device" in refusal_of(train_here, job_of(folder, resume=True, epochs=3))
+    train_here(job_of(folder, resume=True, epochs=3))
+    return outcome_of(folder)["epochs"]
 
 
 @pytest.mark.parametrize("left", ["events.jsonl", "checkpoints/final.safetensors"])

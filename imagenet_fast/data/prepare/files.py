@@ -187,6 +187,8 @@ def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) ->
             member.size = len(content)
             archive.addfile(member, BytesIO(content))
             on_bytes(len(content))
+        if not seen:
+            raise UserError(f"{parquet} has no rows; take it out")
 
 
 def _rows(parquet: Path) -> Iterator[tuple[str, bytes]]:
