@@ -88,11 +88,11 @@ def test_what_holds_back_is_named():
     assert unlimited["LARS 1632"] == "batch-norm span", "48 GPUs have 34 images each, and the others nothing"
     assert unlimited["LARS 65536"] == "stragglers"
     assert {way.training: way.held_back_by for way in ways("cloud-25g", 32)}["LARS 65536"] == "memory"
-    for name, gpus, said in (
+    for name, gpus, meant in (
         ("dgx-h100", 512, "batch-norm span: norms would"),
         ("cloud-25g", 32, "memory: a GPU does"),
     ):
-        assert said in " ".join(remarks(load_cluster(name), ways(name, gpus), (), cheapest=False))
+        assert meant in " ".join(remarks(load_cluster(name), ways(name, gpus), (), cheapest=False))
     mild = [training for training in RESNET if training.name == "resnet50-8gpu-mild"]
     starving = changed("dgx-h100", input=load_cluster("dgx-h100").input.model_copy(update={"images_per_s": 20000.0}))
     (fed,), (starved,) = (fastest_ways(cluster, mild, 8)[0] for cluster in (load_cluster("dgx-h100"), starving))
