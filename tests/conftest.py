@@ -6,6 +6,7 @@ The process that hands tests out to others loads this, too; so torch is imported
 from __future__ import annotations
 
 import io
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -129,6 +130,13 @@ def refusal_of(call: Callable[..., object], *arguments: Any, **named: Any) -> st
     with pytest.raises(UserError) as error:
         call(*arguments, **named)
     return str(error.value)
+
+
+def refuses(told: str, call: Callable[..., object], *arguments: Any, **named: Any) -> str:
+    """The sentence with which a call is refused, in which this pattern is found."""
+    sentence = refusal_of(call, *arguments, **named)
+    assert re.search(told, sentence), sentence
+    return sentence
 
 
 class Terminal(io.StringIO):

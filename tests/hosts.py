@@ -38,9 +38,8 @@ class Hosts:
     def run(self, commands: Sequence[Sequence[str]], timeout_s: float = 120.0) -> list[Ended]:
         """Run ``imagenet-fast`` with these arguments, one on each node, to the end. Torch is there already."""
         said = [[self._folder / f"{stream}{n}" for stream in ("stdout", "stderr")] for n in range(len(commands))]
-        codes = self.call(
-            [(n, become_command, (said[n], arguments, {})) for n, arguments in enumerate(commands)], timeout_s
-        )
+        calls = [(n, become_command, (said[n], arguments, {})) for n, arguments in enumerate(commands)]
+        codes = self.call(calls, timeout_s)
         return [(code, *(file.read_text() for file in files)) for code, files in zip(codes, said, strict=True)]
 
     def call(

@@ -69,9 +69,8 @@ def run(
         if not isinstance(error, RankError):
             raise
         stuck = [file for rank in range(world) if (file := _stack_of(rank)).exists() and file.stat().st_size]
-        raise AssertionError(
-            "\n".join([str(error), *(f"{file.name}:\n{file.read_text()}" for file in stuck)])
-        ) from None
+        told = [str(error), *(f"{file.name}:\n{file.read_text()}" for file in stuck)]
+        raise AssertionError("\n".join(told)) from None
     cpu_s += max(case.cpu_s for case in cases)
     left = [] if fresh else [f"rank {rank} keeps {what}" for rank, case in enumerate(cases) for what in case.left]
     if fresh or left or any(case.dropped for case in cases):

@@ -46,20 +46,18 @@ def test_the_newest_was_written_last_whatever_its_step_and_the_clock(tmp_path: P
 
 
 def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
-    for number, (keep, top1s, left) in enumerate(
-        [
-            (0, [None] * 4, [4]),
-            (1, [None] * 4, [3, 4]),
-            (2, [None] * 4, [2, 3, 4]),
-            (9, [None] * 4, [1, 2, 3, 4]),
-            (0, [70.0, 72.0, 71.0, None], [2, 4]),
-            (1, [70.0, 72.0, 71.0, None], [2, 3, 4]),
-            (1, [72.0, 70.0, None, None], [1, 3, 4]),
-            (0, [70.0, 71.0, 71.0, 70.0], [3, 4]),
-            (1, [70.0, 71.0, 72.0, 73.0], [3, 4]),
-            (0, [0.0, None, None, None], [1, 4]),
-        ]
-    ):
+    for number, (keep, top1s, left) in enumerate([
+        (0, [None] * 4, [4]),
+        (1, [None] * 4, [3, 4]),
+        (2, [None] * 4, [2, 3, 4]),
+        (9, [None] * 4, [1, 2, 3, 4]),
+        (0, [70.0, 72.0, 71.0, None], [2, 4]),
+        (1, [70.0, 72.0, 71.0, None], [2, 3, 4]),
+        (1, [72.0, 70.0, None, None], [1, 3, 4]),
+        (0, [70.0, 71.0, 71.0, 70.0], [3, 4]),
+        (1, [70.0, 71.0, 72.0, 73.0], [3, 4]),
+        (0, [0.0, None, None, None], [1, 4]),
+    ]):  # fmt: skip
         root = tmp_path / f"{number}"
         for step, top1 in enumerate(top1s, start=1):
             saved(root, step, keep=keep, top1=top1)

@@ -122,11 +122,7 @@ def test_what_is_said_of_pipelines_is_for_layouts_that_have_one():
 def test_a_layout_that_recipe_and_engine_cannot_have_is_named_and_no_other_fault():
     for name, override, sentence in (
         ("tp4", "model={kind='resnet18'}", "alexnet-8gpu.toml: parallel.tensor 4 divides AlexNet's large"),
-        (
-            "pp4",
-            "parallel.schedule=zb",
-            "is \"zb\": input should be 'gpipe', '1f1b' or 'interleaved'",
-        ),
+        ("pp4", "parallel.schedule=zb", "is \"zb\": input should be 'gpipe', '1f1b' or 'interleaved'"),
         ("pp2dp2", "global_batch=6", "global_batch 6 does not divide over the recipe's 8 ranks"),
     ):
         told = refusal_of(laid, name, override)

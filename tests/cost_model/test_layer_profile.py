@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile, random_profile, save_profile
-from imagenet_fast.errors import UserError
+from tests.conftest import refuses
 
 TWO = Profile(
     "two",
@@ -39,8 +39,7 @@ def test_wrong_names_and_files_are_refused(tmp_path: Path):
         (str(tmp_path / "folder.json"), r"folder\.json is not a layer profile \(.*Is a directory"),
         *((f"random:{seed}", "give its seed, as random:7") for seed in ("", "-1", "x", "1.5", "²")),
     ):
-        with pytest.raises(UserError, match=sentence):
-            load_profile(name)
+        refuses(sentence, load_profile, name)
 
 
 def test_its_course_begins_with_the_last_layer():
@@ -94,5 +93,4 @@ def test_a_profile_with_wrong_numbers_or_without_time_is_refused(tmp_path: Path)
         ([], "it has no parameters or too many, or no layer that takes"),
     ):
         file.write_text(json.dumps({"model": "mine", "source": "me", "layers": layers}))
-        with pytest.raises(UserError, match=rf"mine.json is not a layer profile \(.*{sentence}"):
-            load_profile(str(file))
+        refuses(rf"mine.json is not a layer profile \(.*{sentence}", load_profile, str(file))

@@ -117,9 +117,7 @@ def as_format(root: Path, format: str, out: Path, shard_size: int = 30_000) -> P
         case "tfrecord":
             return in_records(root, out)
         case _:
-            prepare(
-                root, out, Settings(format="webdataset", resize=None, quality=None, shard_size=shard_size), subset=True
-            )
+            prepare(root, out, WHOLE.model_copy(update={"format": "webdataset", "shard_size": shard_size}), subset=True)
             return out
 
 

@@ -7,7 +7,6 @@ import hashlib
 import io
 import os
 import pickle
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +17,8 @@ from torchvision.datasets import CIFAR10
 from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data import download
 from imagenet_fast.data.paths import resolve_data_dir
-from imagenet_fast.errors import UserError
 from imagenet_fast.progress import measurement_bar, progress_bars
-from tests.conftest import Terminal, refusal_of
+from tests.conftest import Terminal, refusal_of, refuses
 from tests.data.prepare.replica import tar_of
 from tests.data.small import few_digits, scan
 
@@ -46,8 +44,7 @@ def test_a_data_set_or_a_cache_that_is_not_there_is_told_of(tmp_path: Path, monk
     (tmp_path / "file").touch()
     few_digits(monkeypatch)
     monkeypatch.setenv("IMAGENET_FAST_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match=r"/file/digits cannot be made .*; set IMAGENET_FAST_CACHE"):
-        resolve_data_dir("digits", None)
+    refuses(r"/file/digits cannot be made .*; set IMAGENET_FAST_CACHE", resolve_data_dir, "digits", None)
     for name in ("IMAGENET_FAST_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654)  # as a container may have it
@@ -94,7 +91,7 @@ def test_cifar10_is_unpacked_pixel_for_pixel(tmp_path: Path, monkeypatch: pytest
 def test_without_any_way_to_cifar10_another_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CIFAR10, "url", (tmp_path / CIFAR10.filename).as_uri())
     told = r"/cifar-10-python.tar.gz cannot be fetched \(.*No such file.*\); .* give --archive FILE"
-    assert re.search(told, refusal_of(download.fetch_cifar10, tmp_path / "cifar10", None))
+    refuses(told, download.fetch_cifar10, tmp_path / "cifar10", None)
 
 
 def test_a_wrong_archive_is_refused_and_leaves_nothing(tmp_path: Path):

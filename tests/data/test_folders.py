@@ -13,8 +13,7 @@ from imagenet_fast.data.folders import SUFFIXES, scan_split
 from imagenet_fast.data.prepare.run import prepare, report
 from imagenet_fast.data.source import check_folders, find_split, open_training
 from imagenet_fast.data.verify import verify
-from imagenet_fast.errors import UserError
-from tests.conftest import refusal_of
+from tests.conftest import refusal_of, refuses
 from tests.data.encoded import BLOBS, encoded
 from tests.data.small import WHOLE, put, put_classes, scan
 
@@ -121,12 +120,8 @@ def test_a_class_whose_images_all_lie_deeper_is_refused_with_their_number(tmp_pa
     root = put_classes(tmp_path / "source", "cat")
     put(root / "train/dog/more", "1.jpg", "2.jpg")
     told = r"train/dog holds no images .*2 lie in folders inside it, as more/1\.jpg; move them up into .*train/dog"
-    for look in (
-        lambda root: scan_split(root, "train"),
-        lambda root: prepare(root, tmp_path / "out", WHOLE, subset=True),
-    ):
-        with pytest.raises(UserError, match=told):
-            look(root)
+    refuses(told, scan_split, root, "train")
+    refuses(told, prepare, root, tmp_path / "out", WHOLE, subset=True)
 
 
 def test_training_warns_of_images_that_it_leaves_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -149,8 +144,8 @@ def test_prepare_does_not_write_into_its_source(tmp_path: Path):
     before = sorted(root.rglob("*"))
     outs = (".", "out", "train", "train/cat/out", "../link/out", "../source/../source/out")
     for source, out in product((root, tmp_path / "link"), outs):
-        with pytest.raises(UserError, match=r"--out .* lies in --source .*; give a directory beside it"):
-            prepare(source, root / out, WHOLE, subset=True)
+        told = r"--out .* lies in --source .*; give a directory beside it"
+        refuses(told, prepare, source, root / out, WHOLE, subset=True)
     assert sorted(root.rglob("*")) == before
 
 

@@ -31,7 +31,7 @@ from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
-from tests.conftest import refusal_of
+from tests.conftest import refusal_of, refuses
 from tests.data import small
 from tests.data.encoded import BAD, BLOBS, IMAGES, NOT_PILS, encoded
 from tests.data.small import ALONE, CPU, LOADERS, SYNTHETIC, collect, image_data, one_class, opened, put, same
@@ -170,8 +170,7 @@ def test_a_batch_beyond_the_data_set_is_refused(image_dir: Path):
 
 def test_a_missing_dali_is_named_with_the_way_round(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(UserError, match=r"DALI is not installed; .* --set data.loader=folder"):
-        opened(image_dir, "dali")
+    refuses(r"DALI is not installed; .* --set data.loader=folder", opened, image_dir, "dali")
 
 
 @pytest.mark.parametrize("augment", [True, pytest.param(False, marks=pytest.mark.ci)])
@@ -202,18 +201,15 @@ def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, mon
 
 
 def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path):
-    for number, (files, sentence) in enumerate(
-        [
-            ("", "there is no data directory .*; give one with --data"),
-            ("train/cat/1.jpg", "has no folder val"),
-            ("train/stray.jpg val/stray.jpg", "train has no class folders"),
-            ("train/cat/1.jpg val/dog/1.jpg", "val has 1 class.* that train lacks, the first 'dog'"),
-        ]
-    ):
+    for number, (files, sentence) in enumerate([
+        ("", "there is no data directory .*; give one with --data"),
+        ("train/cat/1.jpg", "has no folder val"),
+        ("train/stray.jpg val/stray.jpg", "train has no class folders"),
+        ("train/cat/1.jpg val/dog/1.jpg", "val has 1 class.* that train lacks, the first 'dog'"),
+    ]):  # fmt: skip
         put(tmp_path / f"{number}", *files.split())
         for look in (source.check_folders, small.scan):
-            with pytest.raises(UserError, match=sentence):
-                look(tmp_path / f"{number}")
+            refuses(sentence, look, tmp_path / f"{number}")
 
 
 @pytest.mark.parametrize("target", ["/nowhere", "bee"])
@@ -262,8 +258,7 @@ def test_validation_alone_numbers_its_own_classes(tmp_path: Path):
     assert scan_split(tmp_path, "val").labels.tolist() == [1, 2]
     (tmp_path / "train" / "cat").rmdir()
     for look in (source.check_validation, lambda root: scan_split(root, "val")):
-        with pytest.raises(UserError, match=r"1 class.* that train lacks, the first 'cat'"):
-            look(tmp_path)
+        refuses(r"1 class.* that train lacks, the first 'cat'", look, tmp_path)
 
 
 ALL = pytest.mark.parametrize("loader", LOADERS)
@@ -300,9 +295,9 @@ def test_a_shard_that_has_gone_ends_a_run_that_skips_bad_images_too(tmp_path: Pa
     for number, path in enumerate([*shards, tmp_path / "val-0.tar"]):
         write_tar(path, [(n, Sample(f"{number}-{n}", encoded(BLOBS, "JPEG"), n % 2)) for n in range(5)])
     trains = [opened(tmp_path, loader, Batching(1, 20, 1), on_bad_image=answer).train for answer in ("fail", "skip")]
-    shards[1].unlink()
+    (gone := shards[1]).unlink()
     for train in trains:
-        with pytest.raises(StorageAway, match=rf"{shards[1]}.*No such file.*; put that right$"):
+        with pytest.raises(StorageAway, match=rf"{gone}.*No such file.*; put that right$"):
             next(train)
 
 
@@ -310,9 +305,7 @@ def test_a_shard_that_has_gone_ends_a_run_that_skips_bad_images_too(tmp_path: Pa
 def test_threads_announce_what_they_will_read(image_dir: Path, loader: str, monkeypatch):
     """Not the one that trains: to open the shards of a batch takes long on a file server."""
     announced: dict[str, list[int]] = defaultdict(list)
-    monkeypatch.setattr(
-        ImageFolder, "readahead", lambda self, indices: announced[current_thread().name].extend(indices)
-    )
+    monkeypatch.setattr(ImageFolder, "readahead", lambda _, indices: announced[current_thread().name].extend(indices))
     order = TrainSampler(40, ALONE, 0, seed=1)
     *_, indices = next(iter(open_loader(image_data(loader), scan_split(image_dir, "train"), order, 2, CPU, seed=1)))
     assert all(name.startswith(THREADS) for name in announced)
@@ -339,11 +332,7 @@ def test_an_error_of_the_disk_that_passes_leaves_no_trace(image_dir: Path, loade
 
 @ALL
 def test_short_memory_is_no_fault_of_an_image(image_dir: Path, loader: str, monkeypatch: pytest.MonkeyPatch):
-    for error in (
-        MemoryError(),
-        cv2.error("(-4:Insufficient memory) Failed"),
-        RuntimeError("can't allocate memory: you"),
-    ):
+    for error in (MemoryError(), cv2.error("(-4:Insufficient memory)"), RuntimeError("can't allocate memory: you")):
         train = opened(image_dir, loader, on_bad_image="skip").train
         for loads in ("loader.random_crop", "dali.to_common_format"):
             monkeypatch.setattr(f"imagenet_fast.data.{loads}", Mock(side_effect=error))
@@ -389,5 +378,4 @@ def test_in_an_evaluation_a_bad_image_counts_and_counts_as_wrong(damaged: Path, 
 def test_a_folder_of_nothing_but_bad_images_ends_the_run(tmp_path: Path, loader: str):
     one_class(tmp_path, dict.fromkeys("0123", BAD["text"]))
     train = opened(tmp_path, loader, Batching(1, 2, 1), on_bad_image="skip").train
-    with pytest.raises(UserError, match=r"all/\d.jpg cannot be decoded, nor can any of 100 other images"):
-        next(train)
+    refuses(r"all/\d.jpg cannot be decoded, nor can any of 100 other images", next, train)

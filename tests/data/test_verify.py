@@ -18,8 +18,7 @@ from imagenet_fast.data.folders import ImageFolder
 from imagenet_fast.data.shards import TarShards
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
 from imagenet_fast.data.verify import summary, verify
-from imagenet_fast.errors import UserError
-from tests.conftest import refusal_of
+from tests.conftest import refusal_of, refuses
 from tests.data.encoded import IMAGES, JPEG, deep_png, encoded
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, small_imagenet
@@ -170,8 +169,7 @@ def test_a_class_that_is_all_in_quarantine_is_refused_by_training(data: Path):
     for path in (data / "val/n01440764").iterdir():
         path.write_bytes(b"")
     verify(data)
-    with pytest.raises(UserError, match=r"val/n01440764: all images are in .*quarantine\.json"):
-        scan(data)
+    refuses(r"val/n01440764: all images are in .*quarantine\.json", scan, data)
 
 
 def test_read_only_data_is_verified_where_the_json_is_asked_for(tmp_path: Path, data: Path, monkeypatch):
@@ -179,8 +177,7 @@ def test_read_only_data_is_verified_where_the_json_is_asked_for(tmp_path: Path, 
     with monkeypatch.context() as patch:
         patch.setattr(verification.tempfile, "TemporaryFile", read_only)
         told = r"quarantine.json cannot be written \(Read-only file system\); .* or give --json FILE, which does with"
-        with pytest.raises(UserError, match=told):
-            verify(data)
+        refuses(told, verify, data)
         printed = in_process("data", "verify", "--data", str(data), "--json", str(tmp_path / "all.json"))
     assert json.loads((tmp_path / "all.json").read_text())["quarantine"].keys() == BAD
     assert f"{data / 'quarantine.json'} cannot be written (Read-only file system): `train` will not leave" in printed

@@ -15,15 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed import heartbeat, watchdog
 from imagenet_fast.distributed.groups import SLACK_S, set_group_timeouts, write_flight_record
-from imagenet_fast.distributed.heartbeat import (
-    Heartbeat,
-    Here,
-    Phase,
-    describe_hang,
-    describe_lost,
-    publish,
-    published,
-)  # fmt: skip
+from imagenet_fast.distributed.heartbeat import Heartbeat, Here, Phase, describe_hang, describe_lost, publish, published
 from imagenet_fast.distributed.ranks import ranges
 from imagenet_fast.distributed.watchdog import Watchdog, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.distributed.init import prepare_device
-from imagenet_fast.errors import UserError
+from tests.conftest import refusal_of
 from tests.pages import ROOT
 from tests.ranks import with_ranks
 
@@ -77,9 +77,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert prepare_device(0)[0].type == "cpu"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    with pytest.raises(UserError) as told:
-        prepare_device(0)
-    assert str(told.value) == (
+    assert refusal_of(prepare_device, 0) == (
         "this node has 8 GPUs that torch cannot use; `imagenet-fast doctor` says why, and CUDA_VISIBLE_DEVICES= in the "
         "environment trains on the CPU"
     )

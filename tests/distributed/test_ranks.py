@@ -6,9 +6,8 @@ import pytest
 
 from imagenet_fast.distributed.init import current_world
 from imagenet_fast.distributed.ranks import TORCHRUN, RankInfo, rank_info_from_env
-from imagenet_fast.errors import UserError
 from imagenet_fast.launch.nodes import resolve_nodes
-from tests.conftest import refusal_of
+from tests.conftest import refusal_of, refuses
 
 
 @pytest.fixture(autouse=True)
@@ -58,5 +57,4 @@ def test_half_a_place_or_one_that_cannot_be_is_refused(told: str, refusal: str |
     if refusal is None:
         assert rank_info_from_env() is None
         return
-    with pytest.raises(UserError, match=refusal):
-        rank_info_from_env()
+    refuses(refusal, rank_info_from_env)

@@ -12,13 +12,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.distributed import watchdog
 from imagenet_fast.distributed.heartbeat import Heartbeat, publish
-from imagenet_fast.distributed.watchdog import (
-    Watchdog,
-    find_culprit,
-    find_lost_ranks,
-    leave_failure,
-    watch_board,
-)  # fmt: skip
+from imagenet_fast.distributed.watchdog import Watchdog, find_culprit, find_lost_ranks, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout
 from tests.distributed.test_board import Counted
 

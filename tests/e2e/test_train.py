@@ -169,13 +169,11 @@ def test_what_lies_in_the_working_directory_or_is_inherited_decides_nothing(tmp_
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('this one')")
     pets = {"PET_NO_PYTHON": "1", "PET_RUN_PATH": "1", "PET_ROLE": "other", "PET_LOG_DIR": str(tmp_path / "log")}
-    variables = environment(MPLBACKEND="module://nowhere", **pets)
+    env = environment(MPLBACKEND="module://nowhere", **pets)
     program = str(Path(sys.executable).with_name("imagenet-fast"))
     train = ("train", "--recipe", "smoke", "--nproc", "1", *setting("data.train_images=64", "global_batch=8"))
     for words in ((*train, "--out", "run"), ("report", "run", "--png", "run.png")):
-        done = subprocess.run(
-            [program, *words], capture_output=True, text=True, check=False, cwd=tmp_path, env=variables
-        )
+        done = subprocess.run([program, *words], capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
         assert done.returncode in (0, 3), done.stdout + done.stderr
         assert not done.stderr
     assert (tmp_path / "run.png").is_file()

@@ -35,7 +35,7 @@ from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights, load_initial_weights
 from imagenet_fast.training.train_step import build_step
 from tests.checkpoint.trees import ALONE, stamp
-from tests.conftest import tables
+from tests.conftest import refuses, tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
@@ -146,12 +146,8 @@ def test_three_ranks_judge_a_run_as_it_judged_itself_to_the_image(smoke_run: Pat
 @ci
 def test_one_rank_judges_a_run_by_its_folder_its_file_and_its_checkpoints_alike(smoke_run: Path):
     assert load_recipe(smoke_run / "recipe.toml") == plan_evaluation(smoke_run, None, (), 1).recipe
-    as_trained = ("precision.kind=fp32", "data.val_images=15", "seed=5")
-    ways = [
-        (smoke_run, None, ()),
-        (RunDir(smoke_run).final_weights, "smoke", as_trained),
-        (f"{smoke_run}@step-8", None, ()),
-    ]
+    keys = ("precision.kind=fp32", "data.val_images=15", "seed=5")
+    ways = [(smoke_run, None, ()), (RunDir(smoke_run).final_weights, "smoke", keys), (f"{smoke_run}@step-8", None, ())]
     (((by_run, by_file, by_step), _),) = run(1, _judged, [(Path(file), *more, None) for file, *more in ways])
     said, earlier = outcome_of(smoke_run), events_of(smoke_run, "eval")[0]
     assert (by_run.top1, by_run.top5, by_run.images) == (said["top1"], said["top5"], 15)
@@ -189,25 +185,18 @@ def test_eval_goes_by_the_names_of_classes(image_dir: Path, tmp_path: Path):
     head = build_model(TINY.model, 3).state_dict()
     for file, names in zip(files, orders, strict=True):
         rows = torch.tensor([CLASSES.index(name) if name in CLASSES else 0 for name in names])
-        tensors = {
-            name: t.index_select(0, rows) if t.shape[:1] == (3,) and t.dim() == 2 else t for name, t in head.items()
-        }
+        tensors = {n: t.index_select(0, rows) if t.dim() == 2 and len(t) == 3 else t for n, t in head.items()}
         write_weights(tensors, file, describe("test", TINY, names))
     options = ("model={kind='cifarnet', widths=[4, 4, 4]}", "data.resize=40", "precision.kind=fp32")  # without ties
-    (((sorted_as_here, other), said),) = run(
-        1, _judged, [(f, "demo", options, image_dir) for f in files[:2]], fresh=True
-    )
-    assert (sorted_as_here.top1, sorted_as_here.top5) == (other.top1, other.top5)
+    (((as_here, other), said),) = run(1, _judged, [(f, "demo", options, image_dir) for f in files[:2]], fresh=True)
+    assert (as_here.top1, as_here.top5) == (other.top1, other.top5)
     assert not said
     with pytest.raises(AssertionError, match="other classes: on 'cat' where the data has 'class0'; evaluate on images"):
         run(1, _judged, [(files[2], "demo", options, image_dir)], fresh=True)
 
 
-NAMES, OTHERS = ["cat", "cow", "dog"], ["cat", "bee", "dog"]
+NAMES, OTHERS, CLASSES = ["cat", "cow", "dog"], ["cat", "bee", "dog"], ["class0", "class1", "class2"]
 TINY = parse_recipe("test", tables(model={"kind": "cifarnet", "widths": [4, 4, 4]}))
-
-
-CLASSES = ["class0", "class1", "class2"]
 
 
 def write_tiny(file: Path, names: Sequence[str] = NAMES) -> None:
@@ -268,8 +257,7 @@ def test_a_run_starts_from_a_checkpoint_and_records_which(smoke_run: Path, tmp_p
     assert torch.equal(trained("same", optim__lr=1e-30), begun)
     assert not torch.equal(trained("trained"), begun)
     assert read_job(tmp_path / "same" / "job.json", Job).init_from == start
-    with pytest.raises(UserError, match=r"step-00000006 tells 10 classes apart, and the data has 4; give"):
-        trained("four", data__classes=4)
+    refuses(r"step-00000006 tells 10 classes apart, and the data has 4; give", trained, "four", data__classes=4)
     dist.barrier()
     assert not (tmp_path / "four").exists()
 
@@ -294,8 +282,7 @@ def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_r
     assert average is not None
     assert equal(average.module.state_dict(), state)
     step.state.sync.close()
-    with pytest.raises(UserError, match="10 classes apart, and the data has 4"):
-        built(4)
+    refuses("10 classes apart, and the data has 4", built, 4)
     fresh = built(4, fresh_head=True)
     assert equal(fresh.state_dict(), state, but=("fc.weight", "fc.bias"))
     assert fresh.fc.weight.any()

@@ -23,6 +23,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import job_label, parse_time_limit
 from imagenet_fast.recipe.load import find_file
+from tests.conftest import refuses
 from tests.e2e.command import environment, wait_for
 
 NAMES = (
@@ -402,10 +403,7 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--partition", "a\n#SBATCH --nodes=9"), "is no name of Slurm's; begin it with a letter, a digit"),
         ((*SLURM, "--account", "-a"), "'-a' is no name of Slurm's; begin it with a letter, a digit or _, and use only"),
         ((*SLURM, "--program", "it's"), "--program it's cannot be read"),
-        (
-            (*SLURM, "--program", "module load x && it"),
-            "'module load x && it' has '&&', which is for a shell, and nodes",
-        ),
+        ((*SLURM, "--program", "module load && it"), "'module load && it' has '&&', which is for a shell, and nodes"),
         ((*SLURM, "--program", '"$APPS/it" -v'), "has '$', which is for a shell, and nodes start words without one; p"),
         (("ssh", "--hosts", "a", "--program", "N=4 it"), "--program 'N=4 it' has 'N=', which is for a shell"),
         ((*SLURM, "--program", " "), "--program is empty"),
@@ -413,10 +411,7 @@ def test_ranks_a_node_are_those_the_recipe_was_written_for_unless_said():
         ((*SLURM, "--file", "/dev"), "--file /dev is a directory; name a file"),
         ((*K8S, "--out", "/here/a"), "--out /here/a is not on --run-claim"),
         ((*K8S, "--out", "/runs/../a"), "is not on --run-claim"),
-        (
-            (*K8S, "--run-claim", "a: b"),
-            "--run-claim 'a: b' is no name of Kubernetes'; use only small letters, digits, .",
-        ),
+        ((*K8S, "--run-claim", "b:"), "--run-claim 'b:' is no name of Kubernetes'; use only small letters, digits, ."),
         ((*K8S, "--run-claim", "a..b"), "'a..b' is no name of Kubernetes'; begin each part with a letter or digit"),
         ((*K8S, "--namespace", "a.b"), "'a.b' is no name of Kubernetes'; use only small letters, digits and -"),
         ((*K8S, "--name", "8gpu"), "--name '8gpu' is no name of Kubernetes'; begin it with a letter"),
@@ -452,8 +447,7 @@ def test_time_limits_are_slurms():
     assert "#SBATCH --time=UNLIMITED\n" in launch(*SLURM, "--recipe", "smoke", "--time", "UNLIMITED")
     assert "activeDeadlineSeconds" not in launch(*K8S, "--recipe", "smoke", "--time", "0")
     for text in ("", "-5", "1:2:3:4", "1-2:3:4:5", "1h", "1.5", "५", "1\n", "NONE"):
-        with pytest.raises(UserError, match="is no time limit"):
-            parse_time_limit(text)
+        refuses("is no time limit", parse_time_limit, text)
 
 
 def test_a_job_is_named_after_its_recipe_as_far_as_clusters_allow():

@@ -20,13 +20,12 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from imagenet_fast import errors
 from imagenet_fast.distributed.network import Endpoint
 from imagenet_fast.distributed.ranks import TORCHRUN
-from imagenet_fast.errors import UserError
 from imagenet_fast.launch import launcher
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job
-from tests.conftest import make_images, tiers
+from tests.conftest import make_images, refuses, tiers
 from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
 from tests.ports import free_port
 from tests.ranks import with_ranks
@@ -51,9 +50,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
 def test_a_refusal_is_heard_though_rank_0_is_ended_before_it_speaks(
     refuse: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    sentence = (
-        f"{os.fsdecode(b'caf' + bytes([233]) + b'.jpg')} cannot be decoded; replace it"  # a name that is no UTF-8
-    )
+    sentence = os.fsdecode(b"caf\xe9.jpg") + " cannot be decoded; replace it"  # a name that is no UTF-8
 
     def torchrun(_: object) -> None:
         refuse(tmp_path, sentence)
@@ -111,8 +108,7 @@ def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path)
     train_here(job(tmp_path))
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path / name))} cannot be (read|written) "):
-        train_here(job(tmp_path, epochs=2))
+    refuses(rf"{re.escape(str(tmp_path / name))} cannot be (read|written) ", train_here, job(tmp_path, epochs=2))
 
 
 def job(folder: Path, epochs: int = 1) -> Job:
@@ -122,9 +118,7 @@ def job(folder: Path, epochs: int = 1) -> Job:
 def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):
     """Without RANK this process is no rank, and nobody else would print the error."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert refusal("plan", "--recipe", "nonsense", "--cluster", "dgx1").startswith(
-        "error: there is no recipe 'nonsense'"
-    )
+    assert refusal("plan", "--recipe", "absent", "--cluster", "dgx1").startswith("error: there is no recipe 'absent'")
 
 
 @pytest.mark.parametrize(("code", "fate"), [(-9, "was killed by SIGKILL"), (7, "ended with exit code 7")])
@@ -137,8 +131,7 @@ def test_checkpoints_that_lead_nowhere_are_refused_before_a_step_is_lost(tmp_pat
     """As a link to a disk that is not mounted; a link to a directory is one."""
     checkpoints = RunDir(tmp_path).checkpoints
     checkpoints.symlink_to(tmp_path / "disk")
-    with pytest.raises(UserError, match=rf"cannot be written to {tmp_path}: {checkpoints} is no directory; give"):
-        RunDir(tmp_path).check_writable()
+    refuses(rf"cannot be written to {tmp_path}: {checkpoints} is no directory; give", RunDir(tmp_path).check_writable)
     (tmp_path / "disk").mkdir()
     RunDir(tmp_path).check_writable()
 

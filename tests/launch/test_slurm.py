@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from imagenet_fast.distributed.ranks import TORCHRUN, srun_to_torchrun_env, step_nodes
-from imagenet_fast.errors import UserError
 from imagenet_fast.launch.nodes import resolve_nodes
+from tests.conftest import refuses
 
 
 def step(tasks: int, per_node: str, nodes: str, rank: int = 0, node: int = 0, local: int = 0) -> dict[str, str]:
@@ -61,11 +61,9 @@ def test_one_task_a_node_starts_ranks_of_its_own():
 def test_a_task_that_its_variables_do_not_know_is_refused(other: dict[str, int]):
     """As one of another component of a heterogeneous step, which has numbers beyond its own component's."""
     known: dict[str, Any] = {"tasks": 4, "per_node": "2(x2)", "nodes": "a,b", "rank": 3, "node": 1}
-    environment = step(**(known | other))
-    with pytest.raises(UserError, match=r"srun's variables do not agree \(.*\), as in a heterogeneous step; start one"):
-        srun_to_torchrun_env(environment)
-    with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
-        step_nodes(environment)
+    task = step(**(known | other))
+    refuses(r"srun's variables do not agree \(.*\), as in a heterogeneous step; start one", srun_to_torchrun_env, task)
+    refuses("SLURM_STEP_TASKS_PER_NODE", step_nodes, task)
 
 
 def test_the_first_host_of_a_list():
@@ -107,8 +105,7 @@ def test_the_shell_of_srun_pty_is_no_task_of_several_and_steps_that_it_starts_ha
     """They inherit its variables; only the shell is task 0 and has a terminal."""
     monkeypatch.setattr("imagenet_fast.distributed.ranks._has_terminal", lambda: True)
     environment = step(8, "8", "a") | {"SLURM_PTY_PORT": "40000"}
-    with pytest.raises(UserError, match=r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks"):
-        srun_to_torchrun_env(environment)
+    refuses(r"srun --pty has started 8 tasks, .* --nodes 1 to start ranks", srun_to_torchrun_env, environment)
     assert "RANK" not in adopted(environment, chosen=True)
     nodes = step(4, "1(x4)", "n[1-4]") | {"SLURM_PTY_PORT": "40000"}
     srun_to_torchrun_env(nodes, chosen=True)

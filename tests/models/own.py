@@ -52,9 +52,7 @@ class Counting(nn.Module):
 
 
 def tied(classes: int) -> nn.Module:
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(3 * 32 * 32, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, classes)
-    )
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, classes))
     model[3].weight = model[2].weight
     return model
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from imagenet_fast.errors import UserError
 from imagenet_fast.models.compiler import check_compiler
+from tests.conftest import refuses
 
 pytestmark = pytest.mark.usefixtures("subprocesses")
 
@@ -30,12 +30,10 @@ def test_a_compiler_without_pythons_headers_is_quoted(tmp_path: Path, monkeypatc
     (tmp_path / "g++").write_text("#!/bin/sh\necho 'a.c:1: fatal error: Python.h: no such file' >&2; exit 1\n")
     (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("CXX", str(tmp_path / "g++"))
-    with pytest.raises(UserError, match=r"g\+\+ fails \(a.c:1: fatal error: Python.h: no such file\); install python3"):
-        check_compiler()
+    refuses(r"g\+\+ fails \(a.c:1: fatal error: Python.h: no such file\); install python3", check_compiler)
 
 
 @pytest.mark.parametrize("cache", ["/proc/cache", "/dev/null"])
 def test_a_directory_that_cannot_be_written_is_named(cache: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-    with pytest.raises(UserError, match=rf"cannot load what it makes in {cache} \(.*\); set TORCHINDUCTOR_CACHE_DIR"):
-        check_compiler()
+    refuses(rf"cannot load what it makes in {cache} \(.*\); set TORCHINDUCTOR_CACHE_DIR", check_compiler)

@@ -29,9 +29,8 @@ def test_fresh_models_are_torchvisions_to_the_bit(kind: str, zero_gamma: bool):
     torch.manual_seed(3)
     ours = build_model(NETWORKS[kind].model_copy(update={"zero_init_last_gamma": zero_gamma}), 10)
     torch.manual_seed(3)
-    theirs = getattr(torchvision.models, kind)(
-        num_classes=10, **({} if kind == "alexnet" else {"zero_init_residual": zero_gamma})
-    )
+    options = {} if kind == "alexnet" else {"zero_init_residual": zero_gamma}
+    theirs = getattr(torchvision.models, kind)(num_classes=10, **options)
     ours.eval(), theirs.eval()
     images = torch.randn(2, 3, 64, 64)
     assert torch.equal(ours(images), theirs(images))

@@ -19,11 +19,9 @@ def dearest(costs: Sequence[float], runs: list[slice]) -> float:
 
 
 def test_no_other_partition_has_a_cheaper_dearest_run():
-    random = Random(0)
+    drawn = Random(0)
     for case in range(150):
-        costs = [
-            float(random.choice((0, 1, random.randint(1, 9), random.randint(1, 999)))) for _ in range(1 + case % 9)
-        ]
+        costs = [float(drawn.choice((0, 1, drawn.randint(1, 9), drawn.randint(1, 999)))) for _ in range(1 + case % 9)]
         for parts in range(1, len(costs) + 1):
             runs = linear_partition(costs, parts)
             assert [place for run in runs for place in range(len(costs))[run]] == list(range(len(costs)))

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile
-from imagenet_fast.errors import UserError
 from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import LocalStages, recorded_times, split_model
 from imagenet_fast.recipe import schema
-from tests.conftest import tiers
+from tests.conftest import refuses, tiers
 from tests.models.narrow import narrow_model
 from tests.models.own import Residual
 
@@ -149,17 +148,12 @@ def test_a_block_with_a_shortcut_is_one_piece():
 @pytest.mark.usefixtures("subprocesses")
 def test_what_cannot_be_cut_is_refused_in_a_sentence():
     model, images = built("alexnet")
-    with pytest.raises(UserError, match="AlexNet makes 8 stages, not 9; lower"):
-        split_model(model, images, 0, 9)
-    with pytest.raises(UserError, match="8 stages, not 10"):
-        split_model(model, images, 0, 5, chunks=2)
-    with pytest.raises(UserError, match="order Branching calls its layers is not known"):
-        segments_of(Branching())
-    with pytest.raises(UserError, match="order Residual calls its layers is not known"):
-        segments_of(Residual(nn.Linear(4, 4), nn.Linear(4, 4)))
+    refuses("AlexNet makes 8 stages, not 9; lower", split_model, model, images, 0, 9)
+    refuses("8 stages, not 10", split_model, model, images, 0, 5, chunks=2)
+    refuses("order Branching calls its layers is not known", segments_of, Branching())
+    refuses("order Residual calls its layers is not known", segments_of, Residual(nn.Linear(4, 4), nn.Linear(4, 4)))
     shared = nn.Linear(4, 4)
-    with pytest.raises(UserError, match="Sequential reads a weight in several layers"):
-        segments_of(nn.Sequential(shared, nn.ReLU(), shared))
+    refuses("Sequential reads a weight in several layers", segments_of, nn.Sequential(shared, nn.ReLU(), shared))
 
 
 def test_layers_without_parameters_stay_with_the_one_before():

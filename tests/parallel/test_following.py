@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.training.evaluation import StopRequested
+from tests.conftest import tiers
 from tests.parallel.small import UNDIVIDED, Loop, Trained, small_model, train
 from tests.ranks import run, with_ranks
 from tests.sync.loops import unmeasured
@@ -168,9 +169,7 @@ def test_statistics_are_averaged_over_the_ranks_that_hold_a_layer(layout: str) -
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-@pytest.mark.parametrize(
-    "engine", ["sparse", *(pytest.param(e, marks=pytest.mark.ci) for e in INEXACT if e != "sparse")]
-)
+@pytest.mark.parametrize("engine", tiers(["sparse"], INEXACT))
 def test_engines_with_a_residual_keep_ranks_alike(engine: str, layout: str):
     """A rank may have nothing to update where another, which asks it for norms, has."""
     optim = SGD | {"nesterov": False} if "corrected" in engine else LARS

@@ -55,9 +55,7 @@ def test_a_measured_row_shows_no_engine_of_ours_beside_it():
 def test_the_page_has_the_rows():
     for row in all_rows():
         if row.calibrated_on != "nothing":
-            reported, predicted, ours = (
-                f"{1e3 * seconds:.2f}" for seconds in (row.reported, row.predicted, row.ours_s)
-            )
+            reported, predicted, ours = (f"{1e3 * s:.2f}" for s in (row.reported, row.predicted, row.ours_s))
             figures = f"{row.batch} | {reported} | {predicted} | {row.error:+.1%} | {row.calibrated_on}"
             assert f"| {row.name} | {row.gpus} | {figures} | {row.ours.split()[0]} {ours} |" in PAGE
     assert f"mean error {100 * fmean(errors(calibrated_on='nothing')):.1f} %, worst" in PAGE

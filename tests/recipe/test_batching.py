@@ -153,11 +153,7 @@ def test_uneven_layout_is_refused_with_a_fix():
         ({"tensor": 2}, 1, "parallel.tensor 2 needs a multiple of 2 ranks, and there is 1; choose another --nproc, or"),
         ({"tensor": 4}, 6, "a multiple of 4 ranks, and there are 6; choose another --nproc, or sizes whose product"),
         ({"tensor": 2, "pipeline": 2, "schedule": "gpipe"}, 6, "tensor 2 x parallel.pipeline 2 needs a multiple of 4"),
-        (
-            {"pipeline": 2, "micro_batches": 3},
-            4,
-            "in micro-batches of at most 21; one that does is --set global_batch=66",
-        ),
+        ({"pipeline": 2, "micro_batches": 3}, 4, "micro-batches of at most 21; one that does is --set global_batch=66"),
         ({"pipeline": 2, "micro_batches": 100}, 4, "at most 1; one that does is --set global_batch=200, or"),
     ):
         assert sentence in refusal_of(split_batch, laid(**parallel), ranks)

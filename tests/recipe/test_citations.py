@@ -109,9 +109,7 @@ CITED: dict[str, tuple[str, dict[str, Any]]] = {
             "optim.weight_decay": 2.5e-5, "schedule.warmup_epochs": 12.0, "eval_every": 4, "first_eval": 2,
         },
     ),
-    "cifar10-93": (
-        "airbench/lib_airbench93.py", AIRBENCH | {"model.widths": (64, 128, 128), "target_top1": 93.0}
-    ),
+    "cifar10-93": ("airbench/lib_airbench93.py", AIRBENCH | {"model.widths": (64, 128, 128), "target_top1": 93.0}),
     "cifar10-94": ("legacy/airbench94.py", AIRBENCH | {"model.widths": (64, 256, 256), "target_top1": 94.0}),
     "resnet50-8gpu-ffcv16": (
         "libffcv/ffcv-imagenet",

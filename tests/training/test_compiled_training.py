@@ -96,10 +96,8 @@ def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("kind", "image_size"), [("cifarnet", 32), ("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)]
-)
-def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, image_size: int):
+@pytest.mark.parametrize(("kind", "size"), [("cifarnet", 32), ("resnet50", 32), ("alexnet", 63), ("alexnet_bn", 67)])
+def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, size: int):
     """For shapes that are constants, and the last batch of an evaluation, which is smaller, is no exception."""
     model = narrow_model(NETWORKS[kind], 10)
     with (
@@ -111,12 +109,12 @@ def test_every_piece_runs_compiled_in_training_and_in_evaluation(kind: str, imag
         compile_blocks(model)
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = model(torch.randn(4, 3, image_size, image_size)).square().mean()
+                loss = model(torch.randn(4, 3, size, size)).square().mean()
             loss.backward()
             model.eval()
             with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
                 for images in (4, 3):
-                    model(torch.randn(images, 3, image_size, image_size))
+                    model(torch.randn(images, 3, size, size))
             model.train()
             assert len(runs) == 3 * PIECES[kind], "one forward in training, two in evaluation"
             runs.clear()

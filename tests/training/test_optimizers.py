@@ -77,9 +77,7 @@ def follows(
     take: Callable[[SGD, float], object] = step_at,
 ) -> bool:  # fmt: skip
     """Whether it does as the steps written out; parameters in ``tight`` are small, or move little."""
-    exact = {
-        param: (param.detach().double(), torch.zeros_like(param, dtype=torch.float64)) for param in optimizer.params
-    }
+    exact = {p: (p.detach().double(), torch.zeros_like(p, dtype=torch.float64)) for p in optimizer.params}
     for step in range(8):
         give(optimizer.params, gradients_of(step, optimizer.params))
         for param, (weight, velocity) in exact.items():
@@ -287,14 +285,12 @@ def test_sgd_decays_biases_and_norms_where_the_recipe_says_so():
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_decoupled_decay_is_composers(nesterov: bool, deferred: bool):
     """DecoupledSGDW written out: decay follows the schedule from wd at the peak rate, and takes no part in momentum."""
-    model, peak, decay = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 2.0, 0.03
-    settings = Sgd(
-        kind="sgd", lr=peak, momentum=MU, nesterov=nesterov, weight_decay=decay, decay_all=True, decoupled=True
-    )
+    model, peak, wd = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), 2.0, 0.03
+    settings = Sgd(kind="sgd", lr=peak, momentum=MU, nesterov=nesterov, weight_decay=wd, decay_all=True, decoupled=True)
 
     def by_hand(param: nn.Parameter, w: Tensor, g: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
         v = MU * v + g
-        return (1 - rate(step) / peak * decay) * w - rate(step) * (g + MU * v if nesterov else v), v
+        return (1 - rate(step) / peak * wd) * w - rate(step) * (g + MU * v if nesterov else v), v
 
     def step_late(optimizer: SGD, lr: float) -> None:
         set_rate(optimizer, lr)

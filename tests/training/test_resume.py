@@ -103,9 +103,8 @@ def _goes_on(build: Any, steps: int, stops: list[list[int]], layout: Parallel, s
 @with_ranks(3)
 def test_what_is_measured_on_a_machine_changes_no_bit(kind: str):
     """Else a run that is killed before its first checkpoint would end otherwise than it would have."""
-    loop = Loop(
-        "tiny", global_batch=12, sync={"kind": kind} | ({"rank": 2} if kind == "powersgd" else {"wire": "fp32"})
-    )
+    settings = {"rank": 2} if kind == "powersgd" else {"wire": "fp32"}
+    loop = Loop("tiny", global_batch=12, sync={"kind": kind} | settings)
     links = (LinkModel(1e-4, 1e-8), LinkModel(3e-6, 1e-7), LinkModel(1.0, 0.0))
     first, *others = (_trained(loop, wide, 8, link=link) for link in links)
     for other in others:

@@ -25,7 +25,7 @@ from imagenet_fast.recipe.job import recipe_tables
 from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import _make_and_lock, claimed, locked, make_room
 from tests.checkpoint.trees import ALONE, stamp
-from tests.conftest import refusal_of
+from tests.conftest import refusal_of, refuses
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
@@ -99,8 +99,7 @@ def test_locked_directory_is_refused_untouched(tmp_path: Path):
     before = contents(tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match=f"^{folder} is being trained by another process; stop that first$"):
-        locked(folder).__enter__()
+    refuses(f"^{folder} is being trained by another process; stop that first$", locked(folder).__enter__)
     assert contents(tmp_path) == before
     os.close(descriptor)
     assert all("already holds a run" in refusal for refusal in run(2, claim, folder, False))

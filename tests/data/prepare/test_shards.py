@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,7 +14,7 @@ from imagenet_fast.data.prepare import write
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.data.source import ImageSource, open_training, open_validation
-from tests.conftest import refusal_of
+from tests.conftest import refuses
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tree
 from tests.data.small import FORMATS, WHOLE, put
@@ -115,7 +114,7 @@ def test_strange_names_come_through(tmp_path: Path, out: Path):
 
 def refused(source: Path, out: Path, told: str, settings: Settings) -> None:
     before = tree(out)
-    assert re.search(told, refusal_of(prepare, source, out, settings, subset=True))
+    refuses(told, prepare, source, out, settings, subset=True)
     shutil.rmtree(out / ".preparing", ignore_errors=True)
     assert tree(out) == before
 
@@ -163,6 +162,6 @@ def test_half_of_another_source_is_refused(tmp_path: Path, tars: Path, out: Path
             prepare(tars, out, WEBDATASET, subset=True)
     another = replica.official_tars(tmp_path / "another", small_imagenet(train=9))
     told = r"out was begun from another source than .*another, by train/.* or remove"
-    assert re.search(told, refusal_of(prepare, another, out, WEBDATASET, subset=True))
+    refuses(told, prepare, another, out, WEBDATASET, subset=True)
     monkeypatch.setattr(write, "write_tar", None)  # nothing is made again
     prepare(tars, out, WEBDATASET, subset=True)
