@@ -114,7 +114,7 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
             unheard = not reason and os.environ.get("LOCAL_RANK", "0") == "0"
             reason = f"the name {endpoint.host} cannot be resolved here; give an address, or add it to /etc/hosts"
             if unheard:
-                warn(f"{reason} (tried for {deadline - time.monotonic():.0f} s)")
+                warn(f"{reason}; it is tried for {deadline - time.monotonic():.0f} s")
         except OSError as error:
             reason = f"{cause(error)}; start the same command on that host, or check firewall and address"
         return needless()

@@ -158,8 +158,8 @@ def test_a_name_that_does_not_resolve_is_told_at_once_and_tried_on(monkeypatch, 
     answers = [socket.gaierror(), socket.gaierror(), ConnectionRefusedError(), Mock()]
     monkeypatch.setattr(socket, "create_connection", Mock(side_effect=answers))
     await_listener(Endpoint("gpu07", 29400), time.monotonic() + 30)
-    said = "warning: the name gpu07 cannot be resolved here; give an address, or add it to /etc/hosts (tried for 30 s)"
-    assert capsys.readouterr().err == f"{said}\n"
+    said = "the name gpu07 cannot be resolved here; give an address, or add it to /etc/hosts; it is tried for 30 s"
+    assert capsys.readouterr().err == f"warning: {said}\n"
 
 
 def introduced(

@@ -322,7 +322,7 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
         images = sum(made.images for made in classes.values())
         yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
     apart = f"as they lie in no class's own folder and so belong to no class: {len(record.apart)} images,"
-    beside = "as they are of no split, or another form of one that was taken:"
+    beside = "as they are of no split, or of one that was taken in another form:"
     left_out = {"as they are no images:": record.others, apart: record.apart, beside: record.passed_over}
     for why, paths in left_out.items():
         if paths:
