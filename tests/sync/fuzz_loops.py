@@ -26,7 +26,7 @@ from imagenet_fast.training import optimizers
 from tests.ranks import lending
 from tests.sync import fuzz_programs as ops
 from tests.sync.fuzz_models import Batch, Net, batch_of
-from tests.sync.fuzz_programs import Backward, Do, Fail, Look, Op, Optimizer, Program, Refused, ScaledStep
+from tests.sync.fuzz_programs import Backward, Do, Fail, Look, Op, Optimizer, Program, Refused, Step
 
 HALF_KIB = 0.0005
 """MiB: a few tensors of the small models."""
@@ -79,33 +79,14 @@ def can_carry_out(program: Program, engine: str) -> bool:
     return not (needs_ours and program.model.has("cuts", "doubled", "shared memory"))
 
 
-class Synchroniser:
-    """What a loop calls: here nothing happens."""
+class ByHand:
+    """What a loop calls: gradients averaged by one all-reduce; one that no rank has is None everywhere."""
+
+    _finished = False
 
     def __init__(self, model: nn.Module) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         """Those that were trainable in the beginning."""
-
-    def zero_grad(self) -> None: ...
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def finish(self) -> None: ...
-    def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None: ...
-    def drop(self) -> None: ...
-    def settle(self) -> None: ...
-    def renew(self) -> None:
-        self.zero_grad()
-
-    def save(self) -> object: ...
-    def load(self, saved: Any) -> None: ...
-    def close(self) -> None: ...
-
-
-class ByHand(Synchroniser):
-    """Gradients averaged by one all-reduce; one that no rank has is None everywhere."""
-
-    _finished = False
 
     def zero_grad(self) -> None:
         self._finished = False
@@ -130,14 +111,23 @@ class ByHand(Synchroniser):
 
     def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None:
         self.finish()
-        for optimizer in optimizers:
-            optimizer.step() if scaler is None else scaler.step(optimizer)
-        if scaler is not None:
-            scaler.update()
+        _step_each(optimizers, scaler)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def renew(self) -> None:
+        self.zero_grad()
+
+    def drop(self) -> None: ...
+    def settle(self) -> None: ...
+    def save(self) -> object: ...
+    def load(self, saved: Any) -> None: ...
+    def close(self) -> None: ...
 
 
-class Pooled(Synchroniser):
-    """A pool with an engine, or several that share the model."""
+class Pooled(ByHand):
+    """Averaged by a pool with an engine instead, or by several that share the model."""
 
     def __init__(self, model: nn.Module, engine: str, program: Program) -> None:
         super().__init__(model)
@@ -250,10 +240,8 @@ class Loop:
         self._kept = list(self.model.parameters())
         self._line = 0
 
-    def _synchroniser(self, model: nn.Module) -> Synchroniser:
-        if self.engine is None:
-            return ByHand(model)
-        return Pooled(model, self.engine, self.program)
+    def _synchroniser(self, model: nn.Module) -> ByHand:
+        return ByHand(model) if self.engine is None else Pooled(model, self.engine, self.program)
 
     def run(self) -> Loop:
         """All of it. Raises :class:`Broken`."""
@@ -308,16 +296,8 @@ class Loop:
             case ops.Finished(how, which):
                 self.sync.finish()
                 self._change(how, which)
-            case ops.Step(numbers, by_pool):
-                chosen = [self.optimizers[number] for number in numbers or range(len(self.optimizers))]
-                if by_pool:
-                    self.sync.step(chosen)
-                else:
-                    self.sync.finish()
-                    for optimizer in chosen:
-                        optimizer.step()
-            case ScaledStep():
-                self._scaled_step(op)
+            case Step():
+                self._step(op)
             case Look():
                 if self.rank == 0 or not op.alone:
                     self._look(op)
@@ -379,9 +359,8 @@ class Loop:
 
     def _decay(self, op: Backward) -> Tensor:
         """Of all weights, without asking the model for its parameters where it is not asked."""
-        unasked = [p for m in self.model.modules() for p in m._parameters.values() if p is not None]
-        weights = unasked if op.decay == "unasked" else self.model.parameters()
-        return 0.01 * torch.stack([p.square().sum() for p in weights]).sum()
+        weights = self._weights["by modules" if op.decay == "unasked" else "parameters"]
+        return 0.01 * torch.stack([p.square().sum() for p in weights()]).sum()
 
     def _fail(self, op: Fail) -> None:
         with suppress(MemoryError):
@@ -403,32 +382,24 @@ class Loop:
                     if param.grad is not None:
                         _change_one(param, how, number)
 
-    def _scaled_step(self, op: ScaledStep) -> None:
-        if self.scaler is None:
-            self.sync.step(self.optimizers)
-            return
-        if op.clips:
+    def _step(self, op: Step) -> None:
+        chosen = [self.optimizers[number] for number in op.optimizers or range(len(self.optimizers))]
+        if op.clips and self.scaler is not None:
             self.sync.finish()
             self.scaler.unscale_(self.optimizers[0])
             torch.nn.utils.clip_grad_norm_(self.sync.params, 0.1)
         if op.by_pool:
-            self.sync.step(self.optimizers, self.scaler)
+            self.sync.step(chosen, self.scaler)
         else:
             self.sync.finish()
-            for optimizer in self.optimizers:
-                self.scaler.step(optimizer)
-            self.scaler.update()
+            _step_each(chosen, self.scaler)
 
     def _look(self, op: Look) -> None:
         model, optimizers = self.model, self.optimizers
         # what is parametrised cannot be pickled
         pickled = copy.deepcopy if self.program.model.has("weight norm", "spectral norm", "orthogonal") else _pickled
-        weights: dict[str, Callable[[], Iterable[Tensor]]] = {
+        weights = self._weights | {
             "state_dict": lambda: _sorted(model.state_dict(), self._names),
-            "parameters": model.parameters,
-            "named_parameters": lambda: dict(model.named_parameters()).values(),
-            "kept": lambda: self._kept,
-            "around": lambda: nn.ModuleList([model]).parameters(),
             "deepcopy": lambda: copy.deepcopy(model).parameters(),
             "pickle": lambda: pickled(model).parameters(),
             "save": lambda: _saved(model).parameters(),
@@ -487,6 +458,19 @@ class Loop:
                 self.sync.settle()
 
     @property
+    def _weights(self) -> dict[str, Callable[[], Iterable[Tensor]]]:
+        """Ways to all weights themselves."""
+        model = self.model
+        return {
+            "parameters": model.parameters,
+            "named_parameters": lambda: dict(model.named_parameters()).values(),
+            "kept": lambda: self._kept,
+            "around": lambda: nn.ModuleList([model]).parameters(),
+            "by groups": lambda: [param for optimizer in self.optimizers for param in _params_of(optimizer)],
+            "by modules": lambda: [p for part in model.modules() for p in part._parameters.values() if p is not None],
+        }
+
+    @property
     def _names(self) -> set[str]:
         return {name for name, _ in Net(self.program.model).named_parameters()}
 
@@ -499,7 +483,7 @@ class Loop:
             part.train(self.model.training)
         return outputs
 
-    def _train_twin(self, twin: Net, synchroniser: Callable[[nn.Module], Synchroniser], op: Look) -> None:
+    def _train_twin(self, twin: Net, synchroniser: Callable[[nn.Module], ByHand], op: Look) -> None:
         """A step of a copy that has nothing of the pool's."""
         assert _names(twin) == _names(Net(self.program.model))
         assert {type(param) for param in twin.parameters()} == {nn.Parameter}
@@ -521,7 +505,6 @@ class Loop:
 
     def _do_simply(self, what: str, which: int) -> None:
         model, params = self.model, self.sync.params
-        own = [p for module in model.modules() for p in module._parameters.values() if p is not None]
         match what:
             case "schedule":
                 for scheduler in self.schedulers:
@@ -530,10 +513,11 @@ class Loop:
                 keepers = [model, *self.optimizers, *self.schedulers, *([self.scaler] if self.scaler else [])]
                 states = [(keeper, copy.deepcopy(keeper.state_dict())) for keeper in keepers]
                 self.saved = [states, self.sync.save()]
-            case "restore" if self.saved is not None:
-                for keeper, state in self.saved[0]:
-                    keeper.load_state_dict(copy.deepcopy(state))
-                self.sync.load(self.saved[1])
+            case "restore":
+                if self.saved is not None:
+                    for keeper, state in self.saved[0]:
+                        keeper.load_state_dict(copy.deepcopy(state))
+                    self.sync.load(self.saved[1])
             case "drop":
                 self.sync.drop()
             case "settle":
@@ -553,7 +537,7 @@ class Loop:
                 part = model.get_submodule(f"block{which}")
                 part.load_state_dict({name: torch.ones_like(value) for name, value in part.state_dict().items()})
             case "shrink by data":
-                for param in own:
+                for param in self._weights["by modules"]():
                     param.data.mul_(0.99)
             case "reset":
                 torch.manual_seed(which)
@@ -562,16 +546,6 @@ class Loop:
                         module.reset_parameters()
             case "shrink by apply":
                 model.apply(lambda module: _shrink(module.parameters(recurse=False)))
-            case "shrink":
-                _shrink(model.parameters())
-            case "shrink kept":
-                _shrink(self._kept)
-            case "shrink around":
-                _shrink(nn.ModuleList([model]).parameters())
-            case "shrink by groups":
-                _shrink(param for optimizer in self.optimizers for param in _params_of(optimizer))
-            case "shrink by modules":
-                _shrink(own)
             case "contiguous":
                 model.to(memory_format=torch.contiguous_format)
             case "float64":
@@ -591,6 +565,15 @@ class Loop:
                 with self._evaluating():
                     self._record("the output with the average's weights", [model(self._batch(0))])
                 _fill(model.parameters(), before)
+            case shrink:
+                _shrink(self._weights[shrink.removeprefix("shrink ")]())
+
+
+def _step_each(optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None) -> None:
+    for optimizer in optimizers:
+        optimizer.step() if scaler is None else scaler.step(optimizer)
+    if scaler is not None:
+        scaler.update()
 
 
 class _Own(optim.SGD):

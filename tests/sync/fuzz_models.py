@@ -182,8 +182,8 @@ def _part(block: Block, before: list[nn.Module]) -> nn.Module:
         "group norm": lambda: nn.GroupNorm(2, WIDTH),
         "conv": lambda: _Conv(block.biased),
         "embedding": _Embedding,
-        "tied": lambda: _Tied(tied, False),
-        "tied transposed": lambda: _Tied(tied, True),
+        "tied": lambda: _Linear(tied, transposed=False),
+        "tied transposed": lambda: _Linear(tied, transposed=True),
         "scalar": _Scalar,
         "empty": _Empty,
         "frozen": lambda: linear.requires_grad_(False),
@@ -197,7 +197,7 @@ def _part(block: Block, before: list[nn.Module]) -> nn.Module:
         "attention": _Attention,
         "gru": lambda: nn.GRUCell(WIDTH, WIDTH),
         "lstm": lambda: _Lstm(WIDTH, WIDTH),
-        "transposed": _Transposed,
+        "transposed": lambda: _Linear(nn.Parameter(torch.randn(WIDTH, WIDTH).t() / 3), transposed=False),
         "pruned": lambda: prune.l1_unstructured(linear, "weight", 0.3),
         "hooked weight norm": lambda: weight_norm(linear),
         "hooked spectral norm": lambda: spectral_norm(linear),
@@ -230,7 +230,9 @@ class _Embedding(nn.Module):
         return x + F.embedding(tokens, self.weight)
 
 
-class _Tied(nn.Module):
+class _Linear(nn.Module):
+    """Its weight is another's, or does not lie in memory row by row."""
+
     def __init__(self, weight: nn.Parameter, transposed: bool) -> None:
         super().__init__()
         self.weight, self._transposed = weight, transposed
@@ -307,17 +309,6 @@ class _Attention(nn.Module):
 class _Lstm(nn.LSTM):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[0]
-
-
-class _Transposed(nn.Module):
-    """Its parameter does not lie in memory row by row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH).t() / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class _ReadsEarly(nn.Module):

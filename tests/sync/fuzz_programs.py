@@ -84,12 +84,8 @@ class Step(Written):
     optimizers: tuple[int, ...] = ()
     """(): all."""
     by_pool: bool = True
-
-
-@operation
-class ScaledStep(Written):
-    by_pool: bool = True
     clips: bool = False
+    """Whether gradients are clipped, when the scaler of the program has unscaled them."""
 
 
 @operation
@@ -125,9 +121,7 @@ class Refused(Written):
     words: str
 
 
-Op = (
-    ZeroGrad | Backward | AutogradGrad | Fail | Locally | Finished | Step | ScaledStep | Look | Do | Refused
-)  # fmt: skip
+Op = ZeroGrad | Backward | AutogradGrad | Fail | Locally | Finished | Step | Look | Do | Refused
 
 
 @operation
@@ -208,7 +202,7 @@ class Program(Written):
                     continue
                 case Finished(how) if how not in ("", "log"):
                     line = replace(line, op=Finished())
-                case Step() | ScaledStep():
+                case Step():
                     line = replace(line, op=Step())
             lines.append(line)
         settings = (*OUR_SGD.settings, ("corrected", corrected))
@@ -322,9 +316,6 @@ class _Writer:
     def maybe(self, chance: float) -> bool:
         return self.draw.random() < chance
 
-    def which(self) -> int:
-        return self.draw.randrange(3)
-
     def next_data(self) -> int:
         self.data += 1
         return self.data
@@ -340,9 +331,10 @@ class _Writer:
         op = Backward(self.next_data(), self.skipped(), sync, penalty, overflows)
         self.add(op, traceless=traceless)
 
-    def zero_grad(self, traceless: bool = False, clean: bool = False) -> None:
-        """``clean``: no gradient is under way, which nobody may fill with zeros."""
-        self.add(ZeroGrad(self.maybe(0.1) and clean), traceless=traceless)
+    def zero_grad(self, traceless: bool = False) -> None:
+        """Of gradients that are under way, nobody may fill any with zeros."""
+        self.add(ZeroGrad(self.maybe(0.1) and self.clean), traceless=traceless)
+        self.clean = False
 
     def look(self, chance: float) -> None:
         if not self.maybe(chance):
@@ -357,7 +349,8 @@ class _Writer:
     def between(self) -> None:
         """Of two steps."""
         self.look(0.3)
-        writes = [(f"shrink{how}", 0.02) for how in ("", " kept", " around", " by data", " by groups", " by modules")]
+        ways = ("parameters", "kept", "around", "by data", "by groups", "by modules")
+        writes = [(f"shrink {way}", 0.02) for way in ways]
         for what, chance in (("save", 0.1), ("restore", 0.1), ("vector", 0.04), *writes):
             if what == "vector" and self.model.has("conv", "transposed"):
                 continue  # it lays them out anew
@@ -370,11 +363,10 @@ class _Writer:
             self.add(Do("unfreeze"))
         elif not self.frozen and self.maybe(0.08):
             self.frozen = True
-            self.add(Do("freeze", self.which()))
+            self.add(Do("freeze", self.draw.randrange(3)))
 
     def step(self) -> None:
-        self.zero_grad(clean=self.clean)
-        self.clean = False
+        self.zero_grad()
         if self.maybe(0.07):
             self.backward(sync=False, traceless=True)
             self.zero_grad(traceless=True)
@@ -409,7 +401,7 @@ class _Writer:
 
     def take(self) -> None:
         if self.scaled:
-            self.add(ScaledStep(by_pool=self.maybe(0.6), clips=self.maybe(0.3)))
+            self.add(Step(by_pool=self.maybe(0.6), clips=self.maybe(0.3)))
             return
         numbers: Sequence[int] = range(len(self.optimizers))
         if len(numbers) > 1 and self.maybe(0.25):
@@ -430,8 +422,7 @@ class _Writer:
 
     def dropped(self) -> None:
         """Begun and not taken."""
-        self.zero_grad(clean=self.clean)
-        self.clean = False
+        self.zero_grad()
         for _ in range(self.draw.choice((0, 1))):
             self.backward(sync=False)
         self.backward(sync=True)
@@ -440,8 +431,7 @@ class _Writer:
         self.look(0.2)
 
     def failing(self) -> None:
-        self.zero_grad(clean=self.clean)
-        self.clean = False
+        self.zero_grad()
         if self.maybe(0.2):
             self.backward(sync=False)
         places = [self.place() if self.maybe(0.7) else None for _ in range(self.ranks)]

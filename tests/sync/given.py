@@ -121,8 +121,10 @@ def process_groups(*ranks: Sequence[int], **options: Any) -> Iterator[list[dist.
         dist.destroy_process_group(group)
 
 
-def ended(sync: GradientSync) -> tuple[dict[nn.Parameter, Tensor], SyncStats]:
-    """The end of a step: the gradients that parameters were updated with."""
+def applied(
+    sync: GradientSync, forward: Callable[..., Tensor], *given: Gradients
+) -> tuple[dict[nn.Parameter, Tensor], SyncStats]:
+    """What a step updates parameters with; given the gradients of several micro-steps, their sums."""
     applied: dict[nn.Parameter, Tensor] = {}
 
     def keep(params: list[nn.Parameter]) -> None:
@@ -132,17 +134,12 @@ def ended(sync: GradientSync) -> tuple[dict[nn.Parameter, Tensor], SyncStats]:
             assert param.grad.stride() == param.stride()
             applied[param] = param.grad.clone()
 
-    stats = sync.end_backward()
-    sync.update(keep)
-    sync.settle()
-    return applied, stats
-
-
-def applied(sync: GradientSync, forward: Callable[..., Tensor], *given: Gradients) -> dict[nn.Parameter, Tensor]:
-    """What a step updates parameters with; given the gradients of several micro-steps, their sums."""
     sync.zero_grad()
     for gradients in given[:-1]:
         with sync.no_sync():
             forward(gradients).backward()
     forward(given[-1]).backward()
-    return ended(sync)[0]
+    stats = sync.end_backward()
+    sync.update(keep)
+    sync.settle()
+    return applied, stats

@@ -49,10 +49,10 @@ def loss_of(model: Callable[[Tensor], Tensor], step: int) -> Tensor:
     return model(images(step)).square().sum()
 
 
-def begin(model: Callable[[Tensor], Tensor], pool: GradientPool, step: int) -> None:
+def begin(model: Any, pool: GradientPool, step: int, loss: Callable[[Any, int], Tensor] = loss_of) -> None:
     """All of a step but its end."""
     pool.zero_grad()
-    loss_of(model, step).backward()
+    loss(model, step).backward()
 
 
 def train(model: nn.Module, pool: GradientPool, optimizer: Any, steps: range = range(3)) -> None:
@@ -65,6 +65,15 @@ def started(settings: EngineSettings, kind: Callable[[nn.Module], Any] | None = 
     """A model, its pool and its optimizer."""
     model = Layers()
     return model, pooled(model, settings), (kind or sgd)(model)
+
+
+def trained(
+    settings: EngineSettings, steps: int = 3, kind: Callable[[nn.Module], Any] | None = None
+) -> tuple[Layers, Any, Any]:
+    """As many steps later."""
+    model, pool, optimizer = started(settings, kind)
+    train(model, pool, optimizer, range(steps))
+    return model, pool, optimizer
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -33,7 +33,7 @@ from imagenet_fast.sync.topology import Topology
 from tests.conftest import tiers
 from tests.covering import covering
 from tests.ranks import lending, run, with_ranks
-from tests.sync.given import Given, applied, ended, integers, means, normals, pooled, process_groups
+from tests.sync.given import Given, applied, integers, means, normals, pooled, process_groups
 from tests.sync.loops import LINK, synced, unmeasured
 
 TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}
@@ -260,9 +260,7 @@ def _digest(
         everyone = {
             rank: integers(SHAPES, step, rank, len(ranks)) if whole else normals(SHAPES, step, rank) for rank in ranks
         }
-        sync.zero_grad()
-        forward(everyone[dist.get_rank()]).backward()
-        moved, stats = ended(sync)
+        moved, stats = applied(sync, forward, everyone[dist.get_rank()])
         of_dtype = [[gradient.to(case.dtype) for gradient in of_one] for of_one in everyone.values()]
         for param, mean in zip(model.weights, means(of_dtype), strict=True):
             near = 0.0 if whole and not coded else tolerance
@@ -359,9 +357,7 @@ def test_what_is_longer_than_a_piece_is_averaged_in_pieces(engine: Name, wire: W
     pool = pooled(model, settings, topology=lending(1))
     for step in range(2):
         everyone = [integers(shapes, step, rank, 3) for rank in range(3)]
-        pool.zero_grad()
-        model(everyone[dist.get_rank()]).backward()
-        moved, stats = ended(pool)
+        moved, stats = applied(pool, model, everyone[dist.get_rank()])
         assert all(torch.equal(moved[p].double(), mean) for p, mean in zip(model.weights, means(everyone), strict=True))
     assert stats.launches > 1 or engine == "sparse", "sparse fuses chunks to its own threshold"
 
@@ -374,7 +370,7 @@ def test_micro_steps_add_up(name: str) -> None:
     everyone = [[integers(SHAPES, micro, rank, 2) for micro in range(3)] for rank in range(2)]
     expected = means([[sum(parts) for parts in zip(*of_one, strict=True)] for of_one in everyone])
     for _ in range(2):  # the second step must not see the first
-        moved = applied(sync, forward, *everyone[dist.get_rank()])
+        moved, _ = applied(sync, forward, *everyone[dist.get_rank()])
         assert all(torch.equal(moved[p].double(), mean) for p, mean in zip(model.weights, expected, strict=True))
 
 
@@ -386,9 +382,7 @@ FUSED = [(0.0, "fp32", 5), (0.0002, "fp32", 3), (0.0002, "bf16", 2), (math.inf, 
 def test_lazy_fuses_until_its_threshold(threshold: float, wire: Wire, launches: int) -> None:
     model = Given(*LAYERS)
     pool = pooled(model, engines.LazySync(wire=wire, threshold_mb=threshold))
-    pool.zero_grad()
-    model(integers(SHAPES, 0, 0, 2)).backward()
-    stats = pool.end_backward()
+    _, stats = applied(pool, model, integers(SHAPES, 0, 0, 2))
     assert stats.sent_bytes == pool.gradients.values.numel() * wire_dtype(wire).itemsize, (
         "2 (2-1)/2 of the pool by each of two"
     )

@@ -22,7 +22,7 @@ from tests.ranks import lending, with_ranks
 from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled, same_on_ranks, weights_of
-from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, unmeasured
+from tests.sync.loops import Layers, alike, begin, loss_of, sgd, started, state, train, trained, unmeasured
 
 DEFERRED = pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear"]))
 
@@ -39,8 +39,7 @@ DROPPING = ["lazy int8", "powersgd", "sparse", "sparse corrected"], ["lazy", "hy
 def test_a_dropped_step_is_thrown_away(engine: str) -> None:
     """No weight changes. Of gradients that are not finite, nothing is left, and what one rank had not sent is zero."""
     corrected = ENGINES[engine].velocity_momentum is not None
-    model, pool, optimizer = started(ENGINES[engine], lambda model: loops.ours(model, lr=0.01, corrected=corrected))
-    train(model, pool, optimizer)
+    model, pool, optimizer = trained(ENGINES[engine], 3, lambda model: loops.ours(model, lr=0.01, corrected=corrected))
     for step in (3, 5):
         pool.settle()
         before = state(model)
@@ -99,8 +98,8 @@ def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(
 @unmeasured()
 def test_a_lost_message_stays_lost() -> None:
     """No later read takes what its buffer holds, which no rank has averaged, for means."""
-    model, pool, optimizer = started(ENGINES["hybrid"].model_copy(update={"fuse_mb": 1}))
-    train(model, pool, optimizer, range(8))  # until messages are in flight after a step
+    chosen = ENGINES["hybrid"].model_copy(update={"fuse_mb": 1})
+    model, pool, _ = trained(chosen, 8)  # until messages are in flight after a step
     in_flight = pool.engine._in_flight
     assert in_flight
     sent = dict(in_flight)

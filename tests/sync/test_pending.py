@@ -24,9 +24,10 @@ from imagenet_fast.sync import GradientPool
 from imagenet_fast.sync.pending import Pending
 from tests.conftest import tiers
 from tests.ranks import run, with_ranks
+from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled, same_on_ranks, weights_of
-from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, train, unmeasured
+from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, train, trained
 
 LAZY, HYBRID, DEAR = (ENGINES[name] for name in ("lazy", "hybrid", "dear"))
 
@@ -35,7 +36,7 @@ LAZY, HYBRID, DEAR = (ENGINES[name] for name in ("lazy", "hybrid", "dear"))
 @pytest.mark.parametrize("engine", ["lazy", "hybrid auto", "dear"])
 @pytest.mark.parametrize("how", ["model", "method", "block", "function", "script"])
 @with_ranks(2)
-@unmeasured()
+@loops.unmeasured()
 @torch.jit.optimized_execution(False)  # which rounds in another way
 def test_compiled_models_are_pooled_as_they_are_and_updated_in_front_of_their_code(how: str, engine: str) -> None:
     """As a whole in one graph; a block by its method; a function, whose graph breaks; and a model of scripts."""
@@ -81,15 +82,13 @@ def test_bare_tensors_are_put_off_too() -> None:
 
 
 def test_an_update_that_is_kept_settles_nothing_of_a_later_step():
-    (model, pool, optimizer), (expected, plain, other) = started(HYBRID), started(LAZY)
-    train(model, pool, optimizer, range(1))
+    model, pool, optimizer = trained(HYBRID, 1)
     kept = pool.pending
     train(model, pool, optimizer, range(1, 2))
     kept.settle([model.layer0.weight])
     kept.settle()
     assert isinstance(model.layer0.weight, Pending)
-    train(expected, plain, other, range(2))
-    assert torch.equal(model.layer0.weight, expected.layer0.weight)
+    assert torch.equal(model.layer0.weight, trained(LAZY, 2)[0].layer0.weight)
 
 
 @pytest.mark.ci
@@ -154,12 +153,11 @@ MODULES = tiers(["pending"], ["pool|step|per_param_step|bucket_scheduler|sparse"
 @pytest.mark.parametrize("modules", MODULES)
 @pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear", "sparse hybrid"]))
 def test_a_signals_handler_may_read_at_every_line_of_a_step(engine: str, modules: str):
-    (model, pool, optimizer), (expected, plain, other) = (started(ENGINES[engine], ours) for _ in range(2))
+    model, pool, optimizer = started(ENGINES[engine], ours)
     for number, watched in enumerate(at_each_line(modules, lambda: (model.state_dict(), optimizer.state_dict()))):
         with watched:
             train(model, pool, optimizer, range(number, number + 1))
-    train(expected, plain, other, range(number + 1))
-    assert alike(state(model), state(expected))
+    assert alike(state(model), state(trained(ENGINES[engine], number + 1, ours)[0]))
 
 
 def interrupt() -> None:
@@ -169,14 +167,12 @@ def interrupt() -> None:
 @pytest.mark.parametrize("modules", MODULES)
 def test_an_update_that_is_interrupted_at_any_line_is_whole_or_told(modules: str):
     """By Ctrl-C, say: it is carried out later, or refused."""
-    expected = started(LAZY)
-    train(*expected)
+    expected, _, _ = trained(LAZY)
     for watched in at_each_line(modules, interrupt):
-        model, pool, optimizer = started(HYBRID)
-        train(model, pool, optimizer)
+        model, pool, _ = trained(HYBRID)
         with suppress(KeyboardInterrupt), watched:
             model(images(3))
-        is_whole = alike(state(model), state(expected[0]))
+        is_whole = alike(state(model), state(expected))
         with suppress(RuntimeError) if is_whole else pytest.raises(RuntimeError, match="failed halfway"):
             pool.zero_grad()
 
@@ -197,9 +193,8 @@ class Slow(torch.optim.SGD):
 
 
 def test_a_second_thread_waits_for_an_update_under_way_and_its_schedule_may_go_on():
-    (model, pool, optimizer), (expected, plain, other) = started(HYBRID, lambda m: Slow(m.parameters())), started(LAZY)
-    train(model, pool, optimizer, range(1))
-    train(expected, plain, other, range(1))
+    model, pool, optimizer = trained(HYBRID, 1, lambda model: Slow(model.parameters()))
+    expected, _, _ = trained(LAZY, 1)
     first = threading.Thread(target=pool.settle)
     first.start()
     optimizer.begun.wait()
@@ -234,8 +229,7 @@ def test_what_shares_memory_with_parameters_is_never_behind(keep: Callable[[Tens
 def test_shapes_and_the_like_are_read_without_an_update_and_copies_after_it():
     model = Layers()
     pool, optimizer, weight = pooled(model, HYBRID), sgd(model), model.layer0.weight
-    begin(model, pool, 0)
-    pool.step(optimizer)
+    train(model, pool, optimizer, range(1))
     facts = (weight.shape, weight.dtype, weight.device, weight.grad, weight.requires_grad, weight.numel(), len(weight))
     assert facts == ((8, 8), torch.float32, torch.device("cpu"), None, True, 64, 8)
     assert isinstance(weight, Pending)
@@ -244,8 +238,7 @@ def test_shapes_and_the_like_are_read_without_an_update_and_copies_after_it():
     weight.data_ptr()
     assert type(weight) is nn.Parameter
     for copied in (copy.copy, copy.deepcopy):
-        begin(model, pool, 1)
-        pool.step(optimizer)
+        train(model, pool, optimizer, range(1, 2))
         assert type(copied(weight)) is nn.Parameter
     pool.close()
     assert {type(param) for param in model.parameters()} == {nn.Parameter}
@@ -273,11 +266,9 @@ def test_a_read_that_is_not_seen_is_refused_wherever_it_is(engine: str, early: b
     model = Unseen(early)
     with closing(GradientPool(model, ENGINES[engine])) as pool:
         for _ in range(3):
-            begin(model, pool, 0)
-            pool.step(sgd(model))
+            train(model, pool, sgd(model), range(1))
             pool.settle()
-        begin(model, pool, 0)
-        pool.step(sgd(model))
+        train(model, pool, sgd(model), range(1))
         with pytest.raises(RuntimeError, match=r"gradient of bias is of the values before .*pool\.settle\(\)"):
             begin(model, pool, 0)
         pool.drop()

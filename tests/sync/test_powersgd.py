@@ -45,7 +45,7 @@ def drawn(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[Tens
 
 def moved(pool: GradientPool, model: Given, gradients: Gradients) -> list[Tensor | None]:
     """What a step updates the layers with, in memory's order."""
-    seen = given.applied(pool, model, gradients)
+    seen, _ = given.applied(pool, model, gradients)
     return [in_memory_order(seen[param]) if param in seen else None for param in model.weights]
 
 
@@ -82,9 +82,8 @@ SIZES = [(40, 30), (1, 40, 30), (12, 3, 3, 3), (3, 9), (4, 4), (1, 50), (50,), (
 
 def sent_by(forward: nn.Module, sync: Any, shape: tuple[int, ...]) -> float:
     """Values of fp32 that a rank of two sends once: half of all, and half of all means."""
-    sync.zero_grad()
-    forward(given.normals([shape], 0, dist.get_rank())).backward()
-    return given.ended(sync)[1].sent_bytes / 4
+    _, stats = given.applied(sync, forward, given.normals([shape], 0, dist.get_rank()))
+    return stats.sent_bytes / 4
 
 
 @with_ranks(2)
@@ -211,7 +210,7 @@ def test_it_goes_on_with_shards_of_another_size() -> None:
     again = pooled(model, chosen)
     again.load_state_dict(state)
     for step in range(3):
-        seen = given.applied(again, model, given.normals(shapes, step, dist.get_rank()))
+        seen, _ = given.applied(again, model, given.normals(shapes, step, dist.get_rank()))
         assert all(values.isfinite().all() for values in seen.values())
 
 

@@ -95,7 +95,7 @@ class Steps:
     def take(self, steps: int) -> Steps:
         for _ in range(steps):
             gradients = [torch.randint(-50, 50, p.shape, generator=self.random).float() for p in self.given]
-            moved = applied(self.pool, self.model, gradients)
+            moved, _ = applied(self.pool, self.model, gradients)
             for param, gradient in zip(self.given, gradients, strict=True):
                 self.given[param] += gradient
                 self.applied[param] += moved[param]

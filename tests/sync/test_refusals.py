@@ -32,9 +32,10 @@ from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
+from tests.sync import loops
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled, same_on_ranks, weights_of
-from tests.sync.loops import Layers, alike, begin, images, loss_of, ours, sgd, started, state, synced, train, unmeasured
+from tests.sync.loops import Layers, begin, images, loss_of, ours, sgd, started, state, train, trained, unmeasured
 
 STATES = ("lazy", "hybrid", "dear", "lazy int8", "powersgd", "sparse", "sparse whole", "sparse corrected")
 Wrong = Iterator[tuple[Any, ...]]
@@ -252,8 +253,7 @@ def a_frozen_layer_with_an_old_gradient(settings: EngineSettings) -> Wrong:
 
 @refused(r"layer\d\.\w+ .*create_graph=True.*torch\.autograd\.grad", "lazy", "hybrid", "sparse", error=RuntimeError)
 def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
-    model, pool, optimizer = started(settings, ours)
-    train(model, pool, optimizer, range(2))
+    model, pool, optimizer = trained(settings, 2, ours)
     pool.zero_grad()
     yield loss_of(model, 2).backward, None, None, True
     pool.drop()
@@ -268,8 +268,7 @@ def a_gradient_that_is_part_of_a_graph(settings: EngineSettings) -> Wrong:
 @refused(r"gradient of layer0\.weight is of the values before its last update; make each forward after .*settle\(\) "
          r"before .* torch\.func", "hybrid", "dear", error=RuntimeError)  # fmt: skip
 def a_gradient_of_weights_before_their_update(settings: EngineSettings) -> Wrong:
-    model, pool, optimizer = started(settings)
-    train(model, pool, optimizer)
+    model, pool, optimizer = trained(settings)
     pool.zero_grad()
     of_loss = torch.func.grad(lambda params: torch.func.functional_call(model, params, (images(3),)).sum())
     gradients = of_loss(dict(model.named_parameters()))
@@ -284,8 +283,7 @@ def a_gradient_of_weights_before_their_update(settings: EngineSettings) -> Wrong
 @refused("modified by an inplace operation", "lazy", "hybrid", "dear", error=RuntimeError)
 def a_step_between_two_backwards_of_one_forward(settings: EngineSettings) -> Wrong:
     """In torch's own words."""
-    model, pool, optimizer = started(settings)
-    train(model, pool, optimizer)
+    model, pool, optimizer = trained(settings)
     pool.zero_grad()
     loss = loss_of(model, 4)
     loss.backward(retain_graph=True)
@@ -353,8 +351,7 @@ def compiled_autograd(settings: EngineSettings) -> Wrong:
 @refused(r"update of this model is pending; call pool\.settle\(\) in front of a function .* fullgraph=True", "hybrid",
          error=RuntimeError)  # fmt: skip
 def a_whole_graph_of_model_and_loss(settings: EngineSettings) -> Wrong:
-    model, pool, optimizer = started(settings)
-    train(model, pool, optimizer)
+    model, pool, _ = trained(settings)
     pool.zero_grad()
     loss = torch.compile(lambda x: model(x).square().sum(), backend="eager", fullgraph=True)
     yield loss, images(3)
@@ -366,8 +363,7 @@ def a_whole_graph_of_model_and_loss(settings: EngineSettings) -> Wrong:
 
 @refused(r"this pool is closed; make a new one", "lazy", "hybrid", "sparse", error=RuntimeError)
 def a_pool_that_is_closed(settings: EngineSettings) -> Wrong:
-    model, pool, optimizer = started(settings, ours)
-    train(model, pool, optimizer)
+    model, pool, optimizer = trained(settings, 3, ours)
     pool.close()
     for call in (pool.zero_grad, pool.finish, partial(pool.step, optimizer), pool.drop, pool.state_dict):
         yield (call,)
@@ -435,7 +431,7 @@ def uses(params: list[Any]) -> list[Callable[[], object]]:
 @refused(r"on its way to the other ranks; call pool\.finish\(\)", "lazy", "hybrid", "dear", "sparse", "powersgd",
          error=RuntimeError)  # fmt: skip
 def a_gradient_that_is_used_on_its_way(settings: EngineSettings) -> Wrong:
-    (model, pool, optimizer), (expected, plain, other) = started(settings, ours), started(settings, ours)
+    model, pool, optimizer = started(settings, ours)
     param = model.layer0.weight
     begin(model, pool, 0)
     for use in uses(list(model.parameters())):
@@ -443,8 +439,7 @@ def a_gradient_that_is_used_on_its_way(settings: EngineSettings) -> Wrong:
     assert param.grad.shape == param.shape
     assert "on its way" in repr(param.grad)
     pool.step(optimizer)
-    train(expected, plain, other, range(1))
-    assert alike(state(model), state(expected))
+    assert loops.alike(state(model), state(trained(settings, 1, ours)[0]))
 
 
 @refused(r"layer0\.weight was replaced while .* call pool\.finish\(\)", "lazy", "hybrid", error=RuntimeError,
@@ -469,7 +464,7 @@ def trained_after(change: Callable[[Layers], object]) -> Refusal:
 
     def loop(settings: EngineSettings | DdpSync) -> Wrong:
         model = changed(lambda model: model.layer0.requires_grad_(False))
-        forward, pool = synced(model, settings)
+        forward, pool = loops.synced(model, settings)
         for number in range(3):
             pool.zero_grad()
             loss_of(forward, number).backward()
@@ -548,9 +543,8 @@ def a_save_between_finish_and_step(settings: EngineSettings) -> Wrong:
 def kept(settings: EngineSettings) -> dict[str, Any]:
     """By a pool, after some steps."""
     corrected = settings.velocity_momentum is not None
-    model, pool, _ = started(settings)
-    train(model, pool, ours(model, momentum=0.9, corrected=corrected), range(6))  # as many as engines learn from
-    return copy.deepcopy(pool.state_dict())
+    kind = partial(ours, momentum=0.9, corrected=corrected)
+    return copy.deepcopy(trained(settings, 6, kind)[1].state_dict())  # as many as engines learn from
 
 
 @refused(r"state is of another engine than .*; take that engine", *STATES)
@@ -573,8 +567,7 @@ def a_state_loaded_in_the_middle_of_a_step(settings: EngineSettings) -> Wrong:
     yield pool.load_state_dict, saved
     pool.step(optimizer)
     saved = copy.deepcopy(pool.state_dict())
-    begin(model, pool, 1)
-    pool.step(optimizer)
+    train(model, pool, optimizer, range(1, 2))
     pool.load_state_dict(saved)  # after what was put off
     train(model, pool, optimizer, range(2, 4))
     same_on_ranks(weights_of(model))
@@ -595,22 +588,15 @@ def test_a_residual_of_other_ranks_is_refused(engine: str):
 
 @refused(r"auto had chosen .* take auto")
 def a_state_of_auto_after_its_choice(settings: EngineSettings) -> Wrong:
-    state = copy.deepcopy(elected()[1].state_dict())
+    state = copy.deepcopy(trained(ENGINES["auto"], 9)[1].state_dict())
     assert state["engine"]["elected"]
     yield pooled(Layers(), settings).load_state_dict, state
 
 
 @refused(r"auto had chosen butterflies.*which is not among")
 def a_choice_that_auto_no_longer_has(_: EngineSettings) -> Wrong:
-    state = copy.deepcopy(elected()[1].state_dict())
+    state = copy.deepcopy(trained(ENGINES["auto"], 9)[1].state_dict())
     yield pooled(Layers(), ENGINES["auto"]).load_state_dict, state | {"engine": {"elected": "butterflies"}}
-
-
-def elected() -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
-    """Some steps after the choice."""
-    model, pool, optimizer = started(ENGINES["auto"])
-    train(model, pool, optimizer, range(9))
-    return model, pool, optimizer
 
 
 FIRST = [(name, refusal.engines[0]) for name, refusal in REFUSALS.items() if name not in [*UNPOOLED][1:]]
@@ -664,7 +650,7 @@ def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
 @with_ranks(2)
 @unmeasured()
 def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
-    model, pool, optimizer = elected()
+    model, pool, optimizer = trained(ENGINES["auto"], 9)
     saved, weights = copy.deepcopy(pool.state_dict()), state(model)
     momenta, ends = copy.deepcopy(optimizer.state_dict()), []
     train(model, pool, optimizer)
@@ -682,11 +668,10 @@ PROGRAM = """
 import sys, time, torch
 import torch.distributed as dist
 from imagenet_fast.sync.comm_stream import CommStats, CommStream
-from tests.sync.test_refusals import ENGINES, started, train
+from tests.sync.test_refusals import ENGINES, trained
 
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-model, pool, optimizer = started(ENGINES["hybrid"])
-train(model, pool, optimizer, range(4))
+model, pool, optimizer = trained(ENGINES["hybrid"], 4)
 values, stream = torch.ones(1000), CommStream(torch.device("cpu"), (0, 1))
 if sys.argv[2] == "0":
     time.sleep(1)

@@ -25,7 +25,7 @@ from tests.conftest import tiers
 from tests.ranks import with_ranks
 from tests.sync import loops
 from tests.sync.given import Given, mean_over_ranks, pooled, same_on_ranks, weights_of
-from tests.sync.loops import Layers, ours
+from tests.sync.loops import Layers, begin, ours
 
 SGD = Sgd(kind="sgd", lr=0.03, weight_decay=1e-3)
 CHUNK = 64
@@ -191,8 +191,7 @@ def test_what_comes_after_an_update_sees_what_it_has_updated(timing: str) -> Non
     averaged: list[set[nn.Parameter]] = []
     for step in range(3):
         averaged.append(set())
-        pool.zero_grad()
-        labelled_loss(model, step).backward()
+        begin(model, pool, step, labelled_loss)
         pool.step(optimizer, then=[lambda params, seen=averaged[-1]: seen.update(params)])
         pool.settle()
     assert averaged == [set(model.parameters())] * 3
@@ -233,8 +232,7 @@ def _in_parts(chosen: SparseSync, way: str) -> Tensor:
 @with_ranks(2)
 def test_gradients_are_the_means_of_what_was_sent() -> None:
     model, pool, optimizer = started(sparsity=0.5)
-    pool.zero_grad()
-    labelled_loss(model, 0).backward()
+    begin(model, pool, 0, labelled_loss)
     before = torch.cat([pool.gradients.values[slot.start : slot.flag] for slot in pool.slots])
     pool.finish()
     gradients = [slot.param.grad.as_strided((slot.param.numel(),), (1,)) for slot in pool.slots]  # as they lie there
@@ -258,8 +256,7 @@ def test_ranks_clip_alike_what_was_sent(kind: Any) -> None:
     model = network()
     pool, optimizer = pooled(model, settings(sparsity=0.5)), kind(model.parameters(), lr=0.1)
     for step in range(6):
-        pool.zero_grad()
-        labelled_loss(model, step).backward()
+        begin(model, pool, step, labelled_loss)
         pool.finish()
         pool.finish()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -290,7 +287,7 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed() -> None:
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()
         engine._topology.stream((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())
-        loops.begin(model, pool, step)
+        begin(model, pool, step)
         pool.end_backward()
         phases = [weakref.ref(phase) for message in engine._messages for phase in message.phases]
         gc.collect()

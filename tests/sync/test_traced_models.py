@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from imagenet_fast.sync import EngineSettings, GradientPool
+from imagenet_fast.sync import EngineSettings
 from tests.conftest import tiers
 from tests.ranks import with_ranks
 from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import pooled
-from tests.sync.loops import alike, images, ours, started, state, train, unmeasured
+from tests.sync.loops import alike, images, ours, state, train, trained, unmeasured
 
 LAZY, HYBRID, DEAR = (ENGINES[name] for name in ("lazy", "hybrid", "dear"))
 Forward = Callable[[Tensor], Tensor]
@@ -41,18 +41,12 @@ REFUSED = {"traced by jit", "made by fx", "fake"}
 """The others read no value of a parameter, or all of them before they trace."""
 
 
-def after_steps(settings: EngineSettings, steps: int = 4) -> tuple[nn.Module, GradientPool, torch.optim.Optimizer]:
-    model, pool, optimizer = started(settings)
-    train(model, pool, optimizer, range(steps))
-    return model, pool, optimizer
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", tiers([HYBRID], [HYBRID, DEAR]), ids=lambda settings: settings.kind)
 def test_traced_between_steps_changes_no_weight(way: str, settings: EngineSettings):
-    expected, _, _ = after_steps(LAZY)
-    model, pool, optimizer = after_steps(settings)
+    expected, _, _ = trained(LAZY, 4)
+    model, pool, optimizer = trained(settings, 4)
     if way in REFUSED:
         with pytest.raises(RuntimeError, match=SENTENCE):
             WAYS[way](model)
@@ -63,12 +57,12 @@ def test_traced_between_steps_changes_no_weight(way: str, settings: EngineSettin
             assert torch.equal(program(images(number)), expected(images(number)))
     assert alike(state(model), state(expected))
     train(model, pool, optimizer, range(4, 5))  # and training goes on
-    assert alike(state(model), state(after_steps(LAZY, 5)[0]))
+    assert alike(state(model), state(trained(LAZY, 5)[0]))
 
 
 def test_a_layer_is_exported_alone_up_to_date():
-    expected, _, _ = after_steps(LAZY)
-    model, _, _ = after_steps(HYBRID)
+    expected, _, _ = trained(LAZY, 4)
+    model, _, _ = trained(HYBRID, 4)
     program = torch.export.export(model.layer2, (images(0),)).module()
     assert torch.equal(program(images(7)), expected.layer2(images(7)))
     assert alike(state(model), state(expected))
@@ -76,7 +70,7 @@ def test_a_layer_is_exported_alone_up_to_date():
 
 def test_a_cuda_graph_is_refused_until_settled():
     """A captured update cannot be kept out of the program."""
-    model, pool, _ = after_steps(HYBRID)
+    model, pool, _ = trained(HYBRID, 4)
     capturing = patch.multiple("torch.cuda", is_initialized=lambda: True, is_current_stream_capturing=lambda: True)
     with capturing, pytest.raises(RuntimeError, match=SENTENCE):
         model(images(0))

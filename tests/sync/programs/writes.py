@@ -9,7 +9,10 @@ from tests.sync.programs.common import STEP
 CONVOLUTIONS = model("conv", "conv", "linear")
 
 PROGRAMS = [
-    program("weights written by parameters() and apply()", *(*STEP, Do("shrink"), *STEP, Do("shrink by apply")) * 5),
+    program(
+        "weights written by parameters() and apply()",
+        *(*STEP, Do("shrink parameters"), *STEP, Do("shrink by apply")) * 5,
+    ),
     program(
         "weights written without asking", *(*STEP, Do("shrink by groups"), *STEP, Do("shrink by modules")) * 4,
     ),
