@@ -137,26 +137,26 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2258,
+    "imagenet_fast/bench": 2221,
     "imagenet_fast/checkpoint": 843,
-    "imagenet_fast/cli": 1750,
+    "imagenet_fast/cli": 1671,
     "imagenet_fast/compare": 708,
     "imagenet_fast/cost_model": 1244,
-    "imagenet_fast/data": 4595,
-    "imagenet_fast/distributed": 2330,
+    "imagenet_fast/data": 4639,
+    "imagenet_fast/distributed": 2329,
     "imagenet_fast/doctor": 313,
-    "imagenet_fast/launch": 1336,
+    "imagenet_fast/launch": 1280,
     "imagenet_fast/metrics": 1443,
     "imagenet_fast/models": 1560,
-    "imagenet_fast/netlab": 805,
+    "imagenet_fast/netlab": 603,
     "imagenet_fast/parallel": 985,
-    "imagenet_fast/plan": 1415,
-    "imagenet_fast/recipe": 2046,
+    "imagenet_fast/plan": 1413,
+    "imagenet_fast/recipe": 2030,
     "imagenet_fast/sync": 4985,
-    "imagenet_fast/training": 2893,
-    "imagenet_fast": 31852,
-    "tests": 27925,
-    "tests/sync": 6341,
+    "imagenet_fast/training": 2825,
+    "imagenet_fast": 31656,
+    "tests": 28000,
+    "tests/sync": 6328,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -174,9 +174,8 @@ def test_storage_that_is_away_is_no_damage(file: str, tmp_path: Path, monkeypatc
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", stale)
-    assert refusal_of(newest, tmp_path) == (
-        f"{lost} cannot be read (Stale file handle); put that right, or give another checkpoint"
-    )
+    told = f"{lost} cannot be read (Stale file handle); put that right, or give another checkpoint"
+    assert refusal_of(newest, tmp_path) == told
 
 
 def test_one_that_is_damaged_after_it_was_found_is_not_read(tmp_path: Path):

@@ -103,8 +103,7 @@ def test_a_last_step_that_is_skipped_costs_no_checkpoint(stop: int, ended: str, 
 
 def test_statistics_that_are_not_finite_are_not_saved():
     """No loss shows them, and weights are refused for them; a mask may be infinite."""
-    assert run(1, _sound, "running_var") == [(True, False)]
-    assert run(1, _sound, "mask") == [(True, True)]
+    assert run(1, _sound, "running_var") + run(1, _sound, "mask") == [(True, False), (True, True)]
 
 
 def _sound(name: str) -> tuple[bool, bool]:
@@ -191,8 +190,7 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
         return "stopped"
     except NonFiniteLoss:
         _, why = describe_nonfinite(take_step.state.streak, take_step.state.step)
-        saved = keep.last_saved()
-        return f"{why}; the last checkpoint is that of step {saved}"
+        return f"{why}; the last checkpoint is that of step {keep.last_saved()}"
     finally:
         keep.close()
         if writer is not None:
