@@ -273,7 +273,7 @@ def check_parts(paths: Sequence[Path], split: SplitName) -> None:
             if there[0] > 1 and not any(number.startswith("0") for number in counting[0]):  # as years
                 continue
             expected = range(there[0], there[-1] + 1)
-        if missing := len(expected) - len({*expected} & {*there}):
+        if missing := len(expected) - sum(number in expected for number in {*there}):
             first = next(number for number in expected if number not in there)
             either = "0 or " if texts[-1] == "of" and 0 not in there and first == expected[-1] else ""
             raise UserError(
