@@ -298,7 +298,7 @@ def test_storage_that_goes_away_ends_a_run_with_its_state_saved(split: str, imag
     assert run(1, _read, tmp_path / "run", data, images, 99, fresh=True) == [""]
     (resumed,) = events_of(tmp_path / "run", "resume")
     assert told.startswith(f"{images}/")
-    assert told.endswith(f"data verify`; the same command goes on from step {resumed['step']}")
+    assert told.endswith(f"; put that right; the same command goes on from step {resumed['step']}")
     assert resumed["step"] >= 2 if split == "train" else resumed["step"] == 5
     assert [event["step"] for event in events_of(tmp_path / "run", "train")] == [*range(1, 11)]
     expected, found = (load_file(RunDir(tmp_path / name).final_weights) for name in ("straight", "run"))
