@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
@@ -173,7 +173,7 @@ def find_split(root: Path, split: SplitName) -> Found:
     """
     own, *others = (root / word for word in WORDS[split])
     paths, nested = files_of(root, split, [own, *others])
-    if nested and (read := next((folder for folder in others if has_classes(folder)), None)):
+    if nested and (read := next((folder for folder in others if has_classes(entries_of(folder))), None)):
         raise UserError(
             f"{read} holds class folders, which are read in {own} alone; give it that name, or move it away"
         )
@@ -205,14 +205,14 @@ def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[lis
     its folders.
     """
     inside = [entry for folder in folders for entry in entries_of(folder)]
-    nested = any(map(has_classes, folders))
+    nested = has_classes(inside)
     named = [entry for entry in entries_of(root) if says(split, entry.name)]
     return sorted(Path(entry.path) for entry in named + inside * (not nested) if entry.is_file()), nested
 
 
-def has_classes(folder: Path) -> bool:
-    """Return whether there are class folders in ``folder``."""
-    return any(is_class_name(entry.name) and is_folder(entry) for entry in entries_of(folder))
+def has_classes(entries: Iterable[os.DirEntry[str]]) -> bool:
+    """Return whether there are class folders among the ``entries``."""
+    return any(is_class_name(entry.name) and is_folder(entry) for entry in entries)
 
 
 def says(split: SplitName, name: str) -> bool:
