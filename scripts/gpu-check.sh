@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All that one GPU can tell of this checkout in 8 minutes: its tests, what a step costs the GPU and the host, what DALI
-# decodes. Where there are two, NCCL's tests between them take two minutes more: NCCL wants a GPU for each rank. Needs
-# torch from 2.11, pyproject.toml's packages (not DALI) and pytest; no network.
+# All that one GPU can tell of this checkout in 11 minutes: its tests, also of two NCCL ranks that share it, what a step
+# costs the GPU and the host, what DALI decodes. Needs torch from 2.11, pyproject.toml's packages (not DALI) and pytest;
+# no network.
 #
 #     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
 #     scripts/gpu-check.sh --dry-run [REPORT]    # the same on a CPU, as small as it goes
@@ -61,13 +61,15 @@ section() {
     } >"$report"
 }
 
-# The limits add up to 8 minutes, but for those of two GPUs; where there is one, pytest says so.
+# The limits add up to 11 minutes.
 section "environment" 25 bash -c "git log -1 --format=%h; '$python' -m torch.utils.collect_env || exit
     nvidia-smi --query-gpu=power.limit,clocks.max.sm,clocks.max.memory --format=csv || true"
 tests=("$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short)
 ranks=tests/gpu/test_two_ranks.py
 section "tests on one GPU" 105 "${tests[@]}" tests/gpu -k 'not compiled' "--ignore=$ranks"
 section "random numbers of compiled code" 60 "${tests[@]}" tests/gpu/test_cuda.py -k compiled
+# Where there is no second GPU they share one, which has not run yet. The tests have some 800 collectives, each of which
+# is said to take 9 ms then.
 section "two NCCL ranks" 60 "${tests[@]}" "$ranks"
 # Whoever uses memory that he has given back fails at once.
 section "two NCCL ranks without the caching allocator" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tests[@]}" "$ranks"

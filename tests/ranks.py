@@ -55,8 +55,8 @@ def run(
 ) -> list[Any]:  # fmt: skip
     """``function(*arguments)`` on each of ``world`` ranks of one group; the results, by rank.
 
-    With the backend "nccl" each rank has a GPU, on which tensors are made by default. With ``fresh``, ranks are forked
-    for this call alone, which may do to its process what it likes.
+    With the backend "nccl" tensors are made on a GPU by default, which ranks share where there are too few. With
+    ``fresh``, ranks are forked for this call alone, which may do to its process what it likes.
 
     What the ranks raised is raised here as an AssertionError, the first to fail first.
     """
@@ -139,6 +139,8 @@ def _stack_of(rank: int) -> Path:
 @contextmanager
 def _joined(rank: int, world: int, backend: str, port: int) -> Iterator[None]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
+    if backend == "nccl":  # which reads them once a process
+        os.environ |= sharing(rank, world, torch.cuda.device_count())
     dist.init_process_group(
         backend, store=dist.TCPStore("127.0.0.1", port, wait_for_workers=False), rank=rank, world_size=world,
         timeout=timedelta(seconds=60), device_id=_take_gpu(rank) if backend == "nccl" else None,
@@ -146,8 +148,26 @@ def _joined(rank: int, world: int, backend: str, port: int) -> Iterator[None]:
     yield
 
 
+_SHARED = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",  # since NCCL 2.30, which then minds no rank beside another
+    # Other nodes are reached by sockets alone, here by the loopback interface.
+    "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0", "NCCL_RAS_ENABLE": "0",
+    # Few thread blocks, and the ways that wait least for the other rank's turn on the GPU.
+    "NCCL_MAX_CTAS": "2", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple",
+}  # fmt: skip
+
+
+def sharing(rank: int, ranks: int, gpus: int) -> dict[str, str]:
+    """The variables by which NCCL lets ``ranks`` share fewer ``gpus``; none where each has its own.
+
+    NCCL refuses two ranks of one node on one GPU, so each says that it is on a node of its own.
+    """
+    return {} if ranks <= gpus else _SHARED | {"NCCL_HOSTID": f"host{rank}"}
+
+
 def _take_gpu(rank: int) -> torch.device:
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     torch.set_default_device(device)
     return device

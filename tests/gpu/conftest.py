@@ -1,4 +1,4 @@
-"""What tests of this folder need: a GPU, or one for each of two ranks."""
+"""What tests of this folder need: a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank: there are no two")
 
 
 @pytest.hookimpl(tryfirst=True)

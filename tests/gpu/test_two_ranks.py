@@ -1,4 +1,7 @@
-"""The engines' contract and the collectives over NCCL. Run with `pytest tests/gpu` where there are two GPUs."""
+"""The engines' contract and the collectives over NCCL, by two ranks. Run with `pytest tests/gpu` where there is a GPU.
+
+Where there is one, they share it in turns, and a collective is said to take 9 ms. So engines have fixed buckets then.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ import torch
 
 from imagenet_fast.bench.collectives import measure
 from imagenet_fast.recipe.engine_table import Collective
-from tests.gpu.conftest import two_gpus
 from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
 from tests.sync import test_powersgd as powersgd
 
-pytestmark = two_gpus
+SHARED = torch.cuda.device_count() < 2
 
 
 @pytest.mark.parametrize("case", [case for case in contract.COVERED if case.place == contract.Place(2, 1)], ids=str)
 def test_engines_keep_their_contract(case: contract.Case):
-    ours, theirs = run(2, contract.average, [case], True, backend="nccl")
+    if SHARED and case.engine == "auto":
+        pytest.skip("auto times steps and plans: for two GPUs")
+    ours, theirs = run(2, contract.average, [case], not SHARED, backend="nccl")
     assert ours == theirs, "ranks differ in a bit"
 
 
@@ -42,7 +46,7 @@ def test_collectives_add_alike_wherever_an_element_lies_and_overflow_nowhere():
 
 def test_all_reduces_are_timed_by_message_size():
     means = ["native", "ring", "butterfly", "pairwise", "torus2d", "parameter_server"]
-    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.1, True, backend="nccl"):
+    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.01, True, backend="nccl"):
         assert list(blocks) == [(name, size) for size in (4, 2**20) for name in means]
         assert all(block.latency_s > 0 for of_kind in blocks.values() for block in of_kind)
 
