@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.init import current_world
+from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, HybridSync, LazySync, ParamSlot
 
 
@@ -24,7 +25,7 @@ def pair_of(slot: ParamSlot) -> int:
     return int(slot.layer.rpartition(".")[2]) // 2
 
 
-def by_pairs(wire: torch.dtype) -> Engine:
+def by_pairs(wire: Wire) -> Engine:
     """Return an engine that sends layers by twos: scattered during backward, gathered before the next forward."""
     return Engine(
         wire, "read", math.inf, group_key=pair_of, collective="pairwise", prioritized=True, split_reduce_scatter=True
@@ -72,7 +73,7 @@ def main() -> None:
     engines: dict[str, Engine | EngineSettings] = {
         "lazy": LazySync(wire="fp32"),
         "hybrid": HybridSync(wire="fp32"),
-        "pairs": by_pairs(torch.float32),
+        "pairs": by_pairs("fp32"),
     }
     results = {name: train(engine, world.device) for name, engine in engines.items()}
     exact, _ = results["lazy"]

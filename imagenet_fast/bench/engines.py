@@ -31,9 +31,8 @@ from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import SyncStats, declare
-from imagenet_fast.sync.all_reduce import wire_for
+from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import step_model
-from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import slots_of
@@ -240,9 +239,9 @@ def _predictions(
         if settings.chooses:
             continue
         engine = declare(settings)  # type: ignore[arg-type]
-        wire = wire_for(pool.values.dtype, engine.wire, topology)
+        wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), topology)
         network = networks.setdefault(wire, NetworkProbe(topology, wire))
-        _, predicted[settings] = step_model(engine, pool, wire, network, settings.share).best(timing)
+        _, predicted[settings] = step_model(engine, pool, network, settings.share).best(timing)
     return predicted
 
 

@@ -27,10 +27,9 @@ from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
-from imagenet_fast.sync.all_reduce import wire_for
+from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
-from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.pending import settle_all
@@ -101,7 +100,7 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
 
     pool = GradientPool(model, engine, topology=topology)
     pool.order.fix()  # ranks without values can't agree on another one
-    plan = step_model(declaration, pool.gradients, wire, network)
+    plan = step_model(declaration, pool.gradients, network)
     size: Counter[Collective] = Counter()
     for message in plan.messages(plan.best(profile.timing)[0]):
         size[message.collective] += message.part.stop - message.part.start

@@ -1,21 +1,17 @@
-"""Declare engines: what the settings of a recipe's ``[sync]`` table stand for, without torch.
-
-A declaration says what is sent together, when, and by which collective. ``sync/factory.py`` gives it a dtype of torch,
-and ``sync/bucket_scheduler.py`` carries it out.
-"""
+"""Declare engines: what the settings of a recipe's ``[sync]`` table stand for, without torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import TypeVar, assert_never
+from typing import assert_never
 
 from imagenet_fast.cost_model.collectives import wire_format
-from imagenet_fast.cost_model.messages import Declaration, Links, Slot, alike
-from imagenet_fast.recipe.engine_table import Collective, chosen_collective, fusion_bytes
+from imagenet_fast.cost_model.messages import Engine, Links, Slot, alike
+from imagenet_fast.recipe.engine_table import CodingTable, Collective, chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     DdpSync,
@@ -30,32 +26,30 @@ from imagenet_fast.recipe.sync_config import (
 DeclaredSettings = AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync
 """The settings of engines that a declaration describes, exactly or for the cost model."""
 
-S = TypeVar("S", bound=Slot)
 
-
-def allreduce(settings: AllReduceSync) -> Declaration[Slot]:
+def allreduce(settings: AllReduceSync) -> Engine:
     """Declare the naive engine, the baseline: one all-reduce per layer after backward, one after another.
 
     With ``fused`` it is a single all-reduce after backward, as in NVIDIA's submissions to MLPerf
     (``HOROVOD_FUSION_THRESHOLD`` of 64 MB in one group, without overlap).
     """
-    return Declaration(
+    return Engine(
         settings.wire, "each", math.inf, group_key=alike if settings.fused else lambda slot: slot.layer,
         collective=settings.collective, servers=settings.servers, whole_buckets=settings.fused,
     )  # fmt: skip
 
 
-def ring(settings: RingSync) -> Declaration[Slot]:
+def ring(settings: RingSync) -> Engine:
     """Declare the ring: buckets of neighbouring gradients go around a ring of nodes during backward.
 
     A ring needs the fewest bytes possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009). It is the backend's: gloo's all-reduce always is one; NCCL uses one for long messages, or
     always with ``NCCL_ALGO=ring``.
     """
-    return Declaration(settings.wire, "backward", fusion_bytes(settings.bucket_mb), collective="ring")
+    return Engine(settings.wire, "backward", fusion_bytes(settings.bucket_mb), collective="ring")
 
 
-def lazy(settings: LazySync) -> Declaration[Slot]:
+def lazy(settings: LazySync) -> Engine:
     """Declare lazy all-reduce: neighbouring gradients are sent together, as soon as enough of them are ready.
 
     After GradientFlow (arXiv 1902.06855): small messages waste a network on latency. So a finished gradient waits in
@@ -63,25 +57,23 @@ def lazy(settings: LazySync) -> Declaration[Slot]:
     while backward continues. The gradients already lie side by side, so fusing them copies nothing. A threshold of 0
     sends each tensor alone, an infinite one sends all at the end of backward.
     """
-    return Declaration(
+    return Engine(
         settings.wire, "backward", fusion_bytes(settings.threshold_mb),
         collective=chosen_collective(settings.collective), servers=settings.servers,
     )  # fmt: skip
 
 
-def dear(settings: DearSync) -> Declaration[Slot]:
+def dear(settings: DearSync) -> Engine:
     """Declare DeAR: reduce-scatter during backward, all-gather during the next forward.
 
     After Zhang et al., "DeAR: accelerating distributed deep learning with fine-grained all-reduce pipelining" (arXiv
     2302.12445). Both together send an all-reduce's bytes. Scatters are sent before gathers, and gathers in the order in
     which the next forward needs them. Where scatters leave the wire idle, gathers begin before backward has ended.
     """
-    return Declaration(
-        settings.wire, "read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True
-    )
+    return Engine(settings.wire, "read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True)
 
 
-def hybrid(settings: HybridSync) -> Declaration[Slot]:
+def hybrid(settings: HybridSync) -> Engine:
     """Declare hybrid all-reduce: each layer uses the collective that suits it, overlapped with the next forward too.
 
     After Kim et al. (KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). Convolutional layers are small, bound
@@ -92,7 +84,7 @@ def hybrid(settings: HybridSync) -> Declaration[Slot]:
     for that many bytes on this network, which all ranks measure together.
     """
     by_type = settings.policy == "by-type"
-    return Declaration(
+    return Engine(
         settings.wire, "read", fusion_bytes(settings.fuse_mb), group_key=attrgetter("connected") if by_type else alike,
         collective=partial(_suiting if by_type else _faster, settings), servers=settings.servers, prioritized=True,
     )  # fmt: skip
@@ -107,11 +99,16 @@ def _faster(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Col
     return min((settings.small, settings.large), key=lambda name: network.seconds(name, message, settings.servers))
 
 
-def declaration_of(settings: DeclaredSettings) -> Declaration[Slot]:
-    """Return the declaration that the settings stand for.
+def declare(settings: DeclaredSettings) -> Engine:
+    """Return the ``Engine`` that the settings stand for.
 
     ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
     """
+    bf16_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
+    return replace(_declared(settings), bf16_steps=bf16_steps)
+
+
+def _declared(settings: DeclaredSettings) -> Engine:
     match settings:
         case AllReduceSync():
             return allreduce(settings)
@@ -133,13 +130,13 @@ def declaration_of(settings: DeclaredSettings) -> Declaration[Slot]:
             assert_never(settings)
 
 
-def _sparse(settings: SparseSync) -> Declaration[Slot]:
+def _sparse(settings: SparseSync) -> Engine:
     """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
     collective = chosen_collective(settings.collective)
-    return Declaration(settings.wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=collective)
+    return Engine(settings.wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=collective)
 
 
-def _ddp(settings: DdpSync) -> Declaration[Slot]:
+def _ddp(settings: DdpSync) -> Engine:
     """Declare the engine that the cost model uses for DDP.
 
     DDP counts the bytes of a bucket before a hook's cast. By default its first bucket has 1 MiB.
@@ -147,28 +144,17 @@ def _ddp(settings: DdpSync) -> Declaration[Slot]:
     cap = settings.bucket_cap_mb or 25
     first = 1.0 if settings.bucket_cap_mb else 1 / cap
     fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
-    compressor = _Compressor(settings) if settings.powersgd_rank else None
-    return Declaration(
-        settings.wire, "backward", fuse, first_bucket_scale=first, collective="native", compressor=compressor
-    )
+    return Engine(
+        settings.wire, "backward", fuse, first_bucket_scale=first, collective="native",
+        powersgd_rank=settings.powersgd_rank,
+    )  # fmt: skip
 
 
-def _compressed(settings: PowerSgdSync) -> Declaration[Slot]:
+def _compressed(settings: PowerSgdSync) -> Engine:
     """Declare PowerSGD: the engine named by ``timing``, but its low-rank factors are sent."""
-    engine = declaration_of(_timing_of(settings))
+    engine = _declared(_timing_of(settings))
     collective = chosen_collective(settings.collective) or engine.collective
-    return replace(engine, collective=collective, compressor=_Compressor(settings))
-
-
-@dataclass(frozen=True)
-class _Compressor:
-    """PowerSGD, as far as the cost model knows it."""
-
-    settings: PowerSgdSync | DdpSync
-
-    def values_sent(self, slot: Slot) -> int:
-        """Return how many values are sent for a slot, and one more: whether it has been used."""
-        return round(self.settings.values_sent(slot.shape)) + 1
+    return replace(engine, collective=collective, powersgd_rank=settings.rank)
 
 
 def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, get_args
 
 from imagenet_fast.cost_model.collectives import (
     BLOCK,
@@ -19,7 +19,8 @@ from imagenet_fast.cost_model.collectives import (
 )
 from imagenet_fast.cost_model.priority_schedule import Task
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.recipe.engine_table import Awaits, Collective
+from imagenet_fast.recipe.engine_table import Awaits, Codes, Collective, Wire
+from imagenet_fast.recipe.sync_config import in_factors, matrix_of
 
 HIGH_PRIORITY = "urgent "
 """The lane of the message that is ready last and needed first. It queues behind no other message."""
@@ -54,7 +55,6 @@ class Slot(Protocol):
 
 
 S = TypeVar("S", bound=Slot)
-S_contra = TypeVar("S_contra", bound=Slot, contravariant=True)
 
 
 class Links(ABC):
@@ -79,22 +79,15 @@ def alike(slot: Slot) -> None:
     """Return the same kind for every slot, so that any neighbours may share a bucket."""
 
 
-class SentValues(Protocol[S_contra]):
-    """A compressor, as far as the cost model knows it."""
-
-    def values_sent(self, slot: S_contra) -> int:
-        """Return how many values are sent for this slot."""
-
-
 @dataclass(frozen=True)
-class Declaration(Generic[S]):
-    """Say what an engine sends together, by which collective, when it sends it and when a step waits for it.
+class Engine:
+    """The declaration of an engine: which gradients form a bucket, how and when it is sent, and when it is awaited.
 
-    ``imagenet_fast.sync.Engine`` is one whose dtype and compressor are of torch.
+    ``imagenet_fast.sync.bucket_scheduler.Scheduler`` carries it out.
     """
 
-    wire: object
-    """The dtype in which gradients are sent: its name, or torch's."""
+    wire: Wire
+    """The dtype in which gradients are sent."""
     awaits: Awaits
     """The point at which messages are waited for.
 
@@ -106,9 +99,9 @@ class Declaration(Generic[S]):
     """Bytes on the wire at which a bucket is full; None: the cost model chooses, once steps have been timed."""
     first_bucket_scale: float = 1.0
     """The share of ``bucket_bytes`` at which the first bucket is full."""
-    group_key: Callable[[S], Hashable] = alike
+    group_key: Callable[[Any], Hashable] = alike
     """The kind of a slot. Only neighbours of one kind share a bucket."""
-    collective: Collective | Callable[[Sequence[S], Links], Collective] | None = None
+    collective: Collective | Callable[[Sequence[Any], Links], Collective] | None = None
     """The collective, or a function that chooses one for a bucket; None: ``usual_collective``."""
     servers: int = 1
     """The number of servers over which a parameter server is sharded."""
@@ -119,12 +112,38 @@ class Declaration(Generic[S]):
     split_reduce_scatter: bool = False
     """True if the second half of an all-reduce is a message of its own, launched later.
 
-    With a compressor, the second half is all of its rounds after the first.
+    With PowerSGD, the second half is the second factor.
     """
-    compressor: SentValues[S] | None = None
-    """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
+    powersgd_rank: int = 0
+    """The rank of PowerSGD's factors, which are sent for a bucket; 0: the gradients as they are, cut into pieces."""
     whole_buckets: bool = False
     """True if a long bucket is one message, and not cut into pieces that overlap."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no scheduler can carry out.
+
+        Raises:
+            ValueError: ``wire`` or ``awaits`` is unknown, or goes with no plan or no factors.
+        """
+        for key, known in (("wire", Wire), ("awaits", Awaits)):
+            if (given := getattr(self, key)) not in get_args(known):
+                *names, last = (f'"{name}"' for name in get_args(known))
+                raise ValueError(f'{key} is "{given}"; give {", ".join(names)} or {last}')
+        if self.awaits == "each" and self.prioritized:
+            raise ValueError(
+                'awaits="each" sends one bucket after the other, so there is nothing to plan; leave prioritized out or '
+                'take awaits="backward"'
+            )
+        if self.powersgd_rank and self.wire in get_args(Codes):
+            raise ValueError(
+                f"PowerSGD's factors cannot be sent as {self.wire}; take a wire of at least 16 bits, or leave "
+                "powersgd_rank out"
+            )
+
+    @property
+    def learns(self) -> bool:
+        """True if the engine needs some timed steps and a measured network."""
+        return self.prioritized or self.bucket_bytes is None
 
 
 @dataclass(frozen=True)
@@ -148,7 +167,7 @@ class BucketChunk(Generic[S]):
 
 
 def divide(
-    engine: Declaration[S], slots: Sequence[S], alignment: int, layout: RankLayout, wire: WireFormat, fuse: float,
+    engine: Engine, slots: Sequence[S], alignment: int, layout: RankLayout, wire: WireFormat, fuse: float,
     links: Links,
 ) -> list[BucketChunk[S]]:  # fmt: skip
     """Build the messages of a step, in the order in which their gradients are ready.
@@ -205,12 +224,12 @@ def places_in_pool(elements: Iterable[int], alignment: int) -> Iterator[slice]:
 
 
 def _parts(
-    bucket: Sequence[S], engine: Declaration[S], elements: int, layout: RankLayout, wire: WireFormat
+    bucket: Sequence[S], engine: Engine, elements: int, layout: RankLayout, wire: WireFormat
 ) -> list[tuple[slice, int]]:
-    """Return a bucket's pieces, each with the number of values sent for it; a compressed bucket is one piece."""
+    """Return a bucket's pieces, each with the number of values sent for it; with PowerSGD a bucket is one piece."""
     start, stop = bucket[0].start, bucket[-1].stop
-    if engine.compressor is not None:
-        return [(slice(start, stop), sum(map(engine.compressor.values_sent, bucket)))]
+    if rank := engine.powersgd_rank:  # and a value says whether a slot has been used
+        return [(slice(start, stop), sum(in_factors(*matrix_of(slot.shape), rank) + 1 for slot in bucket))]
     cuts = [start, stop] if engine.whole_buckets else [*range(start, stop, elements), stop]
     pieces = [slice(*ends) for ends in pairwise(cuts)]
     if wire.coded:
@@ -232,7 +251,7 @@ def _coded_values(bucket: Sequence[Slot], piece: slice, layout: RankLayout) -> i
     return total * BLOCK
 
 
-def _buckets(slots: Iterable[S], engine: Declaration[S], fuse: float) -> Iterator[list[S]]:
+def _buckets(slots: Iterable[S], engine: Engine, fuse: float) -> Iterator[list[S]]:
     """Group neighbouring slots of one kind into buckets, each closed once it holds ``fuse`` elements."""
     buckets: list[list[S]] = []
     for slot in slots:
@@ -249,9 +268,7 @@ def _buckets(slots: Iterable[S], engine: Declaration[S], fuse: float) -> Iterato
     return iter(buckets)
 
 
-def _collective(
-    engine: Declaration[S], bucket: Sequence[S], layout: RankLayout, wire: WireFormat, links: Links
-) -> Collective:
+def _collective(engine: Engine, bucket: Sequence[S], layout: RankLayout, wire: WireFormat, links: Links) -> Collective:
     usual = usual_collective(layout, wire)
     match engine.collective:
         case None:

@@ -22,12 +22,10 @@ from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.distributed.device_timer import record_timestamp
 from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.recipe.sync_config import DdpSync
-from imagenet_fast.sync import contract
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats, contract
+from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.engine import Engine, SyncStats
-from imagenet_fast.sync.factory import EngineSettings, wire_dtype
 from imagenet_fast.sync.pending import Update
-from imagenet_fast.sync.pool import GradientPool
 from imagenet_fast.sync.topology import Topology
 
 # Renamed in torch 2.13.

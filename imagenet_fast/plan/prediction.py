@@ -16,7 +16,7 @@ from imagenet_fast.cost_model.collectives import (
     slot_alignment,
     wire_format,
 )
-from imagenet_fast.cost_model.declarations import declaration_of
+from imagenet_fast.cost_model.declarations import declare
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.messages import Slot, places_in_pool
 from imagenet_fast.cost_model.step_prediction import StepModel
@@ -163,7 +163,7 @@ def predict_step(
         return Result(timing.compute_s, math.inf, 0.0)
     wire = wire_format(settings.wire)
     alignment = math.lcm(16, slot_alignment(layout, wire))
-    engine = declaration_of(settings)  # type: ignore[arg-type]  # those that choose are refused
+    engine = declare(settings)  # type: ignore[arg-type]  # those that choose are refused
     if isinstance(settings, SparseSync) and engine.bucket_bytes is None:
         engine = replace(engine, bucket_bytes=piece_bytes(layout) / 4)  # its own, by which it packs chunks
     network = replace(network, servers=engine.servers, inside_scale=2.0 if wire.coded else 1.0)

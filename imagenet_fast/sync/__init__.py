@@ -11,6 +11,8 @@ Example::
 
 from __future__ import annotations
 
+from imagenet_fast.cost_model.declarations import declare
+from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
@@ -22,8 +24,8 @@ from imagenet_fast.recipe.sync_config import (
     RingSync,
     SparseSync,
 )
-from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
-from imagenet_fast.sync.factory import EngineSettings, declare
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
+from imagenet_fast.sync.factory import EngineSettings
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.pool import GradientPool
 

@@ -14,13 +14,18 @@ from torch import Tensor
 
 from imagenet_fast.cost_model import collectives
 from imagenet_fast.cost_model.collectives import WireFormat
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.butterfly import butterfly
 from imagenet_fast.sync.comm_ops import CommOp, OpSequence, carry, mean_of
 from imagenet_fast.sync.comm_stream import CommStream
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, is_coded
 from imagenet_fast.sync.quantized_all_reduce import coded_pairwise
 from imagenet_fast.sync.topology import Grid, Topology
+
+_DTYPES: dict[Wire, torch.dtype] = {
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
 
 
 def all_reduce(
@@ -163,6 +168,11 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
     if blocks.kinds.any():  # else there is only padding
         packing = Packer(blocks, len(ranks), way.wire, shard.device, inside)
         coded_pairwise(chain, shard, packing, push, pull, way.cut)
+
+
+def wire_dtype(wire: Wire) -> torch.dtype:
+    """Return the torch dtype of a wire dtype's name."""
+    return _DTYPES[wire]
 
 
 def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch.dtype:

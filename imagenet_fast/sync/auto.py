@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from imagenet_fast.cost_model.layer_profile import Timing
+from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.cost_model.step_simulator import Prediction
-from imagenet_fast.sync.all_reduce import wire_for
+from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
-from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot
@@ -43,7 +44,7 @@ class Auto:
         """Start the ``meanwhile`` engine and the timing of steps, from which all ``candidates`` are predicted."""
         self._pool = pool
         probed = pool.topology.anew()  # whose streams end with the choice
-        self._network = NetworkProbe(probed, wire_for(pool.values.dtype, meanwhile.wire, probed))
+        self._network = NetworkProbe(probed, wire_for(pool.values.dtype, wire_dtype(meanwhile.wire), probed))
         self._candidates = candidates
         self._electable = {candidate.name: candidate for candidate in candidates if candidate.electable}
         self._elected: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
@@ -154,13 +155,7 @@ class Auto:
         self._network.topology = self._pool.topology
 
     def _decide(self, timing: Timing) -> tuple[Prediction, ...]:
-        pool = self._pool
-        seconds = [
-            step_model(
-                c.engine, pool, wire_for(pool.values.dtype, c.engine.wire, pool.topology), self._network, c.share
-            ).best(timing)[1]
-            for c in self._candidates
-        ]
+        seconds = [step_model(c.engine, self._pool, self._network, c.share).best(timing)[1] for c in self._candidates]
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
         self._elected = self._candidates[fastest], timing
         return tuple(

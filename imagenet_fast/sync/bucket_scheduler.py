@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -13,18 +12,19 @@ from torch import Tensor
 from imagenet_fast.cost_model import messages as cost_messages
 from imagenet_fast.cost_model.collectives import slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
+from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.cost_model.priority_schedule import as_ready
 from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thresholds, waits_for
 from imagenet_fast.distributed.device_timer import Stopwatch
-from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
+from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_dtype, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
-from imagenet_fast.sync.compressor import phases_by_round
-from imagenet_fast.sync.engine import Engine, SyncEngine, SyncStats, refuse_state_of_another
+from imagenet_fast.sync.engine import SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import Kept, copied
 from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
+from imagenet_fast.sync.powersgd import average_factors
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_coded
 
 _ON_ONE_NODE = 2.0**22
@@ -76,14 +76,14 @@ class Scheduler(SyncEngine):
         """
         self.defers = engine.awaits == "read"
         self._step = 0
-        self._kept: Kept = {}  # the compressor's, or quantisation errors until an ErrorFeedback holds them
+        self._kept: Kept = {}  # PowerSGD's, or quantisation errors until an ErrorFeedback holds them
         self._pool = pool
         if engine.bucket_bytes is None and pool.topology.device.type == "cpu" and len(pool.topology.nodes) == 1:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology
-        self.is_local = self._topology.size == 1 and engine.compressor is None and not self.defers
-        self._wire = wire_for(pool.values.dtype, engine.wire, self._topology)
+        self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
+        self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
         self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
@@ -100,7 +100,7 @@ class Scheduler(SyncEngine):
             self._timetable.close()
             self._timetable = None
         plain = self._step < self._plain_steps
-        self._engine = replace(self._declared, compressor=None) if plain else self._declared
+        self._engine = replace(self._declared, powersgd_rank=0) if plain else self._declared
         if self._residual is not None:
             self._kept, self._residual = self._residual.by_name(), None
         self._plan = _Plan((), (), {}, (), ())  # lets go of buffers before others are made
@@ -145,7 +145,7 @@ class Scheduler(SyncEngine):
         return not any(message.last for message in in_flight if message)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured, quantisation errors and the compressor's memory; empty if there is none of these.
+        """Return what was measured, quantisation errors and PowerSGD's memory; empty if there is none of these.
 
         Measurements are the same on every rank; errors and memory differ.
         """
@@ -178,8 +178,8 @@ class Scheduler(SyncEngine):
 
     @property
     def has_residual(self) -> bool:
-        """True if the wire dtype or a compressor leaves errors for later steps."""
-        return is_coded(self._wire) or self._declared.compressor is not None
+        """True if the wire dtype or PowerSGD leaves errors for later steps."""
+        return is_coded(self._wire) or self._declared.powersgd_rank > 0
 
     def close(self) -> None:
         """Wait for all messages."""
@@ -192,7 +192,7 @@ class Scheduler(SyncEngine):
         as its gradients are ready.
         """
         engine, pool, timing = self._engine, self._pool, self._timing
-        model, fuse = step_model(engine, pool, self._wire, self._network), engine.bucket_bytes
+        model, fuse = step_model(engine, pool, self._network), engine.bucket_bytes
         if fuse is None:
             fuse = thresholds(engine, pool.topology.layout)[0] if timing is None else model.best(timing)[0]
         messages = model.messages(fuse)
@@ -231,10 +231,10 @@ class Scheduler(SyncEngine):
         engine, pool, topology = self._engine, self._pool, self._topology
 
         def average(values: Tensor, lane: str) -> list[CommOp]:
-            cut = engine.split_reduce_scatter and engine.compressor is None
+            cut = engine.split_reduce_scatter and not engine.powersgd_rank
             return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
 
-        if engine.compressor is None:
+        if not engine.powersgd_rank:
             phases = average(pool.values[message.part], message.lane)
             turn = next(
                 (n for n, phase in enumerate(phases) if phase.second_half and engine.split_reduce_scatter), len(phases)
@@ -242,9 +242,10 @@ class Scheduler(SyncEngine):
         elif topology.size == 1:
             return [], []
         else:
-            compressed = engine.compressor.rounds(message.bucket, pool.values, topology, self._kept)
-            first, *others = phases_by_round(compressed.rounds, compressed.land, topology, message.lane, average)
-            phases = [*first, *chain.from_iterable(others)]
+            first, second = average_factors(
+                message.bucket, pool.values, topology, engine.powersgd_rank, self._kept, message.lane, average
+            )
+            phases = [*first, *second]
             turn = len(first) if engine.split_reduce_scatter else len(phases)
         return phases[:turn], phases[turn:]
 
@@ -278,18 +279,16 @@ class Scheduler(SyncEngine):
                 self._stats.add(label, *transfer.traffic)
 
 
-def step_model(
-    engine: Engine, pool: GradientBuffer, wire: torch.dtype, network: NetworkProbe, share: float = 1.0
-) -> StepModel[ParamSlot]:
+def step_model(engine: Engine, pool: GradientBuffer, network: NetworkProbe, share: float = 1.0) -> StepModel[ParamSlot]:
     """Return a model of the engine's step, which builds its messages and predicts its time.
 
     Args:
         engine: The engine's declaration. If it has a bucket size of its own, only that is predicted.
         pool: The pool whose gradients are sent.
-        wire: Dtype in which values are sent.
         network: The costs of collectives and codecs, measured when they are first needed.
         share: Share of the values that the engine sends.
     """
+    wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), pool.topology)
     return StepModel(
         engine, pool.slots, pool.alignment, pool.topology.layout, format_of(wire), network, lambda: network.codec(wire),
         share,

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
+from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.sync_config import DdpSync
-from imagenet_fast.sync.engine import Engine, SyncEngine
+from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
 from imagenet_fast.sync.topology import Topology
 

@@ -1,61 +1,20 @@
-"""The engine interface: what an engine declares, the methods that the pool calls, and a step's statistics."""
+"""The engine interface: the methods that the pool calls, and a step's statistics."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.device_timer import Stopwatch
-from imagenet_fast.recipe.engine_table import Awaits
 from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.compressor import Compressor
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Elements = dict[nn.Parameter, list[slice]]
 """The selected elements of each parameter, as slices in memory order."""
-
-
-@dataclass(frozen=True)
-class Engine(Declaration[ParamSlot]):
-    """The declaration of an engine: which gradients form a bucket, how and when it is sent, and when it is awaited.
-
-    ``Scheduler`` carries it out. Its fields are those of ``cost_model.messages.Declaration``, in that order.
-    """
-
-    wire: torch.dtype
-    """The dtype in which gradients are sent."""
-    compressor: Compressor | None = None
-    """The compressor whose output is sent for a bucket; None: the gradients as they are, cut into pieces."""
-
-    def __post_init__(self) -> None:
-        """Refuse what no scheduler can carry out.
-
-        Raises:
-            ValueError: ``awaits`` is unknown or goes with no plan, or the wire dtype with no compressor.
-        """
-        if self.awaits not in get_args(Awaits):
-            raise ValueError(f'awaits is "{self.awaits}"; give "each", "backward" or "read"')
-        if self.awaits == "each" and self.prioritized:
-            raise ValueError(
-                'awaits="each" sends one bucket after the other, so there is nothing to plan; leave prioritized out or '
-                'take awaits="backward"'
-            )
-        if self.compressor is not None and self.wire.itemsize == 1:
-            raise ValueError(
-                f"a compressor's factors cannot be sent as {self.wire}; take a wire of at least 16 bits, or leave the "
-                "compressor out"
-            )
-
-    @property
-    def learns(self) -> bool:
-        """True if the engine needs some timed steps and a measured network."""
-        return self.prioritized or self.bucket_bytes is None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Make engines of settings, by the declarations of ``cost_model/declarations.py`` with a wire dtype of torch."""
+"""Make engines of settings, by the declarations of ``cost_model/declarations.py``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import cast, get_args
 
 import torch
 
-from imagenet_fast.cost_model.declarations import DeclaredSettings, declaration_of
+from imagenet_fast.cost_model.declarations import declare
+from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.recipe.engine_table import Codes, CodingTable, EngineTable, PoolTable, Wire
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
-    DdpSync,
     DearSync,
     HybridSync,
     LazySync,
@@ -22,18 +22,12 @@ from imagenet_fast.recipe.sync_config import (
     SparseSync,
     Sync,
 )
+from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.compressor import Compressor
-from imagenet_fast.sync.engine import Engine, SyncEngine
+from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
-from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.sync.sparse import Sparse
-
-_DTYPES: dict[Wire, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
-}  # fmt: skip
 
 EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
 
@@ -62,31 +56,6 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
             return Scheduler(declare(engine), pool)
 
 
-def declare(settings: DeclaredSettings) -> Engine:
-    """Return the ``Engine`` that the settings stand for.
-
-    ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
-    """
-    bf16_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
-    ours = {"wire": wire_dtype(settings.wire), "bf16_steps": bf16_steps, "compressor": _compressor(settings)}
-    return Engine(**{**vars(declaration_of(settings)), **ours})
-
-
-def _compressor(settings: DeclaredSettings) -> Compressor | None:
-    match settings:
-        case PowerSgdSync():
-            return PowerSGD(settings.rank)
-        case DdpSync(powersgd_rank=rank) if rank:
-            return PowerSGD(rank)
-        case _:
-            return None
-
-
-def wire_dtype(wire: Wire) -> torch.dtype:
-    """Return the torch dtype of a wire dtype's name."""
-    return _DTYPES[wire]
-
-
 def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -> list[Candidate]:
     """Return every engine with its default settings, for ``auto`` to predict.
 
@@ -106,8 +75,8 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
             engine = declare(settings)
-            # The cost model leaves out the compute time of a compressor.
-            electable = settings.ours and (settings.exact or chooser.keeps) and engine.compressor is None
+            # The cost model leaves out the compute time of PowerSGD.
+            electable = settings.ours and (settings.exact or chooser.keeps) and not engine.powersgd_rank
             build: Callable[[GradientBuffer], SyncEngine] | None = None
             if isinstance(settings, SparseSync):
                 settings = settings.model_copy(update={"max_ctas": chooser.max_ctas})

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
-from imagenet_fast.sync.engine import Elements, Engine, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
 from imagenet_fast.sync.fork import fork_settled
 from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled

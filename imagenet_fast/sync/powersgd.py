@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.sync_config import in_factors, matrix_of
-from imagenet_fast.sync.compressor import Compressed, Round
+from imagenet_fast.sync.comm_ops import CommOp
 from imagenet_fast.sync.kept_state import Kept
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
@@ -28,11 +28,13 @@ _OLD = 1e-6
 """Least weight of the old Q in the new one, so that a direction without any gradient is kept and not lost."""
 
 
-@dataclass(frozen=True)
-class PowerSGD:
-    """A compressor that approximates gradients by matrices of rank ``rank``.
+def average_factors(
+    slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, rank: int, memory: Kept, lane: str,
+    average: Callable[[Tensor, str], Sequence[CommOp]],
+) -> tuple[list[CommOp], list[CommOp]]:  # fmt: skip
+    """Build the phases that average the gradients of neighbouring slots, approximated by matrices of rank ``rank``.
 
-    Parameters that this does not make smaller are sent uncompressed, in the first round.
+    Parameters that this does not make smaller are sent uncompressed, with P.
 
     A parameter of several dimensions is the matrix that it is in memory: its outermost dimension by all others, which
     is how the paper flattens convolutions. If a value of a message's matrices is not finite on a rank, all gradients of
@@ -41,44 +43,49 @@ class PowerSGD:
 
     Factors and errors are at least fp32. All ranks make P orthonormal from the same bits by the same operations. As
     with torch's hook, the ranks' weights stay equal to the bit only if their processors are of one kind.
+
+    Args:
+        slots: The slots.
+        pool: The pool that they are places of.
+        topology: The ranks.
+        rank: Columns of a factor.
+        memory: Errors and factors, kept from step to step; those that are missing are created.
+        lane: The message's lane.
+        average: Builds the phases of an all-reduce in a lane.
+
+    Returns:
+        The phases of P, then those of Q: none if no slot is compressed. Q has a lane of its own, so that it does not
+        hold up P of the messages behind.
     """
+    compressed = [slot for slot in slots if in_factors(*matrix_shape(slot.param), rank) < slot.param.numel()]
+    message = _Message(
+        [_matrix(slot, pool, rank, memory) for slot in compressed],
+        [_rest(slot, pool, slot in compressed) for slot in slots],
+        topology,
+    )
 
-    rank: int
+    def local(role: str, work: Callable[[], None]) -> CommOp:
+        return CommOp(topology.stream((), role), work, False)
 
-    def values_sent(self, slot: ParamSlot) -> int:
-        """Return how many values are sent for this slot, its flag included."""
-        return in_factors(*matrix_shape(slot.param), self.rank) + 1
+    first, second = [local(lane + "packing", message.project), *average(message.left, lane)], list[CommOp]()
+    if compressed:
+        own = lane + "second factor "
+        second = [local(own + "packing", message.reflect), *average(message.right, own)]
+    (second or first).append(local(lane + "unpacking", message.restore))
+    return first, second
 
-    def rounds(self, slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, memory: Kept) -> Compressed:
-        """Build the compression of neighbouring slots: a round for P and uncompressed values, then one for Q.
 
-        There is no second round if no slot is compressed. Missing errors and factors are created in ``memory``.
-        """
-        compressed = [slot for slot in slots if self._saves(slot)]
-        message = _Message(
-            [self._matrix(slot, pool, memory) for slot in compressed],
-            [_rest(slot, pool, slot in compressed) for slot in slots],
-            topology,
-        )
-        rounds = [Round(message.project, message.left)]
-        if compressed:
-            rounds.append(Round(message.reflect, message.right))
-        return Compressed(rounds, message.restore)
-
-    def _saves(self, slot: ParamSlot) -> bool:
-        return self.values_sent(slot) <= slot.param.numel()
-
-    def _matrix(self, slot: ParamSlot, pool: Tensor, memory: Kept) -> _Matrix:
-        shape = rows, columns = matrix_shape(slot.param)
-        place = pool[slot.start : slot.start + rows * columns].view(shape)
-        exact = torch.promote_types(pool.dtype, torch.float32)
-        shapes = {kind: tuple(known.shape) for kind, known in memory.get(slot.name, {}).items()}
-        if shapes != {"error": shape, "q": (self.rank, columns)}:  # else it is new, or perhaps of another shard
-            generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
-            start = torch.randn(columns, self.rank, generator=generator, device="cpu").to(pool.device, exact)
-            memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
-        whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
-        return _Matrix(place, pool[slot.flag], whole, **memory[slot.name])
+def _matrix(slot: ParamSlot, pool: Tensor, rank: int, memory: Kept) -> _Matrix:
+    shape = rows, columns = matrix_shape(slot.param)
+    place = pool[slot.start : slot.start + rows * columns].view(shape)
+    exact = torch.promote_types(pool.dtype, torch.float32)
+    shapes = {kind: tuple(known.shape) for kind, known in memory.get(slot.name, {}).items()}
+    if shapes != {"error": shape, "q": (rank, columns)}:  # else it is new, or perhaps of another shard
+        generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
+        start = torch.randn(columns, rank, generator=generator, device="cpu").to(pool.device, exact)
+        memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
+    whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
+    return _Matrix(place, pool[slot.flag], whole, **memory[slot.name])
 
 
 @dataclass(frozen=True)

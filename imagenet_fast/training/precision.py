@@ -9,7 +9,7 @@ from torch import Tensor
 
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.engine_table import Wire
-from imagenet_fast.sync.factory import wire_dtype
+from imagenet_fast.sync.all_reduce import wire_dtype
 
 
 def effective_precision(precision: schema.Precision, bf16: bool) -> tuple[schema.Precision, str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import Timing, random_profile
-from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Declaration
+from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Engine
 from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
 from imagenet_fast.cost_model.step_prediction import waits_for
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel, SimMessage, simulated_step_s, step_lower_bound
@@ -133,7 +133,7 @@ WAITS: list[tuple[str, Awaits, list[Any], list[list[int]], bool, list[list[int]]
 
 def test_what_a_message_waits_for():
     for case, awaits, messages, releases, planned, expected in WAITS:
-        engine: Declaration[Any] = Declaration("fp32", awaits, prioritized=planned)
+        engine = Engine("fp32", awaits, prioritized=planned)
         assert waits_for(engine, messages, releases) == expected, case
 
 

@@ -14,7 +14,6 @@ import torch
 from imagenet_fast.bench.comm_volume import bench_count
 from imagenet_fast.bench.replay import replay
 from imagenet_fast.cost_model.collectives import RankLayout, piece_bytes, wire_format
-from imagenet_fast.cost_model.declarations import declaration_of
 from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.plan.cluster import load_cluster
@@ -26,6 +25,7 @@ from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
 from imagenet_fast.sync import GradientPool, declare
+from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL
@@ -59,11 +59,11 @@ def test_messages_are_those_of_the_engine(settings: Sync):
     engine = declare(settings)  # type: ignore[arg-type]
     layout = RankLayout((1,) * 4, on_gpu=False)
     links = StatedNetwork(layout, 1e9)
-    network = NetworkProbe(pool.topology, engine.wire, links.link("ring"))
+    network = NetworkProbe(pool.topology, wire_dtype(engine.wire), links.link("ring"))
     for fuse in (2.0**20, math.inf):
-        theirs = step_model(engine, pool, engine.wire, network).messages(fuse)
+        theirs = step_model(engine, pool, network).messages(fuse)
         slots = planned_slots(profile, pool.alignment)
-        ours = divide(declaration_of(settings), slots, pool.alignment, layout, wire_format(settings.wire), fuse, links)  # type: ignore[arg-type]
+        ours = divide(engine, slots, pool.alignment, layout, wire_format(settings.wire), fuse, links)
         assert [(m.part, m.collective, m.half, m.task.event) for m in ours] == [
             (m.part, m.collective, m.half, m.task.event) for m in theirs
         ]
@@ -147,7 +147,7 @@ def test_of_growing_images_the_mean_step_is_predicted():
 
 
 def test_ddp_has_a_small_first_bucket_only_by_default():
-    usual, asked = (declaration_of(DdpSync(bucket_cap_mb=cap)) for cap in (None, 25))
+    usual, asked = (declare(DdpSync(bucket_cap_mb=cap)) for cap in (None, 25))
     assert (usual.first_bucket_scale, asked.first_bucket_scale) == (1 / 25, 1.0)
     assert usual.bucket_bytes == asked.bucket_bytes
 

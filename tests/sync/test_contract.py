@@ -25,8 +25,8 @@ from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncEngine, declare
+from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import Scheduler
-from imagenet_fast.sync.factory import wire_dtype
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.topology import Topology
@@ -127,7 +127,7 @@ def settings_of(case: Case) -> EngineSettings | Engine | engines.DdpSync:
         case "auto":
             return engines.AutoSync(wire=wire)
         case "by pairs":
-            return by_pairs(wire_dtype(wire))
+            return by_pairs(wire)
         case "ddp":
             return engines.DdpSync(wire=wire)
 
@@ -236,7 +236,7 @@ def _planned(settings: EngineSettings | Engine) -> EngineSettings | Callable[[Gr
     def build(pool: GradientBuffer) -> SyncEngine:
         rising = tuple(1e-3 * number for number in range(len(pool.slots)))
         timing = Timing(rising[::-1], len(rising) * 1e-3, rising, len(rising) * 1e-3)
-        return Scheduler(engine, pool, NetworkProbe(pool.topology, engine.wire, LINK), timing)
+        return Scheduler(engine, pool, NetworkProbe(pool.topology, wire_dtype(engine.wire), LINK), timing)
 
     return build
 
@@ -305,7 +305,7 @@ NAMED: dict[str, EngineSettings | Engine | engines.DdpSync] = {
     "lazy one by one": engines.LazySync(wire="fp32", threshold_mb=0, collective="pairwise"),
     "hybrid": engines.HybridSync(wire="fp32", fuse_mb=0.0005),
     "dear": engines.DearSync(wire="fp32", bucket_mb=0.0),
-    "by pairs": by_pairs(torch.float32),
+    "by pairs": by_pairs("fp32"),
     "ddp": engines.DdpSync(),
 }
 

@@ -29,34 +29,34 @@ from tests.sync.given import mean_over_ranks, pooled, same_on_ranks, weights_of
 from tests.sync.loops import Layers, unmeasured
 
 
-def pool_of_five() -> GradientBuffer:
+def pool_of_five(dtype: torch.dtype = torch.float32) -> GradientBuffer:
     """Two large layers, three small ones, of one rank."""
     sizes = [799_999, 3_199_999, 4999, 2499, 2499]
-    named = [(f"{n}.weight", nn.Parameter(torch.zeros(sizes[n]))) for n in reversed(range(len(sizes)))]
+    named = [(f"{n}.weight", nn.Parameter(torch.zeros(sizes[n], dtype=dtype))) for n in reversed(range(len(sizes)))]
     return GradientPool(named, LazySync()).gradients
 
 
 def test_messages_tile_the_pool_and_none_is_longer_than_a_piece():
-    pool = pool_of_five()
+    pool = pool_of_five(torch.bfloat16)
     piece = piece_bytes(pool.topology.layout)
     network = NetworkProbe(pool.topology, torch.float32, LinkModel(0.0, 1e-9))
     served = LazySync(collective="parameter_server", servers=3)
     for settings in (sync.AllReduceSync(), LazySync(), sync.DearSync(), served):
         engine = declare(settings)
         for fuse in (0.0, 2.0**16, 2.0**19, math.inf):
-            messages = step_model(engine, pool, engine.wire, network).messages(fuse)
+            messages = step_model(engine, pool, network).messages(fuse)
             for half in (0, 1) if engine.split_reduce_scatter else (None,):
                 parts = [message.part for message in messages if message.half == half]
                 assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
                 assert parts[-1].stop == len(pool.values)
-                assert all((part.stop - part.start) * engine.wire.itemsize <= piece for part in parts)
+                assert all((part.stop - part.start) * 2 <= piece for part in parts)
             runs = list(dict.fromkeys(tuple(message.bucket) for message in messages))
             assert [slot for run in runs for slot in run] == pool.slots
-            assert all((run[-2].stop - run[0].start) * engine.wire.itemsize < fuse for run in runs if len(run) > 1)
+            assert all((run[-2].stop - run[0].start) * 2 < fuse for run in runs if len(run) > 1)
             for number, message in enumerate(messages):
                 assert message.task.event == (len(pool.slots) if engine.awaits == "each" else message.bucket[-1].index)
                 assert message.task.after == (number - 1 if message.half == 1 else None), "a gather follows its scatter"
-    pieces = step_model(declare(sync.AllReduceSync()), pool, torch.float32, network).messages(math.inf)
+    pieces = step_model(declare(sync.AllReduceSync()), pool_of_five(), network).messages(math.inf)
     assert len(pieces) > len(pool.slots)
 
 

@@ -27,7 +27,6 @@ from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
 from imagenet_fast.sync.contract import Phase
 from imagenet_fast.sync.pending import Pending
-from imagenet_fast.sync.powersgd import PowerSGD
 from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
 from tests.ports import free_port
@@ -90,14 +89,15 @@ def made_of(sentence: str, *models: Callable[[], Any], **more: Any) -> Refusal:
 NAMED = [*Layers().named_parameters()]
 BAD_ENGINES = {
     r'awaits="each" sends one bucket after the other.*leave prioritized out': {"awaits": "each", "prioritized": True},
-    r"compressor's factors cannot be sent as torch.int8; .*16 bits": {"wire": torch.int8, "compressor": PowerSGD(2)},
+    r"PowerSGD's factors cannot be sent as int8; .*16 bits": {"wire": "int8", "powersgd_rank": 2},
     r'awaits is "reed"; give "each", "backward" or "read"': {"awaits": "reed"},
+    r'wire is "torch.bfloat16"; give "fp32", "bf16", "fp16", "int8" or "fp8"': {"wire": torch.bfloat16},
 }
 
 
 @pytest.mark.parametrize("sentence", BAD_ENGINES)
 def test_an_engine_that_cannot_work_is_refused_where_it_is_declared(sentence: str):
-    declared: dict[str, Any] = {"wire": torch.float32, "awaits": "read"} | BAD_ENGINES[sentence]
+    declared: dict[str, Any] = {"wire": "fp32", "awaits": "read"} | BAD_ENGINES[sentence]
     with pytest.raises(ValueError, match=sentence):
         Engine(**declared, split_reduce_scatter=True)
 
@@ -642,7 +642,7 @@ def test_a_disabled_scaler_is_none(engine: str) -> None:
 def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
     model = nn.Linear(3, 3)
     with pytest.raises(ZeroDivisionError):
-        attach(model, Engine(torch.float32, "backward", 1e6, group_key=lambda slot: 1 // 0))
+        attach(model, Engine("fp32", "backward", 1e6, group_key=lambda slot: 1 // 0))
     _, sync = attach(model, LazySync(wire="fp32"))
     sync.close()
 

@@ -17,6 +17,7 @@ from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkM
 from imagenet_fast.plan.rows import TCP_PAYLOAD, Shaped, known_results
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
 from imagenet_fast.sync import Engine, GradientPool, LazySync, declare
+from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
@@ -51,8 +52,8 @@ def predicted(profile: Profile, engines: Sequence[Sync | Engine], link: LinkMode
     for number, settings in enumerate(engines):
         engine = settings if isinstance(settings, Engine) else declare(settings)
         share, name = getattr(settings, "share", 1.0), getattr(settings, "kind", f"{number}")
-        network = NetworkProbe(pool.topology, engine.wire, link)
-        seconds[name] = step_model(engine, pool, engine.wire, network, share).best(timing)[1]
+        network = NetworkProbe(pool.topology, wire_dtype(engine.wire), link)
+        seconds[name] = step_model(engine, pool, network, share).best(timing)[1]
     return seconds
 
 
@@ -87,7 +88,7 @@ def test_steps_take_what_was_measured(steps: Shaped):
 
 
 def test_ddp_in_fp32_and_every_step_of_the_ladder_take_what_was_measured():
-    whole, half = torch.float32, torch.bfloat16
+    whole, half = "fp32", "bf16"
     steps = ((whole, "each", "native"), (whole, "each", "ring"), (half, "each", "ring"), (half, "backward", "ring"))
     engines = [Engine(wire, awaits, bucket_bytes=0, collective=collective) for wire, awaits, collective in steps]
     rungs = predicted(ALEXNET, [*engines, DdpSync()], ALEXNETS_LINK)
@@ -123,29 +124,28 @@ def test_the_best_threshold_is_never_worse_than_none_or_all(settings: sync.LazyS
     for latency_s in (0.0, 1e-3, 0.1):
         for s_per_byte in (1e-9, 1e-7):
             network = NetworkProbe(pool.topology, torch.float32, LinkModel(latency_s, s_per_byte))
-            steps = [step_model(engine, pool, torch.float32, network).step_s(size, timing) for size in sizes]
-            best, step_s = step_model(engine, pool, torch.float32, network).best(timing)
+            steps = [step_model(engine, pool, network).step_s(size, timing) for size in sizes]
+            best, step_s = step_model(engine, pool, network).best(timing)
             assert best in sizes
             assert step_s <= 1.01 * min(steps)
     if not engine.prioritized:
         dear = NetworkProbe(pool.topology, torch.float32, LinkModel(1e-3, 1e-9, call_s=1.0))
-        assert step_model(engine, pool, torch.float32, dear).best(timing)[0] == math.inf
+        assert step_model(engine, pool, dear).best(timing)[0] == math.inf
 
 
 def test_eight_bits_pay_where_the_wire_is_slower_than_their_codec():
     pool, timing = pooled(ALEXNET, 4)
-    hybrid = declare(sync.HybridSync())
 
-    def step_s(wire: torch.dtype, link: LinkModel, encode: float) -> float:
-        network = NetworkProbe(pool.topology, wire, link)
+    def step_s(wire: str, link: LinkModel, encode: float) -> float:
+        network = NetworkProbe(pool.topology, wire_dtype(wire), link)
         network._codecs[torch.int8] = CodecCost(encode, encode)
-        return step_model(hybrid, pool, wire, network).best(timing)[1]
+        return step_model(declare(sync.HybridSync(wire=wire)), pool, network).best(timing)[1]
 
     fast = LinkModel(3e-3, ALEXNETS_LINK.s_per_byte / 100)
     for slow_codec in (0.0, 1e-8):
-        assert step_s(torch.int8, ALEXNETS_LINK, slow_codec) < 0.95 * step_s(torch.bfloat16, ALEXNETS_LINK, slow_codec)
-    assert step_s(torch.int8, ALEXNETS_LINK, 0.0) < 1.04 * ALEXNET.compute_s
-    assert step_s(torch.int8, fast, 1e-7) > step_s(torch.bfloat16, fast, 1e-7)
+        assert step_s("int8", ALEXNETS_LINK, slow_codec) < 0.95 * step_s("bf16", ALEXNETS_LINK, slow_codec)
+    assert step_s("int8", ALEXNETS_LINK, 0.0) < 1.04 * ALEXNET.compute_s
+    assert step_s("int8", fast, 1e-7) > step_s("bf16", fast, 1e-7)
 
 
 @with_ranks(1)
