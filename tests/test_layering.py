@@ -141,7 +141,7 @@ LINES = {
     "imagenet_fast/checkpoint": 843,
     "imagenet_fast/cli": 1671,
     "imagenet_fast/compare": 708,
-    "imagenet_fast/cost_model": 1243,
+    "imagenet_fast/cost_model": 1231,
     "imagenet_fast/data": 4639,
     "imagenet_fast/distributed": 2329,
     "imagenet_fast/doctor": 313,
@@ -150,13 +150,13 @@ LINES = {
     "imagenet_fast/models": 1560,
     "imagenet_fast/netlab": 603,
     "imagenet_fast/parallel": 985,
-    "imagenet_fast/plan": 1413,
+    "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2030,
     "imagenet_fast/sync": 4858,
     "imagenet_fast/training": 2825,
-    "imagenet_fast": 31523,
-    "tests": 28000,
-    "tests/sync": 6328,
+    "imagenet_fast": 31498,
+    "tests": 27991,
+    "tests/sync": 6323,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

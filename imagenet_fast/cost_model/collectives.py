@@ -69,12 +69,6 @@ class RankLayout:
         """Ranks that average with each other once nodes have added up their own."""
         return self.size // self.row
 
-    @property
-    def square_row(self) -> int:
-        """Ranks in a row of the squarest grid."""
-        size = self.size
-        return next(width for width in range(math.isqrt(size), 0, -1) if size % width == 0)
-
 
 def usual_collective(layout: RankLayout, wire: WireFormat) -> Collective:
     """Return the default collective for values sent as ``wire``.
@@ -111,7 +105,7 @@ def message_alignment(layout: RankLayout, wire: WireFormat) -> int:
 
     Then the message can be cut evenly on every level, and between blocks of codes.
     """
-    return math.lcm(layout.size, BLOCK * math.lcm(layout.row, layout.square_row)) if wire.coded else layout.size
+    return math.lcm(layout.size, BLOCK * layout.row) if wire.coded else layout.size
 
 
 def slot_alignment(layout: RankLayout, wire: WireFormat) -> int:
@@ -150,14 +144,8 @@ def server_bytes(ranks: int, servers: int) -> float:
 
 
 def row_of(collective: Collective, layout: RankLayout) -> int:
-    """Return how many ranks a row of a collective's grid has: a node's, those of a square's side, or one."""
-    match collective:
-        case "torus2d":
-            return layout.square_row
-        case "hierarchical" | "ring" | "butterfly":
-            return layout.row
-        case _:
-            return 1
+    """Return how many ranks a row of a collective's grid has: a node's, or one."""
+    return layout.row if collective in ("hierarchical", "ring", "butterfly") else 1
 
 
 def operations(collective: Collective, layout: RankLayout, wire: WireFormat) -> tuple[int, int]:

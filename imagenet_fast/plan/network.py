@@ -105,25 +105,12 @@ def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> f
 
 
 def _grid_share(each: int, ranks: int, width: int) -> float:
-    """Return ``nic_share`` of a grid: rows of ``width`` neighbours scatter and gather, columns average a part.
+    """Return ``nic_share`` of a grid: rows of ``width`` ranks of a node, 1 or all of them, and columns between rows.
 
-    A scatter goes straight to all ranks of a row or column, a gather around a ring of them.
+    A scatter goes straight to all ranks of a column, a gather around a ring of them.
     """
-
-    def across(node: int) -> float:
-        """Return what a node sends to others."""
-        here = range(node * each, (node + 1) * each)
-
-        def leaving(group: range, rank: int) -> float:
-            outside = len(group) - sum(other in group for other in here)
-            following = group[(group.index(rank) + 1) % len(group)]
-            return (outside + (len(group) - 1) * (following not in here)) / len(group)
-
-        rows = sum(leaving(range(rank - rank % width, rank - rank % width + width), rank) for rank in here)
-        return rows + sum(leaving(range(rank % width, ranks, width), rank) for rank in here) / width
-
-    repeated = math.lcm(each, width) // each  # nodes after which rows begin at the same place of a node again
-    return max(across(node) for node in range(min(repeated, ranks // each)))
+    here, column = each // width, ranks // width
+    return (here * (column - here) + column - 1) / column
 
 
 def _server_share(each: int, ranks: int, servers: int) -> float:

@@ -25,10 +25,10 @@ Wire = Literal[Cast, Codes]
 gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node if there are several
 equal nodes of several ranks.
 """
-Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "torus2d", "parameter_server"]
+Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "parameter_server"]
 """All-reduce algorithm.
 
-``native`` is the backend's own. ``hierarchical`` works node by node, ``torus2d`` on a square of ranks.
+``native`` is the backend's own. ``hierarchical`` works node by node.
 """
 Awaits = Literal["each", "backward", "read"]
 """The point at which a step waits for its transfers.

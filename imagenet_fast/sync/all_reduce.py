@@ -42,9 +42,9 @@ def all_reduce(
     Between rows every collective then works as ``pairwise``, because no backend adds codes.
 
     ``hierarchical`` reduce-scatters inside the node, averages between ranks of the same place in their nodes, and
-    gathers inside the node. So a node's link carries no more than one node's share (Mikami et al., arXiv 1811.05233,
-    whose ``torus2d`` does the same on a square; NCCL's blog on massively scaled training). ``ring`` and ``butterfly``
-    do so around their own algorithm where there are several equal nodes of several ranks each.
+    gathers inside the node. So a node's link carries no more than one node's share (Mikami et al., arXiv 1811.05233;
+    NCCL's blog on massively scaled training). ``ring`` and ``butterfly`` do so around their own algorithm where there
+    are several equal nodes of several ranks each.
 
     Args:
         values: 1-D; its length is a multiple of ``message_alignment``.

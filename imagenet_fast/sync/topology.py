@@ -83,7 +83,7 @@ class Topology:
         return RankLayout(tuple(map(len, self.nodes)), on_gpu=self.device.type != "cpu")
 
     def grid(self, collective: Collective) -> Grid:
-        """Return the grid on which a collective works: a row per node, rows of a square, or rows of a single rank.
+        """Return the grid on which a collective works: a row per node, or rows of a single rank.
 
         Raises:
             ValueError: The collective has a row per node, and nodes have different numbers of ranks.
@@ -95,7 +95,7 @@ class Topology:
                 "node, or choose a collective without levels, such as pairwise"
             )
         width = row_of(collective, self.layout)
-        ranks = self.ranks if collective == "torus2d" else [rank for node in self.nodes for rank in node]
+        ranks = [rank for node in self.nodes for rank in node]
         row, place = divmod(ranks.index(self.rank), width)
         return Grid(tuple(ranks[row * width : (row + 1) * width]), tuple(sorted(ranks[place::width])))
 

@@ -45,8 +45,8 @@ def test_collectives_add_alike_wherever_an_element_lies_and_overflow_nowhere():
 
 
 def test_all_reduces_are_timed_by_message_size():
-    means = ["native", "ring", "butterfly", "pairwise", "torus2d", "parameter_server"]
-    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.01, True, backend="nccl"):
+    means = ["native", "ring", "butterfly", "pairwise", "parameter_server"]
+    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.1, True, backend="nccl"):
         assert list(blocks) == [(name, size) for size in (4, 2**20) for name in means]
         assert all(block.latency_s > 0 for of_kind in blocks.values() for block in of_kind)
 

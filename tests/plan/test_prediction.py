@@ -72,17 +72,13 @@ def test_messages_are_those_of_the_engine(settings: Sync):
 
 COLLECTIVES, WIRES = get_args(Collective), get_args(Wire)
 COUNTED = [
-    *((collective, 4, 4, "bf16") for collective in COLLECTIVES), ("torus2d", 3, 4, "bf16"),
-    ("hierarchical", 4, 4, "fp32"), ("ring", 4, 4, "int8"),
+    *((collective, 4, 4, "bf16") for collective in COLLECTIVES), ("hierarchical", 4, 4, "fp32"), ("ring", 4, 4, "int8"),
 ]  # fmt: skip
-MORE = [
-    ("torus2d", 5, 8, "bf16"), *product(COLLECTIVES, (8,), (8,), ("bf16",)), *product(COLLECTIVES, (4,), (4,), WIRES),
-]  # fmt: skip
+MORE = [*product(COLLECTIVES, (8,), (8,), ("bf16",)), *product(COLLECTIVES, (4,), (4,), WIRES)]
 
 
 @pytest.mark.parametrize(("collective", "nodes", "each", "wire"), tiers(COUNTED, MORE))
 def test_bytes_are_those_that_bench_sync_counts(collective: Collective, nodes: int, each: int, wire: Wire):
-    """Of three nodes or five, one is a torus's busiest."""
     settings, layout = LazySync(wire=wire, threshold_mb=math.inf, collective=collective), RankLayout((each,) * nodes)
     (counted,) = bench_count(SMALL, [settings], [layout.size], each, "56gbit")
     planned = predict_step(settings, SMALL.scaled_to(0.1), StatedNetwork(layout, 7e9))

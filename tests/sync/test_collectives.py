@@ -108,7 +108,6 @@ def test_bytes_are_as_in_theory():
         assert phases["hierarchical"] == [half, own, own, half], "a node's link carries a node's share"
         assert phases["ring"] == phases["hierarchical 32"] == [half, half, half]
         assert phases["butterfly"] == [half, half, half]
-        assert phases["torus2d"] == [half, own, own, half]
         assert phases["pairwise"] == [3 * own, 3 * own]
         assert phases["native"] == [6 * own]
         assert phases["parameter_server"] == ([3 * whole] if rank == 0 else [whole])
@@ -144,7 +143,7 @@ def _bytes_sent() -> dict[str, list[int]]:
 def test_wherever_an_element_lies_it_is_added_alike(world: int) -> None:
     """So fusing tensors changes no bit."""
     topology = lending(2)
-    exact: list[Collective] = ["pairwise", "parameter_server", "torus2d"]
+    exact: list[Collective] = ["pairwise", "parameter_server"]
     cases = [("butterfly", torch.float32), *((c, wire) for c in exact for wire in WIRES)]
     for collective, wire in [*cases, ("hierarchical", torch.bfloat16), ("hierarchical", torch.float16)]:
         fused = values(topology.rank, 90_000, world, False).clone()
@@ -178,7 +177,7 @@ def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int
         for collective in collectives:
             tensor = own.to(wire) if as_values else own.clone()
             reduced(tensor, torch.float32 if as_values else wire, collective, topology)
-            inner = {"hierarchical": topology.layout.row, "torus2d": 2}.get(collective, 1)
+            inner = topology.layout.row if collective == "hierarchical" else 1
             mean = rounded.view(-1, inner, 480).float().mean(1).to(wire).float().mean(0).to(wire).to(tensor.dtype)
             if collective in ("native", "ring", "butterfly"):
                 near = world * torch.finfo(wire).eps
