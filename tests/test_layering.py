@@ -152,11 +152,11 @@ LINES = {
     "imagenet_fast/parallel": 985,
     "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2030,
-    "imagenet_fast/sync": 4858,
+    "imagenet_fast/sync": 4996,
     "imagenet_fast/training": 2825,
-    "imagenet_fast": 31498,
-    "tests": 27991,
-    "tests/sync": 6323,
+    "imagenet_fast": 31667,
+    "tests": 28023,
+    "tests/sync": 6328,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

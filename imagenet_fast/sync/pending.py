@@ -127,6 +127,8 @@ class PendingUpdate:
         self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
         self._lock, self._lockstep = lock, lockstep
         self._slot_of = {id(slot.param): slot for slot in slots}
+        device = slots[0].param.device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._begun: dict[ParamSlot, object] = {}  # what has begun: the part at work, the version where it failed, None
         for slot in slots:
             slot.param.grad = None  # still in flight
@@ -167,8 +169,17 @@ class PendingUpdate:
                 self._set_back(param)
 
     def _settle(self, due: list[ParamSlot]) -> None:
-        """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours."""
+        """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours.
+
+        On a GPU that is always on the stream on which the step ended, as if its update had been. Another one that reads
+        gets all parts, and waits for them.
+        """
         _refuse_recording()
+        if self._stream is not None and (reader := torch.cuda.current_stream(self._stream.device)) != self._stream:
+            with torch.cuda.stream(self._stream):
+                self._settle([slot for slot in self._slots if slot not in self._begun])
+            reader.wait_stream(self._stream)
+            return
         for slot in [self._slots[-1], *due]:  # the last one tells that all ranks have ended their backward
             self._engine.wait(slot)
         for slot in () if self._lockstep else self._arrived_neighbours(due):

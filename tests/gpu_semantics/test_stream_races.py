@@ -168,6 +168,29 @@ def test_all_that_is_allowed_is_met_by_an_engine():
     assert met == MAY_WAIT | HARMLESS
 
 
+@pytest.mark.parametrize("engine", ["lazy", "hybrid", "dear"])
+@with_ranks(2)
+@unmeasured()
+def test_weights_are_read_on_a_second_stream_too(engine: str) -> None:
+    """Evaluated there, before the next forward and beside it."""
+    with PretendedGpu(harmless=HARMLESS) as gpu:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        model, images = gpu.move(Model()), [gpu.take(torch.randn(4, 3, 4, 4)) for _ in range(4)]
+        pool = GradientPool(model, engines("bf16")[engine])
+        optimizer = build_optimizer(OPTIM, model)
+        for some in images:
+            pool.zero_grad()
+            loss = model.train()(some).square().sum()
+            main.wait_stream(side)  # before weights are written
+            loss.backward()
+            pool.step(optimizer)
+            side.wait_stream(main)
+            with torch.cuda.stream(side), torch.no_grad():
+                model.eval()(some)
+        pool.close()
+        assert gpu.detector.found == {}
+
+
 LAZY, SPARSE = sync.LazySync(wire="bf16", threshold_mb=FUSED), engines("bf16")["sparse"]
 
 
