@@ -63,6 +63,10 @@ class Step:
         self._checked = 0  # slots before this index have been checked
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found
         self._unused: set[ParamSlot] = set()  # slots that this rank's backward has not reached
+        device = pool.gradients.values.device
+        self._gpu = device.index if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None  # of the last hook
+        self._handle = -1  # its number to CUDA
         self.failed: dict[ParamSlot, int] = {}
         """If the update has failed: the slots, with the version of each parameter then."""
 
@@ -198,7 +202,15 @@ class Step:
         return self._start()
 
     def _start(self) -> set[ParamSlot]:
-        """Before the first gradient, carry out the updates that are left."""
+        """Before the first gradient, carry out the updates that are left.
+
+        Autograd calls each hook on the stream of its parameter's forward. Have that wait for the hooks before, or
+        gradients would be sent before they are copied.
+        """
+        if self._gpu is not None and self._handle != (handle := torch._C._cuda_getCurrentRawStream(self._gpu)):
+            here = torch.cuda.current_stream(self._gpu)
+            here.wait_stream(self._stream or here)
+            self._handle, self._stream = handle, here
         if self._late is None:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)

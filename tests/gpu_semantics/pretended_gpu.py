@@ -391,6 +391,7 @@ class PretendedGpu:
         yield cuda, "Stream", Stream
         yield cuda, "Event", Event
         yield cuda, "current_stream", lambda device=None: self.current
+        yield torch._C, "_cuda_getCurrentRawStream", lambda device: self.current.number
         yield cuda, "default_stream", lambda device=None: self.default
         yield cuda, "stream", stream
         yield cuda, "synchronize", synchronize

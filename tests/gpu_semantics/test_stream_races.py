@@ -19,6 +19,7 @@ from imagenet_fast.checkpoint.tree import HostCopy
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.sync import EngineSettings, GradientPool, factory, network_benchmark, sparse
+from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu
@@ -189,6 +190,30 @@ def test_weights_are_read_on_a_second_stream_too(engine: str) -> None:
                 model.eval()(some)
         pool.close()
         assert gpu.detector.found == {}
+
+
+def _found_on_two_streams(settings: EngineSettings) -> dict[str, list[str]]:
+    """Autograd calls a parameter's hook on the stream of its forward: here another one for biases and norms."""
+    hook, made = Step.on_gradient, list[Any]()
+
+    def there(step: Step, param: nn.Parameter) -> None:
+        made[:] = made or [torch.cuda.Stream()]
+        main, side = torch.cuda.current_stream(), made[0]
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: main.wait_stream(side))
+        if param.dim() > 1:
+            return hook(step, param)
+        side.wait_stream(main)
+        param.grad.record_stream(side)  # type: ignore[union-attr]
+        with torch.cuda.stream(side):
+            return hook(step, param)
+
+    with patch.object(Step, "on_gradient", there):
+        return _found([settings])[0]
+
+
+@pytest.mark.parametrize("engine", ["ring", "hybrid", "sparse"])
+def test_gradients_of_two_streams_are_copied_before_they_are_sent(engine: str):
+    assert run(2, _found_on_two_streams, engines("bf16")[engine]) == [{}, {}]
 
 
 LAZY, SPARSE = sync.LazySync(wire="bf16", threshold_mb=FUSED), engines("bf16")["sparse"]
