@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 5008,
     "imagenet_fast/training": 2825,
     "imagenet_fast": 31679,
-    "tests": 28049,
+    "tests": 28050,
     "tests/sync": 6328,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

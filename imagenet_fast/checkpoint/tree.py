@@ -56,7 +56,7 @@ class HostCopy:
 
     def __init__(self) -> None:
         """Begin without memory."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, tree: Tree) -> Iterator[bytes | memoryview]:
         """Copy ``tree`` as it is now, and return the pieces of its file, for any thread until the next ``take``.
@@ -82,9 +82,9 @@ class HostCopy:
     def _reserve(self, size: int, pinned: bool) -> None:
         if len(self._memory) >= size and (self._memory.is_pinned() or not pinned):
             return
-        self._memory = torch.empty(0, dtype=torch.uint8)  # free the previous memory first
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # free the previous memory first
         try:
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             lacking = f"no {'pinned ' * pinned}memory: {first_line(error)}"
             raise OSError(errno.ENOMEM, lacking, "the copy in host memory") from None

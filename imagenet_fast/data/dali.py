@@ -228,7 +228,7 @@ class _DaliBatch:
         self.batch = batch
         self.sizes = sizes
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
-        self.labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+        self.labels = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.sides = np.full((count, 2), sizes.size, dtype=np.float32)
         """Height and width that each whole image or window is resized to."""
         self.places, self.extents = np.full((2, count, 2), sizes.size, dtype=np.int32)

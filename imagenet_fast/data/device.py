@@ -112,5 +112,5 @@ def empty(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Ten
     pages would take half of a crop's time.
     """
     if pinned:
-        return torch.empty(*shape, dtype=dtype, pin_memory=True)
+        return torch.empty(*shape, dtype=dtype, device="cpu", pin_memory=True)
     return torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -177,7 +177,7 @@ class ThreadLoader:
         count, pinned = len(indices.images), self._device.type == "cuda"
         size = resolution(self._data, self._order, indices).size
         pixels = empty((count, size, size, 3), torch.uint8, pinned)
-        labels = torch.empty(count, dtype=torch.int64, pin_memory=pinned)
+        labels = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
         jobs = [
             self._fill(indices._replace(images=indices.images[part]), pixels.numpy()[part], labels.numpy()[part])
             for part in shared_out(count, self._threads)

@@ -111,7 +111,7 @@ class Sparse(SyncEngine):
             *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
             CommOp(topology.stream((), "landing"), self._choose_next, True),
         ]
-        self._here = torch.empty(count, dtype=torch.int64, pin_memory=device.type == "cuda")  # ids, for the host
+        self._here = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")  # ids
         self._choose()
         self._sent = self._ids[:0]  # chunks in the pool that have been applied
         self._selected: list[int] = []  # ids of this step's chunks, rising

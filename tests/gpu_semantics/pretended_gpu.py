@@ -428,6 +428,7 @@ class _Factories(TorchFunctionMode):
                     (args[0],), (torch.ones_like(args[0]),), False, False, (), True, True
                 )
         if func in (torch.tensor, torch.empty) and kwargs.get("pin_memory"):
+            assert func is torch.tensor or "device" in kwargs, "on the default device, of which a GPU's is not pinned"
             values = func(*args, **kwargs | {"pin_memory": False})
             gpu()._pinned.add(gpu()._note(values))
             return values
