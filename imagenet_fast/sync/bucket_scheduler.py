@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.cost_model import messages as cost_messages
-from imagenet_fast.cost_model.collectives import slot_alignment
+from imagenet_fast.cost_model.collectives import piece_bytes, slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.cost_model.priority_schedule import as_ready
@@ -188,13 +188,14 @@ class Scheduler(SyncEngine):
     def _planned(self, wire: torch.dtype) -> _Plan:
         """Build the messages of all later steps, sent as ``wire``.
 
-        Until steps have been timed, buckets have the smallest size to choose from, and each message is launched as soon
-        as its gradients are ready.
+        Until steps have been timed, each message is launched as soon as its gradients are ready. Buckets then have the
+        smallest size to choose from; on a GPU that of a piece, since every launch delays the backward that is timed.
         """
-        engine, pool, timing = self._engine, self._pool, self._timing
-        model, fuse = step_model(engine, pool, self._network), engine.bucket_bytes
+        engine, pool, timing, layout = self._engine, self._pool, self._timing, self._topology.layout
+        model, fuse = step_model(engine, pool, self._wire, self._network), engine.bucket_bytes
         if fuse is None:
-            fuse = thresholds(engine, pool.topology.layout)[0] if timing is None else model.best(timing)[0]
+            first = piece_bytes(layout) if layout.on_gpu else thresholds(engine, layout)[0]
+            fuse = first if timing is None else model.best(timing)[0]
         messages = model.messages(fuse)
         if timing is None:
             releases = as_ready([message.task for message in messages], len(pool.slots) + 1)

@@ -49,7 +49,8 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
             dense_steps = round((engine.dense_epochs or 0.0) * steps_per_epoch)
             return Scheduler(declare(engine), pool, dense_steps=dense_steps)
         case AutoSync():
-            meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=1.0)
+            mb = 16.0 if pool.values.is_cuda else 1.0
+            meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=mb)
             candidates = _candidates(engine, steps_per_epoch, pool.topology.device)
             return cast(SyncEngine, Auto(pool, declare(meanwhile), candidates))
         case _:

@@ -282,6 +282,15 @@ def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits(wire: Wir
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("settings", [sync.LazySync(), sync.AutoSync()])
+def test_steps_are_timed_with_long_messages_as_each_launch_takes_time(settings: EngineSettings):
+    with PretendedGpu() as gpu:
+        pool = GradientPool(gpu.move(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))), settings)
+        pool.zero_grad()
+        assert pool.end_backward().launches == 1
+        pool.close()
+
+
 @with_ranks(2)
 @unmeasured()
 def test_nccl_takes_as_many_thread_blocks_for_a_group_as_it_may() -> None:
