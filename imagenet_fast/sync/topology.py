@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from hashlib import sha1
 from typing import ClassVar
 
 import torch
@@ -42,8 +43,8 @@ class Topology:
     alone: bool = False
     """True if there was no process group when the topology was made."""
 
-    _made: ClassVar[int] = 2**30
-    """The number of the next process group, far from any that torch counts."""
+    _made: ClassVar[int] = 0
+    """The number of the next process group."""
     _dropped: ClassVar[list[CommStream]] = []
     """Streams that are no longer used, kept so that none is ended alone: see ``drop``."""
     _in_use: ClassVar[list[tuple[list[torch.cuda.Event], object]]] = []
@@ -150,22 +151,22 @@ class Topology:
 
     @contextmanager
     def _counted_apart(self) -> Iterator[None]:
-        """Number the process groups made inside with a counter of our own.
+        """Name the process groups made inside by their ranks and by a counter of our own.
 
-        torch names a process group by its ranks and by how many groups its process has made. The name must be the same
-        on all ranks, but some ranks make more sub-groups than others. So we count our own groups. Groups made by
-        other code are named as if ours did not exist.
+        torch takes a counter of its process: of the groups made in it, or in older versions of those it is in. The name
+        must be the same on all ranks, but some ranks make more groups than others.
         """
-        world = dist.distributed_c10d._world
         device = self.device if self.device.type == "cuda" else torch.device("cpu")  # a count's is "meta"
         number = torch.tensor(Topology._made, device=device)
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
         Topology._made = int(number) + 1
-        others, world.group_count = world.group_count, int(number)
+        salt, torchs, counters = str(int(number)), vars(dist.distributed_c10d), dist.distributed_c10d._world
+        name, others = torchs["_hash_ranks_to_str"], counters.group_count
+        torchs["_hash_ranks_to_str"] = lambda ranks: sha1(f"{ranks} {salt}".encode(), usedforsecurity=False).hexdigest()
         try:
             yield
         finally:
-            world.group_count = others
+            torchs["_hash_ranks_to_str"], counters.group_count = name, others
 
 
 def _nodes(

@@ -6,9 +6,11 @@ import gc
 import math
 import time
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses import FakeTensor
 
@@ -157,3 +159,15 @@ def test_one_rank_adds_to_gradients_that_a_backward_did_not_reach():
             model[3](head).sum().backward()
         pool.finish()
         assert torch.equal(model[3].weight.grad, torch.full((7, 180), 2.0))
+
+
+@pytest.mark.usefixtures("subprocesses")
+@with_ranks(2, fresh=True)
+def test_ranks_connect_though_one_of_them_has_made_a_process_group_of_its_own():
+    """torch tells groups of the same ranks apart by a counter of the process, older versions by another."""
+    counters = dist.distributed_c10d._world
+    for count in (lambda: counters.group_count, lambda: len(counters.pg_names)):
+        with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: f"{ranks} {count()}"):  # noqa: B023
+            if dist.get_rank() == 0:
+                dist.new_group([0], use_local_synchronization=True)
+            GradientPool(network(), LazySync()).close()
