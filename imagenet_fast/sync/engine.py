@@ -104,6 +104,10 @@ class SyncEngine(Protocol):
         """End a step's backward: synchronise everything that is not deferred, and return the step's statistics."""
         ...
 
+    def spoil(self) -> None:
+        """Put NaN into something that the step has still to send, unless it sends the last slot, which has NaN."""
+        return
+
     def forget_nonfinite(self) -> None:
         """Set to zero what is not finite in the residual, as the step that it is of was dropped. All was waited for."""
         return

@@ -163,8 +163,8 @@ class Sparse(SyncEngine):
             place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
     def gradient_ready(self, slot: ParamSlot) -> None:
-        """Launch the chosen chunks that are complete, once they reach the threshold."""
-        ready = bisect_right(self._selected, slot.stop // self._settings.chunk - 1)
+        """Launch the chosen chunks that are complete, once they reach the threshold, but the last: see ``spoil``."""
+        ready = min(bisect_right(self._selected, slot.stop // self._settings.chunk - 1), len(self._selected) - 1)
         while self._packed < ready:
             self._packed += 1
             if (self._packed - self._next) * self._settings.chunk * self._wire.itemsize >= self._threshold:
@@ -192,6 +192,10 @@ class Sparse(SyncEngine):
             self._age()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
         return stats
+
+    def spoil(self) -> None:
+        """Put NaN into the chunks that are not launched yet."""
+        self._chunks.index_fill_(0, self._ids[self._next :], math.nan)
 
     def forget_nonfinite(self) -> None:
         """Set to zero what is not finite in the pool."""

@@ -164,6 +164,7 @@ class Step:
         last = pool.gradients.slots[pool.gradients.last]
         pool.gradients.extent(last)[:-1] = math.nan
         pool.gradients.values[last.flag] = USED
+        pool.engine.spoil()
         self._push_all()
         self._any_overflow()
         self.stats = pool.engine.finish()

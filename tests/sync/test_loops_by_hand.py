@@ -67,9 +67,12 @@ class Emptied(Layers):
         return super().forward(x + self.empty.sum())
 
 
+ALONE = ["lazy", "lazy int8", "sparse"], ["hybrid", "powersgd", "dear fp8", "sparse corrected", "sparse hybrid"]
+
+
 @pytest.mark.parametrize("kind", [Layers, Emptied])
 @pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("engine", tiers(["lazy", "lazy int8"], ["hybrid", "powersgd", "dear fp8"]))
+@pytest.mark.parametrize("engine", tiers(*ALONE))
 @with_ranks(2)
 @unmeasured()
 def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(
@@ -77,7 +80,8 @@ def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(
 ) -> None:
     """A guard has all skip it; without one, weights that are not finite tell."""
     model = kind()
-    pool, optimizer = pooled(model, ENGINES[engine]), loops.ours(model)
+    corrected = getattr(ENGINES[engine], "velocity_momentum", None) is not None
+    pool, optimizer = pooled(model, ENGINES[engine]), loops.ours(model, corrected=corrected)
     if guarded:
         pool.guard(3e38)
     train(model, pool, optimizer)
