@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 5020,
     "imagenet_fast/training": 2825,
     "imagenet_fast": 31691,
-    "tests": 28077,
+    "tests": 28105,
     "tests/sync": 6346,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

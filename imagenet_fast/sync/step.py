@@ -182,7 +182,7 @@ class Step:
         """
         gradients, left_out = self._pool.gradients, set()
         if unused := [slot for slot in slots if slot in self._unused]:
-            flags = gradients.values[[slot.flag for slot in unused]].tolist()
+            flags = torch.stack([gradients.values[slot.flag] for slot in unused]).tolist()
             left_out = {slot for slot, flag in zip(unused, flags, strict=True) if not flag}
         for slot in slots:
             slot.param.grad = None if slot in left_out else gradients.view(slot)

@@ -282,6 +282,34 @@ def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits(wire: Wir
     assert len(set(names)) == len(names)
 
 
+class Partial(Model):
+    """One layer is used by the first rank alone, and one by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.idle = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return self.alone(x) if dist.get_rank() == 0 else x
+
+
+UNUSED = frozenset({"aten::_to_copy in used"})
+"""Where the host waits to know of parameters that its rank has not used whether another has."""
+
+
+def _found_in_part(settings: EngineSettings) -> dict[str, list[str]]:
+    with patch.dict(globals(), Model=Partial, MAY_WAIT=MAY_WAIT | UNUSED):
+        found, met = _found([settings], orders=2)
+    assert met >= UNUSED
+    return found
+
+
+@pytest.mark.parametrize("engine", ["lazy", "hybrid", "sparse"])
+def test_a_host_waits_for_what_others_say_of_unused_parameters_and_for_nothing_else(engine: str):
+    assert run(2, _found_in_part, engines("bf16")[engine]) == [{}, {}]
+
+
 @pytest.mark.parametrize("settings", [sync.LazySync(), sync.AutoSync()])
 def test_steps_are_timed_with_long_messages_as_each_launch_takes_time(settings: EngineSettings):
     with PretendedGpu() as gpu:
