@@ -152,11 +152,11 @@ LINES = {
     "imagenet_fast/parallel": 985,
     "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2030,
-    "imagenet_fast/sync": 5020,
+    "imagenet_fast/sync": 5005,
     "imagenet_fast/training": 2825,
-    "imagenet_fast": 31691,
-    "tests": 28105,
-    "tests/sync": 6346,
+    "imagenet_fast": 31676,
+    "tests": 28118,
+    "tests/sync": 6357,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -47,7 +47,7 @@ def all_reduce(
     are several equal nodes of several ranks each.
 
     Args:
-        values: 1-D; its length is a multiple of ``message_alignment``.
+        values: 1-D; its length is a multiple of ``collectives.message_alignment``.
         wire: Dtype in which values are sent; values of a dtype that is no wider are sent as they are.
         collective: The algorithm.
         topology: The ranks to average over.
@@ -63,7 +63,8 @@ def all_reduce(
     if topology.size == 1 or not values.numel():
         return []
     wire = wire_for(values.dtype, wire, topology)
-    assert values.numel() % message_alignment(wire, topology) == 0, "a message must be cut evenly"
+    alignment = collectives.message_alignment(topology.layout, format_of(wire))
+    assert values.numel() % alignment == 0, "a message must be cut evenly"
     chain = OpSequence()
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
@@ -193,11 +194,6 @@ def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) 
 def format_of(wire: torch.dtype) -> WireFormat:
     """Return the form in which values of a wire dtype are sent."""
     return WireFormat(wire.itemsize, is_coded(wire))
-
-
-def message_alignment(wire: torch.dtype, topology: Topology) -> int:
-    """Return the number that a message's length in elements must be a multiple of."""
-    return collectives.message_alignment(topology.layout, format_of(wire))
 
 
 def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor | None, divisor: int) -> Tensor:

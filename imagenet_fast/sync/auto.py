@@ -135,7 +135,6 @@ class Auto:
     def _time_again(self) -> None:
         """Restart the timing of steps, unless a choice was made."""
         if not self.chosen:
-            self._timetable.close()
             self._timetable = self._pool.layer_timer(self._timetable.layers)
 
     def _to_come(self) -> Iterable[Candidate]:

@@ -188,8 +188,8 @@ class Scheduler(SyncEngine):
     def _planned(self, wire: torch.dtype) -> _Plan:
         """Build the messages of all later steps, sent as ``wire``.
 
-        Until steps have been timed, each message is launched as soon as its gradients are ready. Buckets then have the
-        smallest size to choose from; on a GPU that of a piece, since every launch delays the backward that is timed.
+        Until steps have been timed, messages are launched as soon as they are ready. Buckets have the smallest size to
+        choose from; on a GPU a piece's, since launches delay the backward that is timed.
         """
         engine, pool, timing, layout = self._engine, self._pool, self._timing, self._topology.layout
         model, fuse = step_model(engine, pool, self._wire, self._network), engine.bucket_bytes

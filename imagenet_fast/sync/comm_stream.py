@@ -212,7 +212,7 @@ class CommStream:
             if work is None:
                 traffic.ended = record_timestamp(self._device)
             else:
-                work.get_future().then(lambda _: _end(traffic, self._device))
+                work.get_future().then(lambda _: setattr(traffic, "ended", record_timestamp(self._device)))
             return work
 
         def wait() -> None:
@@ -222,10 +222,6 @@ class CommStream:
 
         begun = self._thread.submit(issue)
         return PendingOp(wait)
-
-
-def _end(traffic: CommStats, device: torch.device) -> None:
-    traffic.ended = record_timestamp(device)
 
 
 @atexit.register

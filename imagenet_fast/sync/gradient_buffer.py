@@ -35,7 +35,7 @@ class GradientBuffer:
         self.alignment = math.lcm(_CACHE_LINE, topology.size)
         """The number of elements of which the bounds of slots are multiples."""
         self._multiple = 1
-        self._timers: list[LayerTimer] = []
+        self._timer: LayerTimer | None = None
         self.slots: list[ParamSlot] = []
         """In the order in which they are pushed."""
         self.before_layout: Callable[[], None] = lambda: None
@@ -85,7 +85,7 @@ class GradientBuffer:
         return known
 
     def layer_timer(self, layers: bool) -> LayerTimer:
-        """Return a timer of the next steps; with ``layers``, also of when each layer is called.
+        """Return a timer of the next steps in place of the last; with ``layers``, also of when each layer is called.
 
         Raises:
             ValueError: The buffer has no model.
@@ -95,13 +95,14 @@ class GradientBuffer:
                 "an engine that plans needs to see the forward; give the pool model=..., or the engine a fixed number "
                 "of MiB"
             )
-        self._timers.append(LayerTimer(self.model, self.slots, self.topology, layers))
-        return self._timers[-1]
+        self.close()
+        self._timer = LayerTimer(self.model, self.slots, self.topology, layers)
+        return self._timer
 
     def close(self) -> None:
-        """Remove the hooks of all timers."""
-        for timer in self._timers:
-            timer.close()
+        """Remove the hooks of the timer."""
+        if self._timer is not None:
+            self._timer.close()
 
     def view(self, slot: ParamSlot) -> Tensor:
         """Return the gradient at ``slot``, with its parameter's strides.

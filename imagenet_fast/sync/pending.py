@@ -127,8 +127,8 @@ class PendingUpdate:
         self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
         self._lock, self._lockstep = lock, lockstep
         self._slot_of = {id(slot.param): slot for slot in slots}
-        device = slots[0].param.device
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        first = slots[0].param
+        self._stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
         self._begun: dict[ParamSlot, object] = {}  # what has begun: the part at work, the version where it failed, None
         for slot in slots:
             slot.param.grad = None  # still in flight
@@ -171,8 +171,7 @@ class PendingUpdate:
     def _settle(self, due: list[ParamSlot]) -> None:
         """Wait for the messages of ``due``, and carry out their part and that of arrived neighbours.
 
-        On a GPU that is always on the stream on which the step ended, as if its update had been. Another one that reads
-        gets all parts, and waits for them.
+        A GPU does so on the stream that has ended the step. Another one that reads waits for it, and for all parts.
         """
         _refuse_recording()
         if self._stream is not None and (reader := torch.cuda.current_stream(self._stream.device)) != self._stream:

@@ -173,8 +173,7 @@ class Sparse(SyncEngine):
     def finish(self) -> SyncStats:
         """Launch the remaining chunks, begin to agree on the next step's chunks, and return the statistics."""
         self._packed = len(self._selected)
-        if self._next < self._packed:
-            self._launch()
+        self._launch()
         if not self.defers:
             self._await(list(self._messages))
         self._next = self._packed = 0

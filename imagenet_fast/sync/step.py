@@ -63,10 +63,8 @@ class Step:
         self._checked = 0  # slots before this index have been checked
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found
         self._unused: set[ParamSlot] = set()  # slots that this rank's backward has not reached
-        device = pool.gradients.values.device
-        self._gpu = device.index if device.type == "cuda" else None
+        self._gpu = pool.gradients.values.device.index if pool.gradients.values.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last hook
-        self._handle = -1  # its number to CUDA
         self.failed: dict[ParamSlot, int] = {}
         """If the update has failed: the slots, with the version of each parameter then."""
 
@@ -205,13 +203,12 @@ class Step:
     def _start(self) -> set[ParamSlot]:
         """Before the first gradient, carry out the updates that are left.
 
-        Autograd calls each hook on the stream of its parameter's forward. Have that wait for the hooks before, or
-        gradients would be sent before they are copied.
+        Autograd calls each hook on its forward's stream. Have that wait for the last hook's: what is sent is copied.
         """
-        if self._gpu is not None and self._handle != (handle := torch._C._cuda_getCurrentRawStream(self._gpu)):
-            here = torch.cuda.current_stream(self._gpu)
-            here.wait_stream(self._stream or here)
-            self._handle, self._stream = handle, here
+        last, gpu = self._stream, self._gpu
+        if gpu is not None and (last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(gpu)):
+            self._stream = torch.cuda.current_stream(gpu)
+            self._stream.wait_stream(last or self._stream)
         if self._late is None:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)

@@ -40,9 +40,6 @@ class Topology:
     thread that wakes a hundred times a second, and the groups of many idle pools would disturb the one that works.
     """
 
-    alone: bool = False
-    """True if there was no process group when the topology was made."""
-
     _made: ClassVar[int] = 0
     """The number of the next process group."""
     _dropped: ClassVar[list[CommStream]] = []
@@ -66,6 +63,7 @@ class Topology:
         self.device = device
         self.group = group
         self.alone = alone = group is None and not dist.is_initialized()
+        """True if there was no process group when the topology was made."""
         ranks = [0] if alone else dist.get_process_group_ranks(group or dist.group.WORLD)
         self.ranks = tuple(sorted(ranks))  # as torch numbers the ranks of the groups that streams make
         self.rank = 0 if alone else dist.get_rank()

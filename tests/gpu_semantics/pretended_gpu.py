@@ -114,6 +114,8 @@ class Stream:
         self.device = CUDA
         self.number = gpu().detector.add_stream()
 
+    cuda_stream = property(lambda self: self.number)
+
     def wait_event(self, event: Event) -> None:
         event.wait(self)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
 from unittest.mock import patch
 
 import pytest
@@ -163,6 +165,15 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
             mean = mean_over_ranks(own.grad)
             assert (old - 0.1 * mean - param.detach()).norm() <= 0.1 * (4e-2 * mean.norm() + 1e-6), step
     assert pool.engine.chosen == "hybrid int8"
+    pool.close()
+
+
+def test_a_timer_is_let_go_of_with_its_layout():
+    pool = pooled(Layers(), AutoSync())
+    timer = weakref.ref(pool.engine._timetable)
+    pool.engine.rebuild_buckets()
+    gc.collect()
+    assert timer() is None
     pool.close()
 
 
