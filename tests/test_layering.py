@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 5005,
     "imagenet_fast/training": 2825,
     "imagenet_fast": 31676,
-    "tests": 28118,
+    "tests": 28128,
     "tests/sync": 6357,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

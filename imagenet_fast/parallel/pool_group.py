@@ -126,11 +126,11 @@ class Pools:
 
     def close(self) -> None:
         """Close all pools, and end the process groups of the layout unless a step is under way."""
-        sending = any(pool.current.phase is Phase.SENDING for pool in self._pools)
-        for pool in self._pools:
-            pool.close()
-        if not sending:
-            self._end_layout()
+        with ExitStack() as rest:  # which is done too where one of them fails
+            if not any(pool.current.phase is Phase.SENDING for pool in self._pools):
+                rest.callback(self._end_layout)
+            for pool in reversed(self._pools):
+                rest.callback(pool.close)
 
 
 class ActivationTraffic:

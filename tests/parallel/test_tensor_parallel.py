@@ -16,7 +16,7 @@ from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, HybridSync, LazySync
+from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
 from tests.parallel.small import CLASSES, Tiny, images_of, small_model
@@ -100,6 +100,16 @@ def test_what_activations_cost_is_counted_and_timed() -> None:
         assert stats.exposed is not None
         assert stats.exposed.seconds() > 0
     pools.close()
+
+
+def test_all_is_closed_though_one_pool_fails_as_it_ends():
+    closed: list[str] = []
+    pools = [GradientPool(nn.Linear(2, 2), LazySync()) for _ in range(2)]
+    for pool in pools:
+        pool.engine.close = lambda: closed.append("engine") or 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        Pools(pools, lambda x: x, lambda: None, lambda: closed.append("layout")).close()
+    assert closed == ["engine", "engine", "layout"]
 
 
 @with_ranks(2)
