@@ -143,7 +143,7 @@ LINES = {
     "imagenet_fast/compare": 708,
     "imagenet_fast/cost_model": 1231,
     "imagenet_fast/data": 4639,
-    "imagenet_fast/distributed": 2329,
+    "imagenet_fast/distributed": 2343,
     "imagenet_fast/doctor": 313,
     "imagenet_fast/launch": 1280,
     "imagenet_fast/metrics": 1443,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2030,
     "imagenet_fast/sync": 5005,
     "imagenet_fast/training": 2825,
-    "imagenet_fast": 31676,
-    "tests": 28128,
+    "imagenet_fast": 31690,
+    "tests": 28141,
     "tests/sync": 6357,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

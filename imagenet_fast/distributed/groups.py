@@ -5,23 +5,37 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from imagenet_fast.recipe.parallel_config import Parallel
 
-# Several communicators run at once, and NCCL must start their kernels in the order of our calls: else those of two
-# ranks may wait for each other. It reads this with the first collective of a process, so it is set where our code is
-# imported, also for loops of users. It costs overlap, which we could not measure yet: a kernel waits until the one that
-# was called before it has started, also if that is an exchange of a layout. 0 in the environment turns it off.
-os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+def _order_kernels() -> None:
+    """Have NCCL start kernels in the order of our calls, or warn that it is too late.
+
+    Several communicators run at once, and else kernels of two ranks may wait for each other. NCCL reads this with the
+    first collective of a process, so it is set where our code is imported, also for loops of users. It costs overlap,
+    which we could not measure yet: a kernel waits until the one that was called before it has started, also if that is
+    an exchange of a layout. 0 in the environment turns it off.
+    """
+    if "NCCL_LAUNCH_ORDER_IMPLICIT" not in os.environ:
+        os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = "1"
+        groups: Any = [g for g in dist.distributed_c10d._world.pg_map if "nccl" in dist.get_backend_config(g)]
+        if any(group._get_backend(torch.device("cuda"))._get_sequence_number_for_group() for group in groups):
+            warnings.warn("import imagenet_fast before NCCL is used, or set NCCL_LAUNCH_ORDER_IMPLICIT=1", stacklevel=2)
+
+
+_order_kernels()
 
 # Public since torch 2.15, where the old name is deprecated.
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)

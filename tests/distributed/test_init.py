@@ -7,6 +7,7 @@ import platform
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.distributed import groups
 from imagenet_fast.distributed.init import prepare_device
 from tests.conftest import refusal_of
 from tests.pages import ROOT
@@ -71,6 +73,17 @@ def test_nccl_launch_order_is_implicit_for_loops_of_users_too():
     clean = {key: value for key, value in os.environ.items() if key != "NCCL_LAUNCH_ORDER_IMPLICIT"}
     command = [sys.executable, "-c", "import os, imagenet_fast.sync; print(os.environ['NCCL_LAUNCH_ORDER_IMPLICIT'])"]
     assert subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+@with_ranks(2)
+def test_who_has_used_nccl_before_our_import_is_warned() -> None:
+    dist.barrier()
+    for backends, warned in (("cpu:gloo,cuda:gloo", 0), ("cpu:gloo,cuda:nccl", 1)):
+        with patch.dict(os.environ), warnings.catch_warnings(record=True) as told:
+            del os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"]
+            with patch.object(dist, "get_backend_config", return_value=backends):
+                groups._order_kernels()
+            assert len(told) == warned
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
