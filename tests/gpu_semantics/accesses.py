@@ -47,6 +47,8 @@ def touched(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[Tens
         chosen = args[1]
         if len(chosen) == 1 and chosen[0] is not None and chosen[0].dtype not in _MASKS:
             rows = inner_of(chosen[0]).flatten()
+    if name == "aten::native_batch_norm" and args[5]:  # it does not say that it writes the running statistics
+        positional = [*positional[:3], "writes", "writes"]
     for way, value in [*zip(positional, args, strict=False), *((named.get(key), kwargs[key]) for key in kwargs)]:
         if way is not None:
             for x in tensors_in(value):

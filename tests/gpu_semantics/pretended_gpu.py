@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map
 
 from imagenet_fast.sync import comm_stream
 from tests.gpu_semantics.accesses import asks_for_values, inner_of, positions, tensors_in, touched
+from tests.gpu_semantics.captured import Graph, graph_stand_ins
 from tests.gpu_semantics.pretended_nccl import collectives
 from tests.gpu_semantics.race_detector import HOST, Access, RaceDetector
 from tests.gpu_semantics.random_orders import Place, Recording
@@ -67,8 +68,13 @@ class OnGpu(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = self.detach().clone()
+        is_param = isinstance(self, nn.Parameter)
+        return memo.setdefault(id(self), nn.Parameter(copy, self.requires_grad) if is_param else copy)
+
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
-        gpu().detector.share(_block_of(self.held), stream.number)
+        gpu().order(stream, lambda own, x: gpu().detector.share(_block_of(x.held), own.number), self)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OnGpu({self.held})"
@@ -80,30 +86,56 @@ class OnGpu(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
+class Mark:
+    """What is recorded of a stream; of one that is captured for a ``graph``, in its last replay."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.graph = gpu().capturing(stream)
+        gpu().order(stream, self._set)
+
+    def _set(self, stream: Stream) -> None:
+        self.moment = gpu().detector.moment(stream.number)
+
+
 class Event:
     """``torch.cuda.Event``."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self.moment: np.ndarray | None = None  # type: ignore[type-arg]
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, *, external: bool = False) -> None:
+        self.external = external
+        self.mark: Mark | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        self.moment = gpu().detector.moment((stream or gpu().current).number)
+        stream = stream or gpu().current
+        if self.external and (graph := gpu().capturing(stream)):
+            graph.add(self.record, stream)
+        else:
+            self.mark = Mark(stream)
 
     def wait(self, stream: Stream | None = None) -> None:
-        if self.moment is not None and not gpu().deaf("wait_event"):
-            gpu().detector.wait((stream or gpu().current).number, self.moment)
+        stream = stream or gpu().current
+        if gpu().deaf("wait_event"):
+            return
+        if self.external and (graph := gpu().capturing(stream)):
+            graph.external[self] = None
+            graph.add(lambda own: gpu().wait_for(own, graph.external[self]), stream)
+        else:
+            gpu().wait_for(stream, self.mark)
 
     def synchronize(self) -> None:
         gpu().host_waits("Event.synchronize")
         if gpu().current_device() != CUDA.index:
             gpu().detector.report("an event is waited for while another GPU is current, which gets a context for it")
-        if self.moment is not None:
-            gpu().detector.wait(HOST, self.moment)
+        if gpu().may_use(self.mark):
+            gpu().detector.wait(HOST, self.mark.moment)
 
     def query(self) -> bool:
+        gpu().host_waits("Event.query", asks=True)
+        gpu().may_use(self.mark)
         return True
 
     def elapsed_time(self, other: Event) -> float:
+        gpu().may_use(self.mark)
+        gpu().may_use(other.mark)
         return 1.0
 
 
@@ -112,7 +144,13 @@ class Stream:
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device = CUDA
-        self.number = gpu().detector.add_stream()
+        self._number = gpu().detector.add_stream()
+
+    @property
+    def number(self) -> int:
+        """To the detector; of a stream that is captured, that of the graph's stream in its place."""
+        graph = gpu().capturing(self)
+        return self._number if graph is None else graph.streams[self]._number
 
     cuda_stream = property(lambda self: self.number)
 
@@ -121,7 +159,11 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         if not gpu().deaf("wait_stream"):
-            gpu().detector.wait(self.number, gpu().detector.moment(other.number))
+            self.follow(other)
+
+    def follow(self, other: Stream) -> None:
+        """Wait for it in any case."""
+        gpu().wait_for(self, Mark(other))
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -153,11 +195,17 @@ class PretendedGpu:
         self._in_step = False
         self._pinned: set[int] = set()
         self._storages: dict[int, StorageWeakRef] = {}
+        self.wrap, self.place = OnGpu, _place
         self.group_limits: list[int | None] = []
         """Thread blocks that NCCL may take, by group that was made."""
         self._communicators: dict[Any, Stream] = {}
         self._threads = threading.local()
         self._stack = ExitStack()
+        self.capture: Graph | None = None
+        """The graph that is being captured."""
+        self.strict_capture = False
+        """Whether a host that waits inside a capture gets an exception, as from a real GPU."""
+        self.graphs: WeakSet[Graph] = WeakSet()
 
     def __enter__(self) -> PretendedGpu:
         global _gpu
@@ -190,7 +238,7 @@ class PretendedGpu:
     def take(self, values: Tensor) -> OnGpu:
         """A copy on the GPU, made before everything else."""
         inner = torch.empty_strided(values.size(), values.stride(), dtype=values.dtype).copy_(values)
-        self._note(inner, self.default, made_before=True)
+        self.note(inner, self.default, made_before=True)
         return OnGpu(inner)
 
     @contextmanager
@@ -209,8 +257,44 @@ class PretendedGpu:
     def deaf(self, what: str) -> bool:
         return self._without == what
 
-    def host_waits(self, how: str) -> None:
-        where = f"{how} in {next(_functions(), 'a test')}"
+    def capturing(self, stream: Stream) -> Graph | None:
+        """The graph for which ``stream`` is captured."""
+        return self.capture if self.capture is not None and stream in self.capture.streams else None
+
+    def order(self, stream: Stream, act: Callable[..., None], *tensors: Any) -> None:
+        """Do ``act`` on ``stream`` with ``tensors``; where it is captured, in each replay as well."""
+        act(stream, *tensors)
+        if graph := self.capturing(stream):
+            graph.add(act, stream, *tensors)
+
+    def wait_for(self, stream: Stream, mark: Mark | None) -> None:
+        """``stream`` goes on after ``mark``, and joins the capture that this is in."""
+        if mark is None or not self.may_use(mark):
+            return
+        if mark.graph is not None and not self.capturing(stream):
+            mark.graph.join(stream)
+        if self.capturing(stream) is mark.graph:
+            self.order(stream, lambda own: self.detector.wait(own.number, mark.moment))
+        else:
+            self.detector.report(f"a captured stream waits for what is not captured, in {_caller()}")
+
+    def may_use(self, mark: Mark | None) -> bool:
+        """Whether anything has been recorded, and not in a capture that is over."""
+        if mark is not None and mark.graph is not None and mark.graph is not self.capture:
+            self.detector.report(f"an event that was recorded inside a capture is used outside of it, in {_caller()}")
+            return False
+        return mark is not None
+
+    def host_waits(self, how: str, asks: bool = False) -> None:
+        """``asks``: it only looks, which captures do not allow either."""
+        where = f"{how} in {_caller()}"
+        if self.capture is not None:
+            self.detector.report(f"the host waits for the GPU inside a capture: {where}")
+            if self.strict_capture:
+                self.capture.failed = True
+                raise RuntimeError("operation not permitted when stream is capturing")
+        if asks or self.capture is not None or self.detector.place is not None:
+            return
         if self._in_step and where in self._allowed:
             self.met.add(where)
         elif self._in_step:
@@ -227,6 +311,7 @@ class PretendedGpu:
         """An operation of torch's, on the current stream."""
         if func is torch.ops.aten.scalar_tensor.default:  # C++ makes it where it takes us to be
             kwargs = kwargs | {"device": CUDA}
+        asked = dict(kwargs)
         tensors = tensors_in((args, kwargs))
         arrives = kwargs.get("device")
         here = [x for x in tensors if isinstance(x, OnGpu)]
@@ -250,19 +335,22 @@ class PretendedGpu:
         accesses = []
         for x, rows, writes in uses:
             inner = x.held if isinstance(x, OnGpu) else x
-            if isinstance(x, OnGpu) or self._is_pinned(x):
-                accesses.append(Access(self._note(inner), positions(inner, rows), writes))
+            if isinstance(x, OnGpu) or self.is_pinned(x):
+                accesses.append(Access(self.note(inner), positions(inner, rows), writes))
         fresh = [
             x for x in tensors_in(result)
             if id(x) not in inners and not self._knows(x) and x.device.type != "meta"
         ]  # fmt: skip
         for x in fresh:
-            accesses.append(Access(self._note(x, self.current), positions(x), True))
+            accesses.append(Access(self.note(x, self.current), positions(x), True))
         if accesses:
             self.detector.launch(self.current.number, func.name(), accesses)
             if self.recording is not None:
                 self.recording.add(self.detector.last, func, *given, [_place(x) for x in fresh])
-        return tree_map(lambda x: self._wrapped(x, inners, on_gpu), result)
+        results = tree_map(lambda x: self._wrapped(x, inners, on_gpu), result)
+        if accesses and (graph := self.capturing(self.current)):
+            graph.add_operation(func, args, asked, results)
+        return results
 
     def launch(
         self, stream: Stream, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], before: dict[int, Tensor]
@@ -271,7 +359,7 @@ class PretendedGpu:
         where it has changed."""
         read, written = ([x.held for x in some if isinstance(x, OnGpu)] for some in (reads, writes))
         accesses = [
-            Access(self._note(x), positions(x), changed)
+            Access(self.note(x), positions(x), changed)
             for some, changed in ((read, False), (written, True))
             for x in some
         ]
@@ -286,30 +374,40 @@ class PretendedGpu:
     def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
         pinned = kwargs.pop("pin_memory", False)
         for x, _, writes in touched(func, args, kwargs):
-            if self._is_pinned(x):
+            if self.is_pinned(x):
                 self.detector.launch(HOST, f"{func.name()} of the host", [Access(_block_of(x), positions(x), writes)])
         result = func(*args, **kwargs)
         if self.recording is not None:
-            changed = [x for x, _, writes in touched(func, args, kwargs) if writes and self._is_pinned(x)]
+            changed = [x for x, _, writes in touched(func, args, kwargs) if writes and self.is_pinned(x)]
             if changed:
                 self.recording.add_transfer(self.detector.last, [], [(_place(x), x.clone()) for x in changed])
         if pinned:
-            self._pinned.add(self._note(result))
+            self._pin(result)
         return result
+
+    def blocks(self) -> list[int]:
+        """All that are still there."""
+        self.look_for_freed()
+        return list(self._storages)
+
+    def _pin(self, values: Tensor) -> None:
+        if self.capture is not None:
+            self.detector.report(f"pinned memory is allocated inside a capture, in {_caller()}")
+        self._pinned.add(self.note(values))
 
     def _given(self, x: Any) -> Any:
         """An argument, for a recording."""
         if not isinstance(x, Tensor):
             return x
         inner = inner_of(x)
-        if isinstance(x, OnGpu) or self._is_pinned(x):
-            self._note(inner)
+        if isinstance(x, OnGpu) or self.is_pinned(x):
+            self.note(inner)
             return _place(inner)
         return inner.clone()
 
     def read_pinned(self, x: Tensor, how: str) -> None:
         """The host looks at memory that the GPU can write."""
-        if not isinstance(x, OnGpu) and self._is_pinned(x):
+        if not isinstance(x, OnGpu) and self.is_pinned(x):
             self.detector.launch(HOST, f"{how} of the host", [Access(_block_of(x), positions(x), False)])
             if self.recording is not None:
                 self.recording.add_transfer(self.detector.last, [(_place(x), x.clone())], [])
@@ -325,7 +423,7 @@ class PretendedGpu:
         crossing = func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
         others = [x for x in tensors if not isinstance(x, OnGpu)]
         waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2] is True))
-        if crossing and others and (waits or not all(map(self._is_pinned, others))):
+        if crossing and others and (waits or not all(map(self.is_pinned, others))):
             self.host_waits(f"{func.name()} between pageable memory and the GPU")
 
     def _wrapped(self, x: Any, inners: dict[int, OnGpu], on_gpu: bool) -> Any:
@@ -336,14 +434,14 @@ class PretendedGpu:
     def _knows(self, inner: Tensor) -> bool:
         return _block_of(inner) in self._storages
 
-    def _is_pinned(self, x: Tensor) -> bool:
+    def is_pinned(self, x: Tensor) -> bool:
         return x.device.type == "cpu" and not isinstance(x, OnGpu) and _block_of(x) in self._pinned
 
-    def _note(self, inner: Tensor, stream: Stream | None = None, made_before: bool = False) -> int:
+    def note(self, inner: Tensor, stream: Stream | None = None, made_before: bool = False) -> int:
         """The block of a tensor's storage; a new one has been allocated on ``stream``, or long ago."""
         block = _block_of(inner)
         if block not in self._storages:
-            self._look_for_freed()
+            self.look_for_freed()
             storage = inner.untyped_storage()
             self._storages[block] = StorageWeakRef(storage)
             self.detector.allocate(block, max(1, storage.nbytes()), HOST if stream is None else stream.number)
@@ -352,11 +450,13 @@ class PretendedGpu:
                 self.recording.allocate(self.detector.last, block, storage.nbytes(), values)
         return block
 
-    def _look_for_freed(self) -> None:
+    def look_for_freed(self) -> None:
         for block in [block for block, storage in self._storages.items() if _expired(storage.cdata)]:
             del self._storages[block]
             self._pinned.discard(block)
             self.detector.free(block)
+            if self.capture is not None:
+                self.capture.freed(block)
             if self.recording is not None:
                 self.recording.free(block)
 
@@ -379,8 +479,7 @@ class PretendedGpu:
 
         def synchronize(device: object = None) -> None:
             self.host_waits("torch.cuda.synchronize")
-            for number in range(1, len(self.detector._clocks)):
-                self.detector.wait(HOST, self.detector.moment(number))
+            self.detector.wait(HOST, self.detector.everything())
 
         cuda = torch.cuda
         yield cuda, "_lazy_init", lambda: None
@@ -389,7 +488,8 @@ class PretendedGpu:
         yield cuda, "device", other_device
         yield cuda, "current_device", self.current_device
         yield cuda, "set_device", lambda _: None
-        yield cuda, "is_current_stream_capturing", lambda: False
+        for name, stand_in in graph_stand_ins(self):
+            yield cuda, name, stand_in
         yield cuda, "Stream", Stream
         yield cuda, "Event", Event
         yield cuda, "current_stream", lambda device=None: self.current
@@ -430,15 +530,15 @@ class _Factories(TorchFunctionMode):
                     (args[0],), (torch.ones_like(args[0]),), False, False, (), True, True
                 )
         if func in (torch.tensor, torch.empty) and kwargs.get("pin_memory"):
-            assert func is torch.tensor or "device" in kwargs, "on the default device, of which a GPU's is not pinned"
+            assert "device" in kwargs, "on the default device, of which a GPU's is not pinned"
             values = func(*args, **kwargs | {"pin_memory": False})
-            gpu()._pinned.add(gpu()._note(values))
+            gpu()._pin(values)
             return values
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             rest = {name: value for name, value in kwargs.items() if name != "device"}
             return func(*args, **rest).to(_with_index(kwargs["device"]))
         if func is Tensor.is_pinned:
-            return gpu()._is_pinned(args[0])
+            return gpu().is_pinned(args[0])
         if func in (Tensor.tolist, Tensor.numpy):
             gpu().read_pinned(args[0], func.__name__)
         if func is Tensor.to:
@@ -446,6 +546,10 @@ class _Factories(TorchFunctionMode):
         if "device" in kwargs and func is not torch.device:
             kwargs = kwargs | {"device": _with_index(kwargs["device"])}
         return func(*args, **kwargs)
+
+
+def _caller() -> str:
+    return next(_functions(), "a test")
 
 
 def _functions() -> Iterator[str]:
@@ -466,8 +570,9 @@ def _copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def _place(inner: Tensor) -> Place:
-    return Place(_block_of(inner), inner.dtype, tuple(inner.shape), tuple(inner.stride()), inner.storage_offset())
+def _place(x: Tensor) -> Place:
+    inner, on_gpu = inner_of(x), isinstance(x, OnGpu)
+    return Place(_block_of(inner), x.dtype, tuple(x.shape), tuple(inner.stride()), inner.storage_offset(), on_gpu)
 
 
 _expired = torch.UntypedStorage._expired

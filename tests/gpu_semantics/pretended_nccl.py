@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from imagenet_fast.sync import comm_stream
 from tests.gpu_semantics.accesses import inner_of, is_on_gpu
@@ -37,22 +39,28 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
     ``Work.wait``; by whom has called, where it is not asynchronous."""
     real = {name: getattr(dist, name) for name in (
         "all_reduce", "all_to_all_single", "broadcast", "batch_isend_irecv", "new_group",
+        "destroy_process_group",
     )}  # fmt: skip
 
     gather = comm_stream.all_gather_single
 
     def run(
-        name: str, act: Callable[[], object], reads: Sequence[Tensor], writes: Sequence[Tensor], group: Any,
-        async_op: bool,
+        name: str, act: Callable[[Any], object], given: Any, reads: Sequence[Tensor], writes: Sequence[Tensor],
+        group: Any, async_op: bool,
     ) -> Work | None:  # fmt: skip
+        def exchange(stream: Any, given: Any, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+            before = {id(inner_of(x)): inner_of(x).clone() for x in reads if is_on_gpu(x)}
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                if name != _MESSAGES:
+                    agree(name, [*reads, *writes], group)
+                act(tree_map(inner_of, given))
+            device.launch(stream, name, reads, writes, before)
+
         stream = device.communicator(group)
-        device.detector.wait(stream.number, device.detector.moment(device.current.number))
-        before = {id(inner_of(x)): inner_of(x).clone() for x in reads if is_on_gpu(x)}
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
-            if name != _MESSAGES:
-                agree(name, [*reads, *writes], group)
-            act()
-        device.launch(stream, name, reads, writes, before)
+        stream.follow(device.current)
+        if (graph := device.capturing(stream)) is not None:
+            graph.groups.add(group or dist.group.WORLD)
+        device.order(stream, exchange, given, reads, writes)
         work = Work(stream, [*reads, *writes])
         if async_op:
             return work
@@ -79,8 +87,7 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
             if not is_on_gpu(tensors[0]):
                 return like(*args, **kwargs)
             group, async_op = given.get("group"), given.pop("async_op", False)
-            values = {key: inner_of(x) for key, x in given.items()}
-            return run(name, lambda: act(**values), tensors[-1:], tensors[:1], group, async_op)
+            return run(name, lambda values: act(**values), dict(given), tensors[-1:], tensors[:1], group, async_op)
 
         return call
 
@@ -113,12 +120,12 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
         sent = [o.tensor for o in operations if o.op is dist.isend]
         received = [o.tensor for o in operations if o.op is dist.irecv]
 
-        def act() -> None:
-            inner = [dist.P2POp(o.op, inner_of(o.tensor), o.peer, o.group, o.tag) for o in operations]
-            for work in real["batch_isend_irecv"](inner):
+        def act(given: Any) -> None:
+            for work in real["batch_isend_irecv"]([dist.P2POp(*one) for one in given]):
                 work.wait()
 
-        return [run(_MESSAGES, act, sent, received, operations[0].group, True)]
+        given = [(o.op, o.tensor, o.peer, o.group, o.tag) for o in operations]
+        return [run(_MESSAGES, act, given, sent, received, operations[0].group, True)]
 
     def new_group(
         ranks: Any, timeout: Any = None, *_: Any, use_local_synchronization: bool = False, pg_options: Any = None,
@@ -128,7 +135,15 @@ def collectives(device: Any) -> dict[str, Callable[..., Any]]:
             device.group_limits.append(getattr(pg_options.config, "max_ctas", None))
         return real["new_group"](ranks, timeout, "gloo", use_local_synchronization=use_local_synchronization)
 
+    def destroy(group: Any = None) -> None:
+        if device.graphs:
+            gc.collect()  # those that nobody holds
+        if any(group in graph.groups or group is None for graph in device.graphs if graph.groups):
+            device.detector.report("a process group is destroyed while a graph has its collectives")
+        real["destroy_process_group"](group)
+
     return {
+        "destroy_process_group": destroy,
         "all_reduce": on_stream("all_reduce", real["all_reduce"], all_reduce),
         "all_to_all_single": on_stream("all_to_all", real["all_to_all_single"], real["all_to_all_single"]),
         "all_gather_into_tensor": on_stream("all_gather", like_gather, all_gather),

@@ -72,6 +72,8 @@ class RaceDetector:
         self._blocks: dict[int, _Block] = {}
         self._freed: dict[int, list[_Block]] = {}
         self._names: dict[int, tuple[str, Place]] = {}
+        self.place: Place | None = None
+        """The lines from which operations come in a replay, as they were captured; else they are those of here."""
         self.add_stream()  # the host's
 
     def add_stream(self) -> int:
@@ -90,6 +92,16 @@ class RaceDetector:
         for number in range(len(self._clocks)) if stream == HOST else [stream]:
             np.maximum(self._clocks[number], moment, out=self._clocks[number])
 
+    def everything(self) -> NDArray[np.int32]:
+        """All that has been launched on any stream."""
+        return np.maximum.reduce(self._clocks)
+
+    def forget(self, streams: Sequence[int]) -> None:
+        """What these have been given is over."""
+        over = np.zeros(MOST_STREAMS, np.int32)
+        over[streams] = [self._clocks[stream][stream] for stream in streams]
+        self.wait(HOST, over)
+
     def allocate(self, block: int, size: int, stream: int) -> None:
         """A new block. The memory is there once ``stream`` has come so far; the host's has always been there."""
         for freed in self._freed.pop(stream, []):
@@ -97,7 +109,8 @@ class RaceDetector:
         moment = self._tick(stream, "allocation")
         if stream == HOST:
             moment = 0
-        self._blocks[block] = _Block(stream, _here(), np.full(size, moment, np.int32), np.full(size, stream, np.int16))
+        moments, streams = np.full(size, moment, np.int32), np.full(size, stream, np.int16)
+        self._blocks[block] = _Block(stream, self.place or here(), moments, streams)
 
     def share(self, block: int, stream: int) -> None:
         """The allocator is told that ``stream`` uses a block."""
@@ -144,7 +157,7 @@ class RaceDetector:
         self._moment += 1
         before = self._clocks[stream].copy()
         self._clocks[stream][stream] = self._moment
-        self._names[self._moment] = (name, _here())
+        self._names[self._moment] = (name, self.place or here())
         self._last = Moment(stream, self._moment, before)
         return self._moment
 
@@ -178,7 +191,7 @@ _told: dict[str, bool] = {}
 """By file, whether its lines tell where an operation came from."""
 
 
-def _here() -> Place:
+def here() -> Place:
     """The innermost lines of the package, or of a test, that have led here."""
     found: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(2)

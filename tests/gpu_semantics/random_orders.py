@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ class Place:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    on_gpu: bool
 
 
 Act = Callable[["_Memory"], str]
@@ -122,7 +123,7 @@ class Recording:
 
     def _numbered(self, x: Any) -> Any:
         if isinstance(x, Place):
-            return Place(self._numbers[x.block], x.dtype, x.shape, x.strides, x.offset)
+            return replace(x, block=self._numbers[x.block])
         return x
 
 

@@ -61,7 +61,8 @@ def test_a_report_waits_for_nothing_and_every_interval_is_told() -> None:
         with gpu.step():
             for step in range(1, 9):
                 meter.fetch(batches)
-                meter.add_step(SyncStats(None), torch.full((), loss, device=CUDA))
+                meter.add_loss(torch.full((), loss, device=CUDA))
+                meter.add_step(SyncStats(None))
                 if step % 2 == 0:
                     meter.report(record, step, 1, 0.1)
                     Aged.report += 1
@@ -79,7 +80,8 @@ def test_losses_that_are_not_finite_end_a_run_one_report_later() -> None:
         meter = _meter(most=2)
         for step in range(1, 5):
             loss = float("nan") if dist.get_rank() == 1 else 1.0
-            meter.add_step(SyncStats(None), torch.full((), loss, device=CUDA))
+            meter.add_loss(torch.full((), loss, device=CUDA))
+            meter.add_step(SyncStats(None))
             if step % 2 == 0:
                 with pytest.raises(NonFiniteLoss) if step == 4 else nullcontext():
                     meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)

@@ -176,18 +176,19 @@ def test_weights_are_read_on_a_second_stream_too(engine: str) -> None:
     """Evaluated there, before the next forward and beside it."""
     with PretendedGpu(harmless=HARMLESS) as gpu:
         main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-        model, images = gpu.move(Model()), [gpu.take(torch.randn(4, 3, 4, 4)) for _ in range(4)]
+        # Its statistics stay, which a forward in training would write beside the evaluation.
+        model, images = gpu.move(Model()).eval(), [gpu.take(torch.randn(4, 3, 4, 4)) for _ in range(4)]
         pool = GradientPool(model, engines("bf16")[engine])
         optimizer = build_optimizer(OPTIM, model)
         for some in images:
             pool.zero_grad()
-            loss = model.train()(some).square().sum()
+            loss = model(some).square().sum()
             main.wait_stream(side)  # before weights are written
             loss.backward()
             pool.step(optimizer)
             side.wait_stream(main)
             with torch.cuda.stream(side), torch.no_grad():
-                model.eval()(some)
+                model(some)
         pool.close()
         assert gpu.detector.found == {}
 
