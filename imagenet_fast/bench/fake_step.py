@@ -29,7 +29,7 @@ from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
-from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
+from imagenet_fast.sync.comm_stream import CommStats, CommStream, Wait
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.pending import settle_all
@@ -95,7 +95,7 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
 
     def engine(buffer: GradientBuffer) -> SyncEngine:
         if isinstance(settings, SparseSync):
-            return _Spread(settings, buffer, wire_dtype(settings.wire))
+            return _Spread(settings, buffer)
         return Scheduler(declaration, buffer, network, profile.timing)
 
     pool = GradientPool(model, engine, topology=topology)
@@ -157,10 +157,10 @@ class _Spread(Sparse):
     The chunks that it sends are spread over the pool, as in real training; adjacent chunks would need no packing.
     """
 
-    def __init__(self, settings: SparseSync, pool: GradientBuffer, wire: torch.dtype) -> None:
+    def __init__(self, settings: SparseSync, pool: GradientBuffer) -> None:
         # Its first step is dense, and needs no chunk ids.
         past = settings.model_copy(update={"dense_epochs": 1.0, "ramp_epochs": 0.0})
-        super().__init__(past, pool, wire, steps_per_epoch=1)
+        super().__init__(past, pool, steps_per_epoch=1)
 
     @property
     def norms_bytes(self) -> int:
@@ -194,10 +194,10 @@ class _CountedStream(CommStream):
         super().__init__(_META, ranks)
         self._calls = calls
 
-    def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
+    def enter(self, start: Callable[[], Work | None], after: Sequence[Wait], traffic: CommStats) -> Wait:
         self._traffic = traffic
         start()
-        return PendingOp(lambda: None)
+        return lambda: None
 
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()

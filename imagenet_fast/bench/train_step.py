@@ -1,6 +1,7 @@
 """Compare our training step with a plain PyTorch loop: same model, precision, optimizer and data, one process.
 
 Blocks of steps are timed in interleaved rounds. Each block is compared with the plain loop's block of the same round.
+On a GPU each loop can be timed a second time, its steps replayed from a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from imagenet_fast.data.build import synthetic_images
 from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.order import TrainSampler
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics import MetricLogger
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import compile_blocks
@@ -37,23 +39,35 @@ from imagenet_fast.training.precision import autocast, forward_dtype, set_float3
 from imagenet_fast.training.train_step import TrainingStep, build_step
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-Loop = Callable[[], None]
-"""Does one step."""
+Loop = Callable[[], bool]
+"""Does one step, and tells whether that was replayed from a CUDA graph."""
 
-_PLAIN = "plain PyTorch"
+_PLAIN, _REPLAYED = "plain PyTorch", ", replayed"
 _WARMUP_STEPS = 2
+_REPLAYED_AFTER = 12
+"""Steps after which a loop that can be replayed is: engines plan and time some, three are launched, one is compared."""
 
 
-def _block(step: Loop, steps: int) -> tuple[float, float]:
-    """Return the seconds until the host has finished the first of ``steps`` steps, and until all are done."""
+@dataclass(frozen=True)
+class _Block:
+    """Some steps in a row."""
+
+    host_s: float
+    """Seconds until the host has finished the first one."""
+    seconds: float
+    """Until all are done."""
+    replayed: int
+
+
+def _block(step: Loop, steps: int) -> _Block:
     _synchronize()
     begun = time.perf_counter()
-    step()
+    replayed = int(step())
     host_s = time.perf_counter() - begun
     for _ in range(steps - 1):
-        step()
+        replayed += step()
     _synchronize()
-    return host_s, time.perf_counter() - begun
+    return _Block(host_s, time.perf_counter() - begun, replayed)
 
 
 def _synchronize() -> None:
@@ -69,7 +83,10 @@ class StepTime(Row):
     note = "vs plain: time of a step, divided by the plain loop's."
 
     loop: str = field(metadata=column("loop"))
-    """Name of the loop: ``plain PyTorch``, which a user would write, or ``ours,`` and the engine."""
+    """Name of the loop: ``plain PyTorch``, which a user would write, or ``ours,`` and the engine.
+
+    ``replayed`` behind it: its steps come from a CUDA graph.
+    """
     step_s: float = field(metadata=column("", "ms/step", ".1f"))
     """Step time, the median of its blocks."""
     step_s_min: float = field(metadata=column("fastest", "ms", ".1f"))
@@ -85,8 +102,10 @@ class StepTime(Row):
 
     None without a GPU.
     """
+    replayed: int | None = field(metadata=column("replayed"))
+    """Number of timed steps that were replayed from a CUDA graph; None without a GPU."""
     warmup_s: float = field(metadata=column("warm-up", "s", ".1f"))
-    """Time of the first two steps, including compilation.
+    """Time of the first steps, including compilation: two, or twelve of a loop that is replayed after them.
 
     Code that an earlier loop has compiled is not compiled again.
     """
@@ -112,7 +131,7 @@ def step_recipe(
     return parse_recipe(
         "bench step",
         {
-            "ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled,
+            "ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled, "graph": False,
             "model": {"kind": model},
             "data": {
                 "loader": "synthetic", "image_size": image_size, "classes": 1000,
@@ -126,7 +145,9 @@ def step_recipe(
     )  # fmt: skip
 
 
-def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -> list[StepTime]:
+def bench_step(
+    recipe: Recipe, engines: list[Recipe], rounds: int, steps: int, replayed: bool = False
+) -> list[StepTime]:
     """Time blocks of steps of each loop on one rank.
 
     Args:
@@ -134,26 +155,46 @@ def bench_step(recipe: Recipe, engines: list[Recipe], rounds: int, steps: int) -
         engines: The recipe with different ``[sync]`` tables.
         rounds: Number of rounds; each times one block of every loop.
         steps: Steps in each block.
+        replayed: Whether to time each loop that a CUDA graph can hold replayed from one, too.
+
+    Raises:
+        UserError: Steps are to be replayed, and there is no GPU.
     """
+    if replayed and not torch.cuda.is_available():
+        raise UserError("--graph replays steps from CUDA graphs, and there is no GPU; leave it out")
     world = single_rank_world()
     try:
         loops = {_PLAIN: _plain_loop(recipe, world)}
         loops |= {f"ours, {variant.sync.kind}": _our_loop(variant, world) for variant in engines}
+        if replayed:
+            if not isinstance(recipe.precision, Float16):  # whose GradScaler asks the GPU in each step
+                loops[f"{_PLAIN}{_REPLAYED}"] = _plain_loop(recipe, world, replayed=True)
+            for variant in engines:
+                if not variant.unreplayable:
+                    graphed = variant.model_copy(update={"graph": True})
+                    loops[f"ours, {variant.sync.kind}{_REPLAYED}"] = _our_loop(graphed, world)
+
+        def warm_up(name: str) -> float:
+            return _block(loops[name], _REPLAYED_AFTER if name.endswith(_REPLAYED) else _WARMUP_STEPS).seconds
+
         with measurement_bar() as show:
-            warmups = in_turns(list(loops), 1, lambda name: _block(loops[name], _WARMUP_STEPS)[1], show)
+            warmups = in_turns(list(loops), 1, warm_up, show)
             blocks = in_turns(list(loops), rounds, lambda name: _block(loops[name], steps), show)
     finally:
         dist.destroy_process_group()
-    times = {name: [block_s / steps for _, block_s in of_loop] for name, of_loop in blocks.items()}
+    times = {name: [block.seconds / steps for block in of_loop] for name, of_loop in blocks.items()}
 
     def row(name: str) -> StepTime:
         own = times[name]
         # Of each round, so that a slow phase of the node slows both.
         ratio = median(ours_s / plain_s for ours_s, plain_s in zip(own, times[_PLAIN], strict=True))
-        launched = median(host_s for host_s, _ in blocks[name]) if world.device.type == "cuda" else None
+        on_gpu = world.device.type == "cuda"
         return StepTime(
-            name, median(own), min(own), max(own), recipe.global_batch / median(own), ratio, launched, warmups[name][0]
-        )
+            name, median(own), min(own), max(own), recipe.global_batch / median(own), ratio,
+            median(block.host_s for block in blocks[name]) if on_gpu else None,
+            sum(block.replayed for block in blocks[name]) if on_gpu else None,
+            warmups[name][0],
+        )  # fmt: skip
 
     return list(map(row, loops))
 
@@ -190,19 +231,26 @@ def _our_loop(recipe: Recipe, world: DistContext) -> Loop:
     record = MetricLogger(Clock().run_s)
     numbers = count(1)
 
-    def step() -> None:
+    def replays() -> int:
+        return 0 if take_step.graphs is None else take_step.graphs.replays
+
+    def step() -> bool:
+        before = replays()
         take_step(batches, recipe.optim.lr)
+        if take_step.news and not (told := take_step.news.pop())["replayed"]:
+            warn(f"steps of {recipe.sync.kind} are launched, not replayed: {told['why']}")
         if (done := next(numbers)) % recipe.log_every == 0:
             take_step.meter.report(record, done, 1, recipe.optim.lr)
+        return replays() > before
 
     return step
 
 
-def _plain_loop(recipe: Recipe, world: DistContext) -> Loop:
+def _plain_loop(recipe: Recipe, world: DistContext, replayed: bool = False) -> Loop:
     """Build the loop that a user would write by hand.
 
     It has forward, backward, fused ``torch.optim.SGD``, a loss read at every log line, and torch's ``GradScaler`` for
-    fp16.
+    fp16. ``replayed``: from a CUDA graph after the first steps.
     """
     assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
@@ -221,15 +269,41 @@ def _plain_loop(recipe: Recipe, world: DistContext) -> Loop:
     batches = synthetic_batches(recipe, world.device)
     numbers = count(1)
 
-    def step() -> None:
-        images, labels = next(batches)
+    def train_on(images: Tensor, labels: Tensor) -> Tensor:
         with cast:
-            loss = criterion(model(images), labels)
+            loss: Tensor = criterion(model(images), labels)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        if next(numbers) % recipe.log_every == 0:
+        return loss.detach()
+
+    take_step = _captured(train_on) if replayed else train_on
+
+    def step() -> bool:
+        loss = take_step(*next(batches))
+        if (done := next(numbers)) % recipe.log_every == 0:
             loss.item()
+        return replayed and done >= _REPLAYED_AFTER
+
+    return step
+
+
+def _captured(train_on: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a step that is launched at first, then captured in a CUDA graph and replayed."""
+    graph, numbers = torch.cuda.CUDAGraph(), count(1)
+    kept: list[Tensor] = []  # images, labels and loss of the graph
+
+    def step(*batch: Tensor) -> Tensor:
+        if not kept and next(numbers) < _REPLAYED_AFTER:
+            return train_on(*batch)
+        if not kept:
+            kept.extend(values.clone() for values in batch)
+            with torch.cuda.graph(graph):
+                kept.append(train_on(*kept))
+        for place, values in zip(kept, batch, strict=False):
+            place.copy_(values)
+        graph.replay()
+        return kept[-1]
 
     return step

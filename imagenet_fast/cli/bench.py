@@ -40,7 +40,8 @@ bench_app.add_typer(published_app, name="published")
 
 _PROFILE = "Layer profile: alexnet, resnet50, a .json file of `bench profile`, or a random network."
 ProfileOption = Annotated[str, typer.Option(metavar="NAME|FILE|random:SEED", help=_PROFILE)]
-ModelOption = Annotated[Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"], typer.Option(help="Model.")]
+Network = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
+ModelOption = Annotated[Network, typer.Option(help="Model.")]
 Pixels = Annotated[int, typer.Option(metavar="N", min=16)]
 SizesOption = Annotated[str, typer.Option(metavar="A,B..C:N")]
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -49,12 +50,13 @@ Device = Literal["cpu", "cuda"]
 
 @bench_app.command("step")
 def bench_step(
-    model: ModelOption = "resnet18",
+    model: Annotated[Literal[Network, "cifarnet"], typer.Option(help="Model.")] = "resnet18",
     image_size: Pixels = 64,
     batch: opt.Count[int] = 128,
     precision: Dtype | None = None,
     sync: opt.Names[str] = "lazy",
     compile: bool = False,
+    graph: bool = False,
     rounds: opt.Count[int] = 60,
     steps: opt.Count[int] = 2,
     json_file: opt.Json = None,
@@ -66,6 +68,7 @@ def bench_step(
     Args:
         sync: Engines to time beside the plain loop.
         compile: Compile both loops with torch.compile, block by block.
+        graph: Time each loop replayed from a CUDA graph as well.
         steps: Steps of each loop in a round.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
@@ -73,7 +76,7 @@ def bench_step(
 
     engines = listed("--sync", sync, str)
     variants = [step_recipe(model, image_size, batch, precision, compile, engine) for engine in engines]
-    opt.show_rows(measure(variants[0], variants, rounds, steps), json_file)
+    opt.show_rows(measure(variants[0], variants, rounds, steps, graph), json_file)
 
 
 @bench_app.command("sync")

@@ -104,8 +104,8 @@ def declare(settings: DeclaredSettings) -> Engine:
 
     ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
     """
-    bf16_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
-    return replace(_declared(settings), bf16_steps=bf16_steps)
+    plain_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
+    return replace(_declared(settings), plain_steps=plain_steps)
 
 
 def _declared(settings: DeclaredSettings) -> Engine:

@@ -107,8 +107,8 @@ class Engine:
     """The number of servers over which a parameter server is sharded."""
     prioritized: bool = False
     """True if messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
-    bf16_steps: int = 0
-    """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype."""
+    plain_steps: int = 0
+    """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype, and whole with PowerSGD."""
     split_reduce_scatter: bool = False
     """True if the second half of an all-reduce is a message of its own, launched later.
 

@@ -62,6 +62,12 @@ class ConsoleSink:
                 self._begun = self._begun or event
                 if self._live is None:
                     self._print("  ".join(self._figures()))
+            case "graph" if event["replayed"]:
+                images, *_, side = event["images"]
+                shown = f"{images} images of {side}x{side}"
+                self._print(f"steps of {shown} are replayed from a CUDA graph after step {event['step']}")
+            case "graph":
+                self._print(f"steps are launched one by one, not replayed from a CUDA graph: {event['why']}")
             case "choice":
                 self._console.print(_choice_table(event))
             case "eval":

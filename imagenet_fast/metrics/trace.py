@@ -16,12 +16,16 @@ from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import SyncStats
 
 TRACKS = ("compute", "wait", "wire")
+FIRST, COUNT = 10, 5
+"""Steps before those that are traced, which engines need for their plans, and steps that are."""
 
 
 class Trace:
     """A recorder of some steps: their computation, transfers and waits."""
 
-    def __init__(self, model: nn.Module, device: torch.device, path: Path, first: int = 10, count: int = 5) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, path: Path, first: int = FIRST, count: int = COUNT
+    ) -> None:
         """Prepare to trace ``count`` steps after the ``first`` ones, by default after engines have made their plans.
 
         Args:

@@ -61,6 +61,10 @@ class StepStatistics:
         if found_inf is not None and self._bytes:
             self._put_back(torch.where(found_inf > 0, self._before, torch.cat(self._bytes)))
 
+    def forget(self) -> None:
+        """Undo nothing of a step that was cut off."""
+        self._done = self._micro_steps
+
     @contextmanager
     def micro_step(self) -> Iterator[None]:
         """Run one micro-step's forward inside this context; its backward may follow when others have run."""

@@ -195,7 +195,7 @@ class DdpPeer:
     def _begin(self, bucket: GradBucket) -> CommStats:
         """Count a message that begins now; DDP waits for it by itself."""
         traffic = CommStats(begun=record_timestamp(self._nothing.device))
-        self._stats.add(f"bucket {bucket.index()}", traffic)
+        self._stats.transfers.append((f"bucket {bucket.index()}", [traffic]))
         return traffic
 
     def _count(

@@ -153,11 +153,11 @@ class ActivationTraffic:
         with stopwatch("activations"):
             yield
         _, begun, ended = stopwatch.blocks[-1]
-        self._stats.add("activations", CommStats(sent_bytes, sent_bytes, begun, ended))
+        self._stats.transfers.append(("activations", [CommStats(sent_bytes, sent_bytes, begun, ended)]))
 
     def exchanged(self, sent_bytes: int, received_bytes: int) -> None:
         """Count an exchange whose waiting time is not known."""
-        self._stats.add("activations", CommStats(sent_bytes, received_bytes))
+        self._stats.transfers.append(("activations", [CommStats(sent_bytes, received_bytes)]))
 
     def spent(self) -> SyncStats:
         """Return what has been counted since the last call."""

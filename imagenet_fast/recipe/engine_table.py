@@ -69,6 +69,8 @@ class EngineTable(Table):
 
     ours: ClassVar[bool] = True
     """Whether the engine works on a gradient pool; torch's DDP, the baseline, does not."""
+    unreplayable: ClassVar[str] = ""
+    """What it does that no CUDA graph can hold; empty if its steps can be replayed."""
     chooses: ClassVar[bool] = False
     """Whether it predicts the step time of the other engines, and switches to the fastest."""
     telling: ClassVar[tuple[str, ...]] = ()

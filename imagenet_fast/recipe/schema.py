@@ -211,6 +211,12 @@ class Recipe(Table):
     """
     compile: bool = False
     """Whether to use torch.compile, block by block, so that gradients still become ready layer by layer."""
+    graph: bool | Literal["auto"] = "auto"
+    """Whether to replay steps from a CUDA graph, which costs the host next to nothing, once nothing moves any more.
+
+    ``auto``: on GPUs, where the engine allows it and a replayed step ends like a launched one. true: without that
+    comparison. false: launch every step.
+    """
     numa_binding: bool = True
     """Whether to bind each rank to the cores of its GPU's NUMA node.
 
@@ -225,6 +231,13 @@ class Recipe(Table):
     parallel: Parallel = Parallel()
     checkpoint: Checkpointing = Checkpointing()
     timeout: Timeout = Timeout()
+
+    @property
+    def unreplayable(self) -> str:
+        """Why steps cannot be replayed from a CUDA graph; empty if they can."""
+        if self.parallel.ranks > 1:
+            return f"{self.parallel.as_written} sends activations in the middle of a step"
+        return f"{self.sync.as_written} {self.sync.unreplayable}" if self.sync.unreplayable else ""
 
     def evaluates_after(self, epoch: int) -> bool:
         """Return whether an evaluation follows epoch ``epoch``, counted from 1."""
@@ -267,6 +280,8 @@ class Recipe(Table):
                 raise ValueError(f"data.{key} ({size}) is too small for {self.model.kind}, which needs {smallest}")
         self._check_sync()
         self._check_parallel()
+        if self.graph is True and self.unreplayable:
+            raise ValueError(f"graph true replays steps, and {self.unreplayable}; set graph to 'auto'")
         sync = self.sync.derived(dense_epochs=self.schedule.warmup_epochs, momentum=self.optim.momentum)
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 

@@ -71,6 +71,7 @@ class KeepingTable(PoolTable):
     """
 
     keeps: ClassVar[bool] = True
+    unreplayable: ClassVar[str] = "decides in each step what to send"
     telling: ClassVar[tuple[str, ...]] = ("timing",)
 
     wire: Cast = "bf16"
@@ -153,6 +154,8 @@ class PowerSgdSync(KeepingTable):
     sent as they are. Messages are sent and awaited as by the engine ``timing``; under ``dear`` the second factor is
     sent later.
     """
+
+    unreplayable: ClassVar[str] = "has matrices factored by a solver that the host drives"
 
     kind: Literal["powersgd"] = "powersgd"
     rank: PositiveInt = 4
@@ -245,6 +248,7 @@ class DdpSync(EngineTable):
     """torch's DistributedDataParallel, as a baseline for comparison."""
 
     ours: ClassVar[bool] = False
+    unreplayable: ClassVar[str] = "keeps parts of autograd's graph from step to step"
     telling: ClassVar[tuple[str, ...]] = ("powersgd_rank",)
 
     kind: Literal["ddp"] = "ddp"

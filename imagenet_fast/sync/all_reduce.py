@@ -29,8 +29,8 @@ _DTYPES: dict[Wire, torch.dtype] = {
 
 
 def all_reduce(
-    values: Tensor, wire: torch.dtype, collective: Collective, topology: Topology, servers: int = 1, cut: bool = False,
-    lane: str = "", blocks: BlockMap | None = None,
+    values: Tensor, wire: torch.dtype, collective: Collective | None, topology: Topology, servers: int = 1,
+    cut: bool = False, lane: str = "", blocks: BlockMap | None = None,
 ) -> list[CommOp]:  # fmt: skip
     """Build the phases that average a 1-D tensor over all ranks, in place.
 
@@ -49,7 +49,7 @@ def all_reduce(
     Args:
         values: 1-D; its length is a multiple of ``collectives.message_alignment``.
         wire: Dtype in which values are sent; values of a dtype that is no wider are sent as they are.
-        collective: The algorithm.
+        collective: The algorithm; None: the usual one, see ``cost_model.collectives``.
         topology: The ranks to average over.
         servers: Number of servers of a ``parameter_server``.
         cut: Whether to use phases of two halves (scatter, gather) wherever there is a choice.
@@ -63,6 +63,7 @@ def all_reduce(
     if topology.size == 1 or not values.numel():
         return []
     wire = wire_for(values.dtype, wire, topology)
+    collective = collective or collectives.usual_collective(topology.layout, format_of(wire))
     alignment = collectives.message_alignment(topology.layout, format_of(wire))
     assert values.numel() % alignment == 0, "a message must be cut evenly"
     chain = OpSequence()
@@ -131,7 +132,8 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
         if own is not None:
             part = message.view(inside, -1)[grid.row.index(way.topology.rank)]
             chain.add_local(lambda: part.copy_(own))
-        gather(chain, message, way.stream(grid.row, "gather"), way.cut)
+        pull = way.stream(grid.row, "gather")
+        chain.add_collective(pull, lambda: pull.all_gather(message, way.cut), second_half=True)
         arrived = message
     if arrived is not values:
         chain.add_local(lambda: values.copy_(arrived))
@@ -153,7 +155,8 @@ def _between(
         parameter_server(chain, shard, stream("scatter"), stream("gather"), way.servers)
     else:
         scatter(chain, shard, stream("scatter"), None, len(ranks))
-        gather(chain, shard, stream("gather"), way.cut)
+        pull = stream("gather")
+        chain.add_collective(pull, lambda: pull.all_gather(shard, way.cut), second_half=True)
 
 
 def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> None:
@@ -186,11 +189,6 @@ def wire_for(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> torch
     return wire if rounds and topology.size > 1 else dtype
 
 
-def usual_collective(dtype: torch.dtype, wire: torch.dtype, topology: Topology) -> Collective:
-    """Return the default collective for values of ``dtype``: see ``cost_model.collectives``."""
-    return collectives.usual_collective(topology.layout, format_of(wire_for(dtype, wire, topology)))
-
-
 def format_of(wire: torch.dtype) -> WireFormat:
     """Return the form in which values of a wire dtype are sent."""
     return WireFormat(wire.itemsize, is_coded(wire))
@@ -217,14 +215,6 @@ def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor |
     chain.add_collective(stream, lambda: stream.all_to_all(arrived, values))
     chain.add_local(lambda: mean_of(arrived, stream.size, divisor, into))
     return into
-
-
-def gather(chain: OpSequence, values: Tensor, stream: CommStream, alone: bool) -> None:
-    """Add the phase that sends every rank's part of ``values``, which is 1-D, to all ranks.
-
-    If few scatters share the wire, ``alone``, parts are best sent directly: see ``CommStream.all_gather``.
-    """
-    chain.add_collective(stream, lambda: stream.all_gather(values, direct=alone), second_half=True)
 
 
 def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: CommStream, servers: int) -> None:

@@ -64,6 +64,11 @@ class Auto:
         return self.now.sends_part or any(candidate.share < 1 for candidate in self._to_come())
 
     @property
+    def is_steady(self) -> bool:
+        """True once it has chosen an engine that is."""
+        return bool(self.chosen) and self.now.is_steady
+
+    @property
     def has_residual(self) -> bool:
         """True if its engine, or one that may still be chosen, has a residual."""
         return self.now.has_residual or any(not candidate.exact for candidate in self._to_come())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thr
 from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_dtype, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
+from imagenet_fast.sync.comm_stream import Wait
 from imagenet_fast.sync.engine import SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import Kept, copied
@@ -63,7 +65,6 @@ class Scheduler(SyncEngine):
 
     def __init__(
         self, engine: Engine, pool: GradientBuffer, network: NetworkProbe | None = None, timing: Timing | None = None,
-        dense_steps: int = 0,
     ) -> None:  # fmt: skip
         """Build the messages of ``engine`` for ``pool``.
 
@@ -72,26 +73,27 @@ class Scheduler(SyncEngine):
             pool: The pool whose gradients are sent.
             network: Measurements to share; None: measure the network when a plan needs it.
             timing: A known step timing, with which to plan at once; None: time the first steps where a plan is needed.
-            dense_steps: The number of first steps that send gradients neither compressed nor as 8-bit codes.
         """
         self.defers = engine.awaits == "read"
         self._step = 0
         self._kept: Kept = {}  # PowerSGD's, or quantisation errors until an ErrorFeedback holds them
-        self._pool = pool
+        self._pool, self._device = pool, pool.values.device
         if engine.bucket_bytes is None and pool.topology.device.type == "cpu" and len(pool.topology.nodes) == 1:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology
         self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
         self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
-        self._plain_steps = max(dense_steps, engine.bf16_steps if is_coded(self._wire) else 0)
+        self._plain_steps = engine.plain_steps if is_coded(self._wire) or engine.powersgd_rank else 0
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
         self._residual: ErrorFeedback | None = None
         pool.align_slots(slot_alignment(self._topology.layout, format_of(self._wire)))
+        self._ready: list[torch.cuda.Event] = []  # by event of the plan: recorded by graphs, for messages beside them
+        self._arrived: dict[int, torch.cuda.Event] = {}  # by number of a message: awaited by graphs
         self._timetable: LayerTimer | None = None
         self._in_flight: dict[int, AllReduceHandle] = {}  # by number of the message
-        self._stats = SyncStats(Stopwatch(pool.values.device))
+        self._stats = SyncStats(Stopwatch(self._device))
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
@@ -104,6 +106,7 @@ class Scheduler(SyncEngine):
         if self._residual is not None:
             self._kept, self._residual = self._residual.by_name(), None
         self._plan = _Plan((), (), {}, (), ())  # lets go of buffers before others are made
+        self._ready, self._arrived = [], {}
         self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
         if self._timing is None and self._engine.learns and self._pool.model is not None:
             self._timetable = self._pool.layer_timer(layers=self.defers)
@@ -128,11 +131,12 @@ class Scheduler(SyncEngine):
         if self._timetable is not None and self._timetable.complete:
             self._timing = self._timetable.timing()
             self.rebuild_buckets()
-        self._step += 1
-        if self._step == self._plain_steps:
-            self._await(list(self._in_flight))
-            self.rebuild_buckets()
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
+        if not self.captures:
+            self._step += 1
+            if self._step == self._plain_steps:
+                self._await(list(self._in_flight))
+                self.rebuild_buckets()
+        stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
         return stats
 
     def wait(self, slot: ParamSlot) -> None:
@@ -157,7 +161,7 @@ class Scheduler(SyncEngine):
             }  # fmt: skip
         if not self.has_residual and learnt is None and not self._kept:  # one rank keeps what several have left
             return {}
-        kept = copied(self._kept, self._pool.values.device) if self._residual is None else self._residual.by_name()
+        kept = copied(self._kept, self._device) if self._residual is None else self._residual.by_name()
         return {"step": self._step, "kept": kept, "learnt": learnt}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,12 +173,50 @@ class Scheduler(SyncEngine):
         if not state:
             return
         refuse_state_of_another(self, state, {"step", "kept", "learnt"})
-        self._step, self._kept = state["step"], copied(state["kept"], self._pool.values.device)
+        self._step, self._kept = state["step"], copied(state["kept"], self._device)
         self._residual = None
         if (learnt := state["learnt"]) and learnt["ranks"] == self._topology.size:
             self._timing = Timing(**learnt["timing"])
             self._network.load_state_dict(learnt["network"])
         self.rebuild_buckets()
+
+    @property
+    def is_steady(self) -> bool:
+        """True once nothing is measured or planned any more; if it defers, while all messages are in flight."""
+        final = self._timetable is None and self._step >= self._plain_steps and not self._declared.powersgd_rank
+        return final and (not self.defers or len(self._in_flight) == len(self._plan.messages))
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Have the messages of the block's step captured; if it defers, only when they are ready, and the waits."""
+        if self.defers and not self._ready:
+            self._ready = [torch.cuda.Event(external=True) for _ in self._plan.releases]
+            self._arrived = {n: torch.cuda.Event(external=True) for n, ops in enumerate(self._plan.ops) if ops}
+        before, self.captures = dict(self._in_flight), True
+        for number, event in self._arrived.items():
+            if number in before:
+                self._plan.ops[number][-1].stream.record(event)
+                self._in_flight[number] = replace(before[number], last=(event.wait,))
+        try:
+            yield
+        except BaseException:
+            self._in_flight, self._stats = before, SyncStats(Stopwatch(self._device))
+            raise
+        finally:
+            self.captures = False
+
+    def replayed(self) -> None:
+        """Count a step, and launch the messages that its graph has made ready."""
+        self._step += 1
+        if self.defers:
+            # The graph has waited for those of the step before, which are counted with it.
+            self._in_flight, self._stats = {}, SyncStats(Stopwatch(self._device))
+            for event, ready in enumerate(self._ready):
+                self._launch(self._plan.releases[event], [ready.wait])
+
+    def residuals(self) -> list[Tensor]:
+        """Return what quantisation has left."""
+        return [] if self._residual is None else self._residual.rows
 
     @property
     def has_residual(self) -> bool:
@@ -192,7 +234,7 @@ class Scheduler(SyncEngine):
         choose from; on a GPU a piece's, since launches delay the backward that is timed.
         """
         engine, pool, timing, layout = self._engine, self._pool, self._timing, self._topology.layout
-        model, fuse = step_model(engine, pool, self._wire, self._network), engine.bucket_bytes
+        model, fuse = step_model(engine, pool, self._network), engine.bucket_bytes
         if fuse is None:
             first = piece_bytes(layout) if layout.on_gpu else thresholds(engine, layout)[0]
             fuse = first if timing is None else model.best(timing)[0]
@@ -256,15 +298,26 @@ class Scheduler(SyncEngine):
         A message queues behind those of its own lane and collective, and waits for those that the plan names. All in
         flight share the wire.
         """
-        plan, in_flight = self._plan, self._in_flight
-        if plan.releases[event]:
+        numbers = self._plan.releases[event]
+        if numbers:
             self._pool.check_range()
-        for number in plan.releases[event]:
+        if self.captures and self.defers:
+            self._ready[event].record()
+            self._in_flight |= dict.fromkeys(numbers, AllReduceHandle(last=(_refuse_capture,)))
+        else:
+            self._launch(numbers)
+
+    def _launch(self, numbers: Sequence[int], ready: Sequence[Wait] = ()) -> None:
+        """Launch messages, once all of ``ready`` are done."""
+        plan, in_flight = self._plan, self._in_flight
+        for number in numbers:
             waits = [other for other in plan.waits[number] if other in in_flight]
             if self._engine.awaits == "each":
                 self._await([other for other in waits if other != plan.messages[number].task.after])
             after = [op for other in waits if other in in_flight for op in in_flight[other].last]
-            in_flight[number] = carry(plan.ops[number], after)
+            in_flight[number] = carry(plan.ops[number], [*ready, *after])
+            if number in self._arrived:
+                plan.ops[number][-1].stream.record(self._arrived[number])
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
@@ -277,7 +330,12 @@ class Scheduler(SyncEngine):
                 with self._stats.exposed(label):
                     transfer.wait()  # a message that is lost stays in flight
             if self._in_flight.pop(number, None) is not None:
-                self._stats.add(label, *transfer.traffic)
+                self._stats.transfers.append((label, transfer.traffic))
+
+
+def _refuse_capture() -> None:
+    """Refuse to wait in a graph for a message that is launched when the graph has run."""
+    raise RuntimeError("a message of the step would have to be waited for in the step itself")
 
 
 def step_model(engine: Engine, pool: GradientBuffer, network: NetworkProbe, share: float = 1.0) -> StepModel[ParamSlot]:

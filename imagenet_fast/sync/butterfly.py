@@ -31,7 +31,7 @@ def butterfly(values: Tensor, wire: torch.dtype, stream: CommStream) -> None:
         _land(values, message)
         return
     if folded:
-        message = _room(values, wire)
+        message = torch.empty_like(values, dtype=wire)
         stream.exchange([], [(stream.place - 1, message)])
         values += message
     if values.numel() * wire.itemsize <= SHORT_BYTES:
@@ -55,7 +55,7 @@ def _double(values: Tensor, wire: torch.dtype, stream: CommStream, members: list
     distance = 1
     while distance < len(members):
         partner = members[place ^ distance]
-        theirs = _room(values, wire)
+        theirs = torch.empty_like(values, dtype=wire)
         stream.exchange([(partner, _round_to(values, wire))], [(partner, theirs)])
         values += theirs
         distance *= 2
@@ -69,7 +69,7 @@ def _halve_and_double(values: Tensor, wire: torch.dtype, stream: CommStream, mem
     while distance < len(members):
         low, high = mine.tensor_split(2)
         keep, give = (high, low) if place & distance else (low, high)
-        theirs = _room(keep, wire)
+        theirs = torch.empty_like(keep, dtype=wire)
         partner = members[place ^ distance]
         stream.exchange([(partner, give.to(wire))], [(partner, theirs)])
         keep += theirs
@@ -83,11 +83,6 @@ def _halve_and_double(values: Tensor, wire: torch.dtype, stream: CommStream, mem
         _land(give, arriving)
 
 
-def _room(values: Tensor, wire: torch.dtype) -> Tensor:
-    """Return an empty tensor like ``values`` in the wire dtype."""
-    return torch.empty_like(values, dtype=wire)
-
-
 def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
     """Return ``values`` in the wire dtype, and round ``values`` to what the other ranks receive."""
     if wire == values.dtype:
@@ -99,7 +94,7 @@ def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
 
 def _landing(values: Tensor, wire: torch.dtype) -> Tensor:
     """Return where to receive values: in place, or in a wire tensor that ``_land`` casts afterwards."""
-    return values if wire == values.dtype else _room(values, wire)
+    return values if wire == values.dtype else torch.empty_like(values, dtype=wire)
 
 
 def _land(values: Tensor, message: Tensor) -> None:

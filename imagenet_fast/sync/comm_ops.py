@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from imagenet_fast.sync.comm_stream import CommStats, CommStream, PendingOp
+from imagenet_fast.sync.comm_stream import CommStats, CommStream, Wait
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,23 @@ class AllReduceHandle:
     After ``wait`` the values are the same on every rank. On a GPU ``wait`` makes the current stream wait, not the host.
     """
 
-    wait: Callable[[], None]
     traffic: Sequence[CommStats] = ()
     """Statistics of each phase."""
-    last: Sequence[PendingOp] = ()
-    """The last phase, for other messages to wait for."""
+    last: Sequence[Wait] = ()
+    """What waits for the last phase; empty if there is no phase."""
+
+    def wait(self) -> None:
+        """Wait for the last phase."""
+        for wait in self.last:
+            wait()
 
 
-def carry(phases: Sequence[CommOp], after: Sequence[PendingOp] = ()) -> AllReduceHandle:
+def carry(phases: Sequence[CommOp], after: Sequence[Wait] = ()) -> AllReduceHandle:
     """Launch the phases of a message, one after another, the first once all of ``after`` are done."""
     traffic = [CommStats() for _ in phases]
     for phase, cost in zip(phases, traffic, strict=True):
         after = [phase.stream.enter(phase.start, after, cost)]
-    return AllReduceHandle(after[0].wait if phases else _nothing, traffic, after if phases else ())
+    return AllReduceHandle(traffic, after if phases else ())
 
 
 class OpSequence:
@@ -70,14 +74,10 @@ class OpSequence:
     def close(self, stream: CommStream) -> None:
         """Add the remaining local work, if any, as a last phase over ``stream``, which has no ranks."""
         if self._before:
-            self.add_collective(stream, _nothing, second_half=True)
+            self.add_collective(stream, lambda: None, second_half=True)
 
 
 def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:
     """Write the sum of ``ranks`` parts over ``divisor`` into ``own``, added in at least fp32 and rounded once."""
     exact = torch.promote_types(arrived.dtype, torch.float32)
     torch.div(arrived.view(ranks, -1).sum(0, dtype=exact), divisor, out=own)
-
-
-def _nothing() -> None:
-    """Return at once: there is nothing to wait for."""

@@ -24,6 +24,9 @@ from imagenet_fast.distributed.watchdog import PeerLost
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+Wait = Callable[[], None]
+"""Waits for a phase that has been entered. On a GPU the current stream waits, not the host."""
+
 open_streams: WeakSet[CommStream] = WeakSet()
 """Streams with threads of gloo."""
 
@@ -36,13 +39,6 @@ class CommStats:
     received_bytes: int = 0
     begun: Timestamp | None = None
     ended: Timestamp | None = None
-
-
-@dataclass(frozen=True)
-class PendingOp:
-    """A phase that has been entered. On a GPU ``wait`` makes the current stream wait, not the host."""
-
-    wait: Callable[[], None]
 
 
 class CommStream:
@@ -81,7 +77,7 @@ class CommStream:
         self._thread = ThreadPoolExecutor(1, f"comm stream {id(self):x}", torch.set_num_threads, threads)
         self._traffic = CommStats()
 
-    def enter(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
+    def enter(self, start: Callable[[], Work | None], after: Sequence[Wait], traffic: CommStats) -> Wait:
         """Enter a phase. It begins once all of ``after`` are done and all phases entered before have begun.
 
         Args:
@@ -95,8 +91,8 @@ class CommStream:
         if not after:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for entry in after:
-                entry.wait()
+            for wait_before in after:
+                wait_before()
             self._traffic = traffic
             traffic.begun = record_timestamp(self._device)
             work = start()
@@ -104,11 +100,14 @@ class CommStream:
                 work.wait()
             done = traffic.ended = record_timestamp(self._device)
             assert isinstance(done, torch.cuda.Event)
-        return PendingOp(lambda: torch.cuda.current_stream(self._device).wait_event(done))
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
-    def record_event(self) -> torch.cuda.Event | None:
-        """Return an event after all that was entered so far; None on a CPU, where works hold what they use."""
-        return None if self._stream is None else self._stream.record_event()
+    def record(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
+        """Record ``event``, or a new one, after all that was entered so far, and return it.
+
+        On a CPU, where works hold what they use, return None.
+        """
+        return None if self._stream is None else self._stream.record_event(event)
 
     def all_to_all(
         self, arrived: Tensor, values: Tensor, arriving: Sequence[int] = (), leaving: Sequence[int] = ()
@@ -202,10 +201,10 @@ class CommStream:
         sent = hops * values.nbytes // self.size
         self._count(sent, sent)
 
-    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[PendingOp], traffic: CommStats) -> PendingOp:
+    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[Wait], traffic: CommStats) -> Wait:
         def issue() -> Work | None:
-            for entry in after:
-                entry.wait()
+            for wait_before in after:
+                wait_before()
             self._traffic = traffic
             traffic.begun = record_timestamp(self._device)
             work = start()
@@ -221,7 +220,7 @@ class CommStream:
                 work.wait()
 
         begun = self._thread.submit(issue)
-        return PendingOp(wait)
+        return wait
 
 
 @atexit.register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,9 +32,12 @@ class SyncStats:
     decision: tuple[Prediction, ...] = ()
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
-    def add(self, label: str, *phases: CommStats) -> None:
-        """Count a completed message."""
-        self.transfers.append((label, phases))
+    def untimed(self) -> SyncStats:
+        """Return the messages and bytes alone: moments of a step that was captured are of no use."""
+        untimed = SyncStats(None)
+        for label, phases in self.transfers:
+            untimed.transfers.append((label, [CommStats(phase.sent_bytes, phase.received_bytes) for phase in phases]))
+        return untimed
 
     @property
     def sent_bytes(self) -> int:
@@ -69,6 +73,14 @@ class SyncEngine(Protocol):
 
     is_local: bool = False
     """True if the engine neither sends nor changes gradients, as on one rank: they stay where autograd has put them."""
+
+    captures: bool = False
+    """True while a step is captured in a CUDA graph: nothing of it runs or is counted."""
+
+    @property
+    def is_steady(self) -> bool:
+        """True if all later steps make the same calls on the same memory, so that a CUDA graph can hold one."""
+        return False
 
     def rebuild_buckets(self) -> None:
         """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""
@@ -123,6 +135,18 @@ class SyncEngine(Protocol):
     def sent_slices(self) -> Elements | None:
         """Return the elements that the last step synchronised and that may be updated; None means all."""
         return None
+
+    def capture(self) -> AbstractContextManager[None]:
+        """Return a context in which a step is captured, and which takes it back if it is left by an exception."""
+        return nullcontext()
+
+    def replayed(self) -> None:
+        """Count a step that a CUDA graph has taken, and launch what the graph leaves out."""
+        return
+
+    def residuals(self) -> list[Tensor]:
+        """Return the tensors, besides the pool, that a step leaves to the next one."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return what must survive a restart, such as residuals and plans. Nothing is in flight afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import cast, get_args
 
@@ -22,7 +23,6 @@ from imagenet_fast.recipe.sync_config import (
     SparseSync,
     Sync,
 )
-from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.engine import SyncEngine
@@ -44,10 +44,10 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
         case Engine():
             return Scheduler(engine, pool)
         case SparseSync():
-            return Sparse(engine, pool, wire_dtype(engine.wire), steps_per_epoch)
+            return Sparse(engine, pool, steps_per_epoch)
         case PowerSgdSync():
             dense_steps = round((engine.dense_epochs or 0.0) * steps_per_epoch)
-            return Scheduler(declare(engine), pool, dense_steps=dense_steps)
+            return Scheduler(replace(declare(engine), plain_steps=dense_steps), pool)
         case AutoSync():
             mb = 16.0 if pool.values.is_cuda else 1.0
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=mb)

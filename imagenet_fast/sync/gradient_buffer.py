@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.messages import places_in_pool
 from imagenet_fast.sync.engine import Elements
+from imagenet_fast.sync.kept_state import cut, lay
 from imagenet_fast.sync.layer_timer import LayerTimer
-from imagenet_fast.sync.param_slot import USED, ParamSlot, move
+from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.pending import PendingGrad
 from imagenet_fast.sync.topology import Topology
 
@@ -58,11 +59,10 @@ class GradientBuffer:
         self.last = max((slot.index for slot in self.slots if slot.shape.numel()), default=0)
         """The index of the last slot that has values."""
         self._addresses = [self.values.data_ptr() + slot.start * self.values.itemsize for slot in self.slots]
-        self._own = [self._view(slot) for slot in self.slots]
-        self.placeholders = [view.as_subclass(PendingGrad) for view in self._own]
+        self._views = [self._view(slot) for slot in self.slots]
+        self.placeholders = [view.as_subclass(PendingGrad) for view in self._views]
         """What ``p.grad`` holds while gradients are in flight, by slot."""
-        self.release()
-        move(old, before, self.values, self.slots)
+        lay(cut(before, gradient=old), "gradient", self.slots, self.values)
         self._flags = torch.tensor([slot.flag for slot in self.slots], device=self.values.device)
 
     def pad(self, multiple: int) -> None:
@@ -109,36 +109,14 @@ class GradientBuffer:
 
         A new view is made where the user has given another storage to the old one, as ``p.grad.data = ...`` does.
         """
-        view = self.views[slot.index]
-        if view.data_ptr() != self._places[slot.index]:
-            view = self.views[slot.index] = self._own[slot.index] = self._view(slot)
-            self._places[slot.index] = self._addresses[slot.index]
+        view = self._views[slot.index]
+        if view.data_ptr() != self._addresses[slot.index]:
+            view = self._views[slot.index] = self._view(slot)
         return view
 
     def extent(self, slot: ParamSlot) -> Tensor:
         """Return the values of ``slot`` and its flag, 1-D."""
         return self.values[slot.start : slot.flag + 1]
-
-    def holds(self, slot: ParamSlot, gradient: Tensor) -> bool:
-        """Return whether ``gradient`` is that of ``slot`` in this buffer, or the one that was adopted."""
-        return gradient is self.views[slot.index] and gradient.data_ptr() == self._places[slot.index]
-
-    def adopt(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Take ``gradient`` as the view of ``slot`` until ``release``, which costs no copy into the buffer.
-
-        It is copied where it has not its parameter's strides, which a fused optimizer would mix up.
-        """
-        if gradient.stride() != self._own[slot.index].stride():
-            self.view(slot).copy_(gradient)
-            return
-        self.views[slot.index] = gradient
-        self._places[slot.index] = gradient.data_ptr()
-
-    def release(self) -> None:
-        """Take the buffer's own views again."""
-        self.views = list(self._own)
-        """The gradients by slot, with their parameters' strides."""
-        self._places = list(self._addresses)
 
     def show_only(self, sent: Elements) -> None:
         """Put copies of the gradients into ``p.grad`` that are zero where nothing was sent: the rest is a residual."""

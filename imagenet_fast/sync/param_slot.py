@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 USED = 2.0**-14
 """The value of a slot's flag where a rank has used the parameter.
@@ -59,45 +59,6 @@ def slots_of(trainable: dict[str, nn.Parameter], model: nn.Module | None) -> lis
         ParamSlot(0, name, param, owners.get(param), (param.shape, param.stride()), 0, 0)
         for name, param in reversed(trainable.items())
     ]
-
-
-def move(values: Tensor, slots: Sequence[ParamSlot], into: Tensor, others: Sequence[ParamSlot]) -> None:
-    """Copy values, flags included, to the places that the same parameters have in another layout.
-
-    Args:
-        values: A 1-D tensor laid out as ``slots``.
-        slots: The slots to copy from.
-        into: A 1-D tensor laid out as ``others``. Slots whose parameter is not in ``slots`` stay unchanged.
-        others: The slots to copy to.
-    """
-    places = {slot.param: slot for slot in slots}
-    for slot in others:
-        if old := places.get(slot.param):
-            into[slot.start : slot.flag + 1] = values[old.start : old.flag + 1]
-
-
-def elements_in(parts: Iterable[slice], slots: Sequence[ParamSlot]) -> dict[nn.Parameter, list[slice]]:
-    """Return the elements of each parameter that lie in ``parts`` of the pool.
-
-    Args:
-        parts: Rising, and apart from each other.
-        slots: All slots, in pool order.
-    """
-    inside: dict[nn.Parameter, list[slice]] = {}
-    following = iter(slots)
-    slot = next(following)
-    for part in parts:
-        while slot.stop <= part.start:
-            slot = next(following)
-        while True:
-            begin = max(part.start, slot.start) - slot.start
-            end = min(part.stop - slot.start, slot.shape.numel())
-            if begin < end:
-                inside.setdefault(slot.param, []).append(slice(begin, end))
-            if slot.stop >= part.stop or slot.index == len(slots) - 1:
-                break
-            slot = next(following)
-    return inside
 
 
 def label_of(slots: Sequence[ParamSlot]) -> str:

@@ -128,7 +128,8 @@ class PendingUpdate:
         self._lock, self._lockstep = lock, lockstep
         self._slot_of = {id(slot.param): slot for slot in slots}
         first = slots[0].param
-        self._stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
+        self.stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
+        """The stream of the step, on which parts are carried out; None on a CPU."""
         self._begun: dict[ParamSlot, object] = {}  # what has begun: the part at work, the version where it failed, None
         for slot in slots:
             slot.param.grad = None  # still in flight
@@ -143,6 +144,23 @@ class PendingUpdate:
     def unread(self) -> set[ParamSlot]:
         """The slots whose parameters nothing has been seen to use since the step, be they updated or not."""
         return {slot for slot in self._slots if isinstance(slot.param, Pending)}
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nothing has been carried out."""
+        return not self._begun
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors of its step that it reads, besides gradients, such as learning rates."""
+        return list(getattr(self._apply, "inputs", ()))
+
+    def again(self, last: PendingUpdate) -> PendingUpdate:
+        """Return this update of another step, which parameters wait for instead of this one's and of ``last``."""
+        for slot in self._slots:
+            self._set_back(slot.param)
+            last._set_back(slot.param)
+        return PendingUpdate(self._engine, self._slots, self._used, self._apply, self._lock, self._lockstep)
 
     def take_failed(self) -> dict[ParamSlot, int]:
         """Return, once, the slots whose part ended in an exception, with the version of each parameter then."""
@@ -173,11 +191,11 @@ class PendingUpdate:
 
         A GPU does so on the stream that has ended the step. Another one that reads waits for it, and for all parts.
         """
-        _refuse_recording()
-        if self._stream is not None and (reader := torch.cuda.current_stream(self._stream.device)) != self._stream:
-            with torch.cuda.stream(self._stream):
+        _refuse_recording(self._engine.captures)
+        if self.stream is not None and (reader := torch.cuda.current_stream(self.stream.device)) != self.stream:
+            with torch.cuda.stream(self.stream):
                 self._settle([slot for slot in self._slots if slot not in self._begun])
-            reader.wait_stream(self._stream)
+            reader.wait_stream(self.stream)
             return
         for slot in [self._slots[-1], *due]:  # the last one tells that all ranks have ended their backward
             self._engine.wait(slot)
@@ -303,15 +321,18 @@ def _find(values: Iterable[Any], found: list[Pending]) -> list[Pending]:
     return found
 
 
-def _refuse_recording() -> None:
-    """Raise RuntimeError if operations are recorded: an update would become a part of the program."""
+def _refuse_recording(captures: bool) -> None:
+    """Raise RuntimeError if operations are recorded: an update would become a part of the program.
+
+    ``captures`` tells whether the pool captures its own step.
+    """
     if (
         torch.compiler.is_exporting()
         or torch._C._get_tracing_state() is not None
         or get_proxy_mode() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or (not captures and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     ):
         raise RuntimeError(
             "an update of this model is pending, and would become a part of what is traced, exported or captured here; "

@@ -114,6 +114,12 @@ class _Parts:
             self._group_of |= dict.fromkeys(group["params"], number)
         self._inputs = {name: vars(optimizer)[name] for name in _AMP_INPUTS if name in vars(optimizer)}
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The hyper-parameters that are tensors."""
+        values = [value for settings in (*self._settings, self._inputs) for value in settings.values()]
+        return [value for value in values if isinstance(value, Tensor)]
+
     def __call__(self, params: list[nn.Parameter], elements: Elements | None = None) -> None:
         due: dict[int, list[nn.Parameter]] = {}
         for param in params:

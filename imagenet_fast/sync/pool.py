@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -114,13 +115,18 @@ class GradientPool:
         self.engine: SyncEngine = (
             engine(self.gradients) if callable(engine) else build_engine(engine, self.gradients, steps_per_epoch)
         )
+        self.before_close: Callable[[], None] = lambda: None
+        """Called first when the pool is closed: a graph that holds a process group's messages keeps it from ending."""
+        self.generation = 0
+        """Rises when the layout changes or a state is loaded, which gives gradients or messages other memory."""
         self.current = Step(self)
-        self._params = list(trainable.values())
+        self.parameters = list(trainable.values())
+        """Those whose gradients it holds."""
         self.readers = Readers(self.slots)
         on_gradient = _weak(self._on_gradient)
         self._hooks: list[RemovableHandle | ForwardHook] = [
             param.register_post_accumulate_grad_hook(partial(on_gradient, number))
-            for number, param in enumerate(self._params)
+            for number, param in enumerate(self.parameters)
         ]
         if model is not None and called is not None:
             self._hooks.append(ForwardHook(model, contract.refuse_ddp))
@@ -172,12 +178,12 @@ class GradientPool:
 
     def _adopt_learned(self) -> None:
         """Between steps, adopt what was learned of the order and of engines."""
-        self.gradients.release()
         if (order := self.order.take_learned()) is not None:
             self.settle()
             self.engine.start()  # it may still have to clear what it has sent, which it knows by its place in the pool
             self.gradients.lay_out(order)
             self.engine.rebuild_buckets()
+            self.generation += 1
         self.engine.begin()
 
     @contextmanager
@@ -253,9 +259,9 @@ class GradientPool:
         if scaler is not None and scaler.is_enabled():
             contract.check_scaler(scaler, self, self.engine)
             stats = self.finish()
-            self.update(_in_turn([partial(_step_scaled, scaler, optimizers)], then))
+            self.update(_InTurn([partial(_step_scaled, scaler, optimizers)], then))
             return stats
-        apply = _in_turn([*map(snapshot_step, optimizers)], then)
+        apply = _InTurn([*map(snapshot_step, optimizers)], then)
         for optimizer in optimizers:
             settle_before_state(optimizer)
         self.update(apply, at_once=any(map(needs_all, optimizers)))
@@ -271,6 +277,12 @@ class GradientPool:
         """
         with self.lock:
             self.current.apply(apply, at_once)
+
+    @property
+    def repeats(self) -> bool:
+        """True if the next step makes the calls of the last one on the same memory, until ``generation`` changes."""
+        left = not self.engine.defers or (self.pending is not None and self.pending.is_whole)
+        return left and self.order.is_known and self.engine.is_steady
 
     def drop(self) -> None:
         """Drop the step, before ``finish`` or ``step``, as after an exception. All ranks must, or the next one fails.
@@ -318,6 +330,7 @@ class GradientPool:
             self.order.fix()
             self.engine.rebuild_buckets()
         self.engine.load_state_dict(state["engine"])
+        self.generation += 1
         self.current = Step(self)
 
     def close(self) -> None:
@@ -330,6 +343,7 @@ class GradientPool:
         if not self.is_open:
             return
         users = sys.exc_info()[1]
+        self.before_close()
         while self._hooks:
             self._hooks.pop().remove()
         self.gradients.close()
@@ -348,7 +362,7 @@ class GradientPool:
     def _end_engine(self) -> None:
         phase, self.current.phase = self.current.phase, Phase.CLOSED
         if phase is Phase.SENDING:
-            for param in self._params:
+            for param in self.parameters:
                 param.grad = None  # it may be a placeholder
             self.topology.drop(self.engine)
             return
@@ -361,7 +375,7 @@ class GradientPool:
         if self.current.phase is Phase.OPEN:
             contract.refuse_compiled_autograd()
         with self.lock:
-            self.current.on_gradient(self._params[number])
+            self.current.on_gradient(self.parameters[number])
 
 
 def _weak(method: Any) -> Callable[..., None]:
@@ -379,16 +393,23 @@ def _weak(method: Any) -> Callable[..., None]:
     return call
 
 
-def _in_turn(updates: Sequence[Update], then: Sequence[Update]) -> Update:
-    """Return one update that calls ``updates`` in their order, and ``then`` with the parameters alone."""
+@dataclass(frozen=True)
+class _InTurn:
+    """An update that calls ``updates`` in their order, and ``then`` with the parameters alone."""
 
-    def apply(params: list[nn.Parameter], *elements: Elements) -> None:
-        for update in updates:
+    updates: Sequence[Update]
+    then: Sequence[Update]
+
+    def __call__(self, params: list[nn.Parameter], *elements: Elements) -> None:
+        for update in self.updates:
             update(params, *elements)
-        for update in then:
+        for update in self.then:
             update(params)
 
-    return apply
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors of this step that the updates read, besides gradients."""
+        return [x for update in self.updates for x in getattr(update, "inputs", ())]
 
 
 def _step_scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], params: list[nn.Parameter]) -> None:

@@ -120,6 +120,11 @@ class ErrorFeedback:
         self._pieces.append((blocks, rows, real, sharing))
         return rows
 
+    @property
+    def rows(self) -> list[Tensor]:
+        """The rows that were handed over."""
+        return [rows for _, rows, _, _ in self._pieces]
+
     def adopted(self) -> None:
         """Forget the initial residual, because all messages have taken theirs."""
         self._left = None

@@ -13,7 +13,7 @@ about the last digit, what momentum makes of mean gradients.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,12 +27,12 @@ from imagenet_fast.cost_model.messages import HIGH_PRIORITY
 from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
-from imagenet_fast.sync.all_reduce import all_reduce, usual_collective, wire_for
+from imagenet_fast.sync.all_reduce import all_reduce, wire_dtype, wire_for
 from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import cut, lay
-from imagenet_fast.sync.param_slot import USED, ParamSlot, elements_in, move
+from imagenet_fast.sync.param_slot import USED, ParamSlot
 
 
 @dataclass(frozen=True)
@@ -57,34 +57,31 @@ class Sparse(SyncEngine):
 
     sends_part = True
 
-    def __init__(self, settings: SparseSync, pool: GradientBuffer, wire: torch.dtype, steps_per_epoch: int) -> None:
+    def __init__(self, settings: SparseSync, pool: GradientBuffer, steps_per_epoch: int) -> None:
         """Take over the pool, with an empty residual.
 
         Args:
             settings: The recipe's settings.
             pool: The pool to work on. It is lengthened to a whole number of chunks, and cleared.
-            wire: Dtype in which values are sent.
             steps_per_epoch: Converts the settings' epochs to steps.
         """
         self.defers = settings.defers
         self._pool = pool
         self._topology = pool.topology
-        self._wire = wire_for(pool.values.dtype, wire, self._topology)
+        self._wire = wire_for(pool.values.dtype, wire_dtype(settings.wire), self._topology)
         self._settings = settings
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
         self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
         threshold = fusion_bytes(settings.threshold_mb)
         self._threshold = piece_bytes(self._topology.layout) / 4 if threshold is None else threshold
-        self._collective = chosen_collective(settings.collective) or usual_collective(
-            pool.values.dtype, self._wire, self._topology
-        )
+        self._collective = chosen_collective(settings.collective)
         self._momentum = settings.velocity_momentum
         self.adds_momentum = self._momentum is not None
         self._slots: list[ParamSlot] = []
         self._velocity = pool.values.new_zeros(0)  # laid out as the pool
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.values.device))
-        self._agreed: AllReduceHandle | None = None  # on the scores, and so on the next step's chunks
+        self._agreed = AllReduceHandle()  # on the scores, and so on the next step's chunks; empty where all are sent
         pool.pad(settings.chunk)
         pool.values.zero_()  # what another engine has sent is no residual
         self.rebuild_buckets()
@@ -92,23 +89,21 @@ class Sparse(SyncEngine):
     def rebuild_buckets(self) -> None:
         """Cut the pool's new layout into chunks, reset scores and ages, and move the velocity along."""
         device, topology, chunk = self._pool.values.device, self._topology, self._settings.chunk
-        if self._agreed is not None:  # else it would choose from the new layout
-            self._agreed.wait()
-            self._agreed = None
+        self._agreed.wait()  # else it would choose from the new layout
+        self._agreed = AllReduceHandle()
         self._chunks = self._pool.values.view(-1, chunk)
         count = len(self._chunks)
         if self._momentum is not None:
             before, slots = self._velocity, self._slots
             self._velocity, self._slots = torch.zeros_like(self._pool.values), list(self._pool.slots)
-            move(before, slots, self._velocity, self._slots)
-        fp32 = torch.float32
-        self._scores = torch.zeros(topology.padded(count), dtype=fp32, device=device)
+            lay(cut(slots, velocity=before), "velocity", self._slots, self._velocity)
+        self._scores = torch.zeros(topology.padded(count), dtype=torch.float32, device=device)
         self._norms = self._scores[:count].clone()  # of the means of the sent chunks, in their order
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
         self._measurement = [CommOp(topology.stream((), "packing"), self._measure, False)]
         self._agreement = [
             CommOp(topology.stream((), "packing"), self._put_means, False),
-            *all_reduce(self._scores, fp32, usual_collective(fp32, fp32, topology), topology),
+            *all_reduce(self._scores, torch.float32, None, topology),
             CommOp(topology.stream((), "landing"), self._choose_next, True),
         ]
         self._here = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")  # ids
@@ -132,7 +127,7 @@ class Sparse(SyncEngine):
     def start(self) -> None:
         """Clear the chunks that were sent, and read which chunks this step sends."""
         self._await(list(self._messages))  # those whose layers no forward has read
-        if self._agreed is not None:
+        if self._agreed.last:
             self._agreed.wait()
             ended = self._agreed.traffic[-1].ended
             if isinstance(ended, torch.cuda.Event):  # of the last step, long past: ids arrived during forward
@@ -179,9 +174,9 @@ class Sparse(SyncEngine):
         self._next = self._packed = 0
         self._sent = self._ids
         self._step += 1
-        if self._agreed is not None:
-            self._stats.add("the chunks' norms", *self._agreed.traffic)
-            self._agreed = None
+        if self._agreed.last:
+            self._stats.transfers.append(("the chunks' norms", self._agreed.traffic))
+            self._agreed = AllReduceHandle()
         if self._density(self._step) < 1:
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
             measured = carry(self._measurement)
@@ -198,8 +193,7 @@ class Sparse(SyncEngine):
 
     def forget_nonfinite(self) -> None:
         """Set to zero what is not finite in the pool."""
-        if self._agreed is not None:
-            self._agreed.wait()  # it reads the pool
+        self._agreed.wait()  # it reads the pool
         self._pool.values.nan_to_num_(0.0, 0.0, 0.0)
 
     def wait(self, slot: ParamSlot) -> None:
@@ -212,12 +206,20 @@ class Sparse(SyncEngine):
 
     def sent_slices(self) -> Elements | None:
         """Return the elements of each parameter that the last step sent; None if it sent all."""
-        return None if len(self._selected) == len(self._chunks) else elements_in(self.sent, self._pool.slots)
+        if len(self._selected) == len(self._chunks):
+            return None
+        elements: Elements = {}
+        starts = self._starts()
+        for part in self.sent:
+            for slot in self._pool.slots[bisect_right(starts, part.start) - 1 : bisect_left(starts, part.stop)]:
+                begin, end = max(part.start - slot.start, 0), min(part.stop - slot.start, slot.shape.numel())
+                if begin < end:
+                    elements.setdefault(slot.param, []).append(slice(begin, end))
+        return elements
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
-        if self._agreed is not None:
-            self._agreed.wait()
+        self._agreed.wait()
         flat = {"residual": self._pool.values.clone(), "velocity": self._velocity.clone()}
         self._clear(**flat)
         chunks = {"scores": self._scores.clone(), "ages": self._ages.clone(), "starts": self._starts()}
@@ -249,8 +251,7 @@ class Sparse(SyncEngine):
     def close(self) -> None:
         """Wait for all messages."""
         self._await(list(self._messages))
-        if self._agreed is not None:
-            self._agreed.wait()
+        self._agreed.wait()
 
     def _clear(self, residual: Tensor, velocity: Tensor) -> None:
         """Zero what was sent in the residual and, unless all chunks were sent, in the velocity."""
@@ -307,7 +308,7 @@ class Sparse(SyncEngine):
                 message.transfer.wait()
             with suppress(ValueError):  # a signal's handler has waited for it
                 self._messages.remove(message)
-                self._stats.add(message.label, *message.transfer.traffic)
+                self._stats.transfers.append((message.label, message.transfer.traffic))
 
     def _measure(self) -> None:
         """Compute the L1 norm of every chunk as it is on this rank."""

@@ -63,6 +63,7 @@ class Step:
         self._checked = 0  # slots before this index have been checked
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found
         self._unused: set[ParamSlot] = set()  # slots that this rank's backward has not reached
+        self._taken: dict[ParamSlot, Tensor] = {}  # gradients, which become means where they are
         self._gpu = pool.gradients.values.device.index if pool.gradients.values.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last hook
         self.failed: dict[ParamSlot, int] = {}
@@ -141,6 +142,7 @@ class Step:
                 due = self.used(slots)
             else:
                 due = [slot.param for slot in slots if slot.param.grad is not None]
+            self._taken.clear()  # what is left of them is in ``p.grad``
             self.phase = Phase.DONE
             try:
                 limited(due)
@@ -183,7 +185,7 @@ class Step:
             flags = torch.stack([gradients.values[slot.flag] for slot in unused]).tolist()
             left_out = {slot for slot, flag in zip(unused, flags, strict=True) if not flag}
         for slot in slots:
-            slot.param.grad = None if slot in left_out else gradients.view(slot)
+            slot.param.grad = None if slot in left_out else self._taken[slot]
         return [slot.param for slot in slots if slot not in left_out]
 
     def check_range(self) -> None:
@@ -219,19 +221,22 @@ class Step:
         return self._late
 
     def _take(self, slot: ParamSlot) -> None:
-        """Copy ``p.grad`` into its place, unless autograd has accumulated it there; zero if there is none."""
+        """Copy ``p.grad`` into its place, unless autograd has accumulated it there; zero if there is none.
+
+        Where nothing is sent it stays where it is, unless a fused optimizer would mix up its strides.
+        """
         gradients, engine, gradient = self._pool.gradients, self._pool.engine, slot.param.grad
         contract.check_gradient(slot, gradient, gradients.values)
+        view = self._taken[slot] = gradients.view(slot)
         if gradient is None:
             engine.store_gradient(gradients.extent(slot), None)
             self._unused.add(slot)
             return
-        if not gradients.holds(slot, gradient):
-            if engine.is_local and self._pool.largest is None:
-                gradients.adopt(slot, gradient)
-            else:
-                engine.store_gradient(gradients.view(slot), gradient)
-        slot.param.grad = gradients.views[slot.index]
+        if engine.is_local and self._pool.largest is None and gradient.stride() == view.stride():
+            view = self._taken[slot] = gradient
+        elif gradient is not view:
+            engine.store_gradient(view, gradient)
+        slot.param.grad = view
 
     def _take_last(self, slot: ParamSlot) -> None:
         """Take in a gradient that has not been pushed by the end of backward."""

@@ -142,7 +142,7 @@ class Topology:
                 allocator would give the memory to the next tensor.
         """
         Topology._in_use[:] = [(ends, kept) for ends, kept in Topology._in_use if not all(end.query() for end in ends)]
-        if ends := [end for stream in self._streams.values() if (end := stream.record_event()) is not None]:
+        if ends := [end for stream in self._streams.values() if (end := stream.record()) is not None]:
             Topology._in_use.append((ends, user))
         Topology._dropped.extend(self._streams.values())
         self._streams.clear()

@@ -79,12 +79,14 @@ class Meter:
         self._started = False
         """True if the first step is over, in which loaders start, kernels are chosen and blocks are compiled."""
         self._paces = Paces(world.size)
+        self.loss = torch.zeros((), device=world.device)
+        """The sum of this rank's losses in the interval, on the device, where graphs add to it."""
         self.restart()
 
     def restart(self) -> None:
         """Begin a new interval, as after an evaluation; the one before is dropped unless it has been recorded."""
         self._closed: _Interval | None = None  # not yet recorded
-        self._loss = torch.zeros((), device=self._world.device)
+        self.loss.zero_()
         self._steps: list[SyncStats] = []
         self._fetches: list[tuple[Timestamp, Timestamp]] = []
         self._at_start = 0
@@ -103,13 +105,16 @@ class Meter:
         self._fetches.append((begun, record_timestamp(self._world.device)))
         return batch
 
-    def add_step(self, stats: SyncStats, loss: Tensor) -> None:
-        """Add the costs of one step, and this rank's loss in it."""
+    def add_loss(self, loss: Tensor) -> None:
+        """Add this rank's loss in a step, on the device."""
+        self.loss += loss
+        self._streak.add(loss)
+
+    def add_step(self, stats: SyncStats) -> None:
+        """Count a step, with its costs."""
         self._steps.append(stats)
         if not self._started:
             self._started, self._at_start = True, len(self._fetches)
-        self._loss += loss
-        self._streak.add(loss)
 
     def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
         """Close the interval and record it; on a GPU, record the one before instead.
@@ -128,7 +133,7 @@ class Meter:
         if not self._steps:
             return
         reached = self._link_bytes()
-        own = _on_host(torch.stack([value.double() for value in (self._loss, self._streak.steps, *self._scale.state)]))
+        own = _on_host(torch.stack([value.double() for value in (self.loss, self._streak.steps, *self._scale.state)]))
         ended = record_timestamp(self._world.device)
         linked = reached - self._link_begun
         if self._world.device.type != "cpu":
@@ -176,7 +181,7 @@ class Meter:
         record(
             "sync",
             step,
-            **({"exposed_ms": 1e3 * sum(exposed) / count} if exposed else {}),
+            **({"exposed_ms": 1e3 * sum(exposed) / len(exposed)} if exposed else {}),
             sent_MB=sent / of / 1e6,
             **({} if math.isnan(linked) else {"link_MB": linked / of / 1e6}),
             launches=sum(stats.launches for stats in interval.steps) / count,

@@ -281,7 +281,8 @@ def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params
     if owners == list(range(len(params))):
         return norms
     pieces = Counter(owners)
-    counts = torch.tensor([pieces[owner] for owner in range(len(params))], pin_memory=norms.is_cuda)
+    lengths = [pieces[owner] for owner in range(len(params))]
+    counts = torch.tensor(lengths, device="cpu", pin_memory=norms.is_cuda)
     counts = counts.to(norms.device, non_blocking=True)  # from pageable memory the host would wait
     # Additions in any order, as of index_add_, would give each rank other bits.
     return torch.segment_reduce(norms.square().T, "sum", lengths=counts, unsafe=True).T.sqrt()
@@ -342,9 +343,22 @@ def _faster_biases(model: nn.Module, plain: dict[str, Any], settings: optim_conf
 
 
 def set_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group of parameters, times the group's own ``lr_factor`` if it has one."""
+    """Set the learning rate of every group of parameters, times the group's own ``lr_factor`` if it has one.
+
+    A rate that is a tensor is written to, as a CUDA graph reads it there.
+    """
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
+        rate = lr * group.get("lr_factor", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def keep_rates_on(optimizer: Optimizer, device: torch.device) -> None:
+    """Keep the learning rate of every group of parameters in a tensor on ``device``, for ``set_rate`` to write to."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"], device=device)
 
 
 def param_groups(model: nn.Module, scale_biases: bool = False) -> list[dict[str, Any]]:

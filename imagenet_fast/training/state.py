@@ -84,6 +84,15 @@ class TrainState:
         """
         return self.eval_model if self.division is None else self.division.whole(self.eval_model)
 
+    def changed(self) -> dict[str, list[Tensor]]:
+        """Return the tensors that a step changes, by what they are; not those of the engine."""
+        average = [] if self.average is None else [*self.average.module.parameters(), *self.average.module.buffers()]
+        return {
+            "weights": list(self.model.parameters()), "statistics": list(self.model.buffers()),
+            "momentum": list(self.optimizer.velocity.values()), "averages": average,
+            "loss scale": list(self.scale.state_dict().values()), "counts": [self.streak.steps],
+        }  # fmt: skip
+
     def is_finite(self) -> bool:
         """Return whether the state is sound on every rank. Call ``settle`` first. Every rank must call it."""
         return not gather_rows([not self.is_sound()]).any()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from imagenet_fast.data.order import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult
-from imagenet_fast.metrics.trace import Trace
+from imagenet_fast.metrics.trace import COUNT, FIRST, Trace
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
@@ -25,18 +26,23 @@ from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.sync import GradientPool, SyncStats
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
-from imagenet_fast.training.optimizers import build_optimizer, set_rate, total_norm
+from imagenet_fast.training.optimizers import build_optimizer, keep_rates_on, set_rate, total_norm
 from imagenet_fast.training.precision import LossScaler, autocast, effective_precision, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
+from imagenet_fast.training.step_graph import MOST_MICRO_STEPS, StepGraphs
 
 
 class TrainingStep:
     """One step on the next global batch, at a given learning rate, each time it is called."""
+
+    graphs: StepGraphs | None = None
+    """CUDA graphs that the steps are replayed from, once nothing moves any more; None: steps are launched."""
 
     def __init__(
         self,
@@ -62,43 +68,86 @@ class TrainingStep:
         self.state = state
         self.cast = cast
         self.meter = meter
+        self.news: list[dict[str, Any]] = []
+        """What is to be recorded of how steps are taken, as events of the name ``graph``."""
         self._backpropagate = backpropagate
         self._clip_norm = clip_norm
         self._accumulation = accumulation
         self._statistics = StepStatistics(state.model, accumulation, skips=state.scale.largest is not None)
         self._trace = trace
+        self._left_to_launch = 0  # before steps are replayed
 
     def __call__(self, batches: Iterator[tuple[Tensor, Tensor]], lr: float) -> None:
         """Train one step on the next batches of ``batches`` at the learning rate ``lr``."""
         state = self.state
         here.enter("data", state.step + 1)
+        set_rate(state.optimizer, lr)
+        fetched = (self.meter.fetch(batches) for _ in range(self._accumulation))
+        if self.graphs is None or self.graphs.gave_up or self._left_to_launch > 0:
+            self._left_to_launch -= 1
+            stats = self._launch(fetched)
+        else:
+            stats = self.graphs.take_step(list(fetched))
+        self.meter.add_step(stats)
+        state.step += 1
+        state.sent_bytes += stats.sent_bytes
+
+    def _launch(self, batches: Iterable[tuple[Tensor, Tensor]]) -> SyncStats:
+        """Take a step, one operation after the other. All that it changes, but for ``sync``, are tensors."""
+        state = self.state
         state.sync.zero_grad()
         self._statistics.begin()
-        losses = []
-        for left in reversed(range(self._accumulation)):
-            images, labels = self.meter.fetch(batches)
-            held = state.sync.no_sync() if left else nullcontext()
-            with held, self._statistics.micro_step():
+        losses: list[Tensor] = []
+        for images, labels in batches:
+            is_last = len(losses) == self._accumulation - 1
+            with nullcontext() if is_last else state.sync.no_sync(), self._statistics.micro_step():
                 losses.append(self._backpropagate(images, labels).detach())
         here.enter("sync")
         stats = state.sync.finish() if self._clip_norm else state.sync.end_backward()
-        self.meter.add_step(stats, sum(losses[1:], losses[0]))
+        self.meter.add_loss(sum(losses[1:], losses[0]))
         if self._trace is not None:
             self._trace.end_step(stats)
         here.enter("update")
         self._statistics.end(state.sync.found_inf)
-        self._update(lr)
-        state.step += 1
-        state.sent_bytes += stats.sent_bytes
+        self._update()
+        return stats
+
+    def replay_from(self, pool: GradientPool, checks: bool, after: int) -> None:
+        """Replay steps, whose gradients are in ``pool``, from CUDA graphs once ``after`` steps have been taken."""
+        modules = list(self.state.model.modules())
+
+        def changed() -> dict[str, list[Tensor]]:
+            sent = {"gradients": [pool.gradients.values], "residuals": pool.engine.residuals()}
+            return self.state.changed() | sent | {"losses": [self.meter.loss]}
+
+        def settings() -> object:
+            groups = self.state.optimizer.param_groups
+            values = (value for group in groups for name, value in group.items() if name != "params")
+            modes = (module.training for module in modules)
+            return *(id(value) if isinstance(value, Tensor) else value for value in values), *modes
+
+        def launch(batches: Iterable[tuple[Tensor, Tensor]]) -> SyncStats:
+            try:
+                return self._launch(batches)
+            except BaseException:
+                self._statistics.forget()  # if it was captured, nothing of it has run
+                raise
+
+        self._left_to_launch = after
+        self.graphs = StepGraphs(pool, launch, changed, settings, self.news.append, checks)
+
+    def close(self) -> None:
+        """Let go of CUDA graphs, without which no process group whose messages they hold could end."""
+        if self.graphs is not None:
+            self.graphs.reset()
 
     def abandon(self) -> None:
         """Take back what a step did to the state that was not ended."""
         self._statistics.begin()
 
-    def _update(self, lr: float) -> None:
+    def _update(self) -> None:
         """Update weights and their moving average, now or, if the engine defers, layer by layer in the next forward."""
         state, optimizer = self.state, self.state.optimizer
-        set_rate(optimizer, lr)
         optimizer.found_inf = state.sync.found_inf
         optimizer.grad_scale = state.scale.end_step(optimizer.found_inf)
         if self._clip_norm:
@@ -143,7 +192,7 @@ def build_step(
         model: The whole model, on this rank's device.
         world: This rank and its process group.
         steps_per_epoch: Optimizer steps in one epoch.
-        trace: File for a timeline of a few steps; None: no timeline.
+        trace: File for a timeline of a few steps, which rank 0 writes; None: no timeline.
         clock: Clock of the run; None: the steps belong to no run.
         outcome: Result of the run; None: the steps belong to no run.
     """
@@ -170,18 +219,33 @@ def build_step(
         sync.guard(scale.largest)
     whole_norms = None if division is None else division.whole_norms
     optimizer = build_optimizer(recipe.optim, model, recipe.sync.velocity_momentum is not None, whole_norms)
+    if world.device.type == "cuda":
+        keep_rates_on(optimizer, world.device)
     outcome = outcome or RunResult.of("", recipe, batching)
     streak = NonFiniteCounter(world.device)
     state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, streak)
-    return TrainingStep(
+    step = TrainingStep(
         state,
         _backpropagation(recipe, batching, forward, sync, cast, scale, division),
         cast,
         recipe.clip_norm,
         batching.accumulation,
         Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps, outcome),
-        Trace(model, world.device, trace) if trace is not None else None,
+        Trace(model, world.device, trace) if trace is not None and world.is_main else None,
     )
+    if world.device.type == "cuda" and recipe.graph:
+        if why := _unreplayable(recipe, batching):
+            step.news.append({"replayed": False, "why": why})
+        else:
+            assert isinstance(sync, GradientPool)
+            step.replay_from(sync, recipe.graph == "auto", FIRST + COUNT if trace is not None else 0)
+    return step
+
+
+def _unreplayable(recipe: Recipe, batching: Batching) -> str:
+    """Return why steps of ``recipe`` cannot be replayed from a CUDA graph; empty if they can."""
+    many = f"a step has {batching.accumulation} micro-steps, and a graph holds {MOST_MICRO_STEPS} at most"
+    return recipe.unreplayable or (many if batching.accumulation > MOST_MICRO_STEPS else "")
 
 
 def _backpropagation(

@@ -133,6 +133,7 @@ class Trainer:
                 self.open_data()
                 with self._recorded():
                     self.build()
+                    at_end.callback(self.step.close)
                     with self._saving():
                         freeze_gc()
                         unsaved = self._train_soundly()
@@ -178,7 +179,7 @@ class Trainer:
             trained = found is not None or self.weights is not None
             examples = None if trained else partial(example_images, recipe.data, job.data, recipe.seed)
             model = build_initial_model(recipe, self.data.classes, world, self.weights, examples)
-        trace = RunDir(job.folder).trace if job.trace and world.is_main else None
+        trace = RunDir(job.folder).trace if job.trace else None
         self.step = build_step(
             recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
@@ -244,6 +245,8 @@ class Trainer:
         self._lr = learning_rate(recipe.schedule, recipe.optim.lr, state.step, self.steps_per_epoch, recipe.epochs)
         seed_step(recipe.seed, state.step, self.world)
         self.step(self.data.train, self._lr)
+        while self.step.news:
+            self.metrics("graph", state.step, **self.step.news.pop(0))
         if state.step % recipe.log_every == 0:
             self.step.meter.report(self.metrics, state.step, epoch, self._lr)
         self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)

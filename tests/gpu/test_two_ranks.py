@@ -12,6 +12,8 @@ import torch
 
 from imagenet_fast.bench.collectives import measure
 from imagenet_fast.recipe.engine_table import Collective
+from tests.gpu.test_graphs import ON_GPU
+from tests.gpu_semantics.test_replayed_steps import ENGINES, same
 from tests.ranks import run
 from tests.sync import test_collectives as collectives
 from tests.sync import test_contract as contract
@@ -46,7 +48,7 @@ def test_collectives_add_alike_wherever_an_element_lies_and_overflow_nowhere():
 
 def test_all_reduces_are_timed_by_message_size():
     means = ["native", "ring", "butterfly", "pairwise", "parameter_server"]
-    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.1, True, backend="nccl"):
+    for blocks in run(2, measure, [4, 2**20], means, "bf16", 1, 0.01, True, backend="nccl"):
         assert list(blocks) == [(name, size) for size in (4, 2**20) for name in means]
         assert all(block.latency_s > 0 for of_kind in blocks.values() for block in of_kind)
 
@@ -58,3 +60,9 @@ def test_products_of_powersgd_are_of_fp32_where_others_are_of_tf32():
 def _recovered_beside_tf32() -> None:
     torch.set_float32_matmul_precision("high")
     powersgd.test_a_mean_of_low_rank_is_recovered_and_nothing_is_kept_of_it(dtype=torch.float32, near=1e-4)
+
+
+@pytest.mark.parametrize("sync", ENGINES)
+def test_replayed_steps_end_with_the_bits_of_launched_ones(sync: str):
+    end = same(2, sync, **ON_GPU)
+    assert {told["replayed"] for told in end.news} == {True}

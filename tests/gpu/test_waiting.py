@@ -39,7 +39,8 @@ def _share(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> fl
     for _ in range(6):
         meter.fetch(batches)
         torch.cuda._sleep(WORK)
-        meter.add_step(SyncStats(None), torch.zeros((), device=device))
+        meter.add_loss(torch.zeros((), device=device))
+        meter.add_step(SyncStats(None))
     meter.report(MetricLogger(lambda: 0.0), 6, 1, 0.1)
     meter.flush(MetricLogger(lambda: 0.0))
     return outcome.data_wait_pct

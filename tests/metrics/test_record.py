@@ -211,6 +211,16 @@ def test_a_run_that_failed_before_its_first_step_has_no_figures(tmp_path: Path):
     assert text.getvalue() == "Failed in step 0: torchvision has no classifier 'resnet19'\n"
 
 
+def test_how_steps_are_taken_is_told(tmp_path: Path):
+    text = io.StringIO()
+    record = MetricLogger(Clock().run_s, [ConsoleSink(tmp_path, console=Console(file=text, width=100))])
+    record("graph", 6, replayed=True, images=[128, 3, 224, 224])
+    record("graph", 9, replayed=False, why="sync.kind 'sparse' decides in each step what to send")
+    replayed, launched = text.getvalue().splitlines()
+    assert replayed == "steps of 128 images of 224x224 are replayed from a CUDA graph after step 6"
+    assert launched.endswith("not replayed from a CUDA graph: sync.kind 'sparse' decides in each step what to send")
+
+
 def test_best_accuracy_survives_a_resume(tmp_path: Path):
     """But plain accuracies are not compared with those of mirrored images."""
     pretend_run(MetricLogger(Clock().run_s, folder=tmp_path), outcome(), last_top1=61.0)

@@ -47,7 +47,8 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
         for _ in range(2):
             meter.fetch(batches)
         clock.now = end
-        meter.add_step(SyncStats(None), torch.zeros(()))
+        meter.add_loss(torch.zeros(()))
+        meter.add_step(SyncStats(None))
 
     def report(step: int) -> None:
         meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)
@@ -81,7 +82,8 @@ def test_a_rank_that_takes_much_longer_than_the_others_is_named_once():
         meter = Meter(world, 3, scale, NonFiniteCounter(world.device), 5, outcome)
         for step in range(1, 9):
             clock.now += (1.0, 1.1, 3.5)[rank]
-            meter.add_step(SyncStats(None), torch.zeros(()))
+            meter.add_loss(torch.zeros(()))
+            meter.add_step(SyncStats(None))
             if step % 2 == 0:
                 meter.report(MetricLogger(lambda: 0.0), step, 1, 0.1)
     sentence = "rank 2 on node2 takes 3.5 s for its own part of a step, where the median of all ranks is 1.1 s"
