@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# All that one GPU can tell of this checkout in 11 minutes: its tests, also of two NCCL ranks that share it, what a step
-# costs the GPU and the host, what DALI decodes. Needs torch from 2.11, pyproject.toml's packages (not DALI) and pytest;
-# no network.
+# All that one GPU can tell of this checkout: what a step costs the GPU and the host, launched and replayed from a CUDA
+# graph, and what DALI decodes, in 8 minutes; and its tests, in 7. Needs torch from 2.11, pyproject.toml's packages (not
+# DALI) and pytest; no network.
 #
-#     scripts/gpu-check.sh [REPORT]              # default: gpu-check.md; PYTHON=... chooses the interpreter
-#     scripts/gpu-check.sh --dry-run [REPORT]    # the same on a CPU, as small as it goes
+#     scripts/gpu-check.sh [speed|tests] [REPORT]   # default: both, gpu-check.md; PYTHON=... chooses the interpreter
+#     scripts/gpu-check.sh --dry-run ...            # the same on a CPU, as small as it goes
 #
 # Exit codes: 0 every section ended well, 1 one did not (the report says which), 2 usage.
 set -uo pipefail
 
 dry=''
 [ "${1-}" != --dry-run ] || { dry=1 && shift; }
+half=''
+case ${1-} in speed | tests) half=$1 && shift ;; esac
 report=${1:-gpu-check.md}
 if [ $# -gt 1 ] || [ "${report#-}" != "$report" ]; then
-    echo "error: usage: scripts/gpu-check.sh [--dry-run] [REPORT]" >&2
+    echo "error: usage: scripts/gpu-check.sh [--dry-run] [speed|tests] [REPORT]" >&2
     exit 2
 fi
 python=${PYTHON:-python}
@@ -61,40 +63,50 @@ section() {
     } >"$report"
 }
 
-# The limits add up to 11 minutes.
 section "environment" 25 bash -c "git log -1 --format=%h; '$python' -m torch.utils.collect_env || exit
     nvidia-smi --query-gpu=power.limit,clocks.max.sm,clocks.max.memory --format=csv || true"
-tests=("$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short)
-ranks=tests/gpu/test_two_ranks.py
-section "tests on one GPU" 105 "${tests[@]}" tests/gpu -k 'not compiled' "--ignore=$ranks"
-section "random numbers of compiled code" 60 "${tests[@]}" tests/gpu/test_cuda.py -k compiled
-# Where there is no second GPU they share one, which has not run yet. The tests have some 800 collectives, each of which
-# is said to take 9 ms then.
-section "two NCCL ranks" 60 "${tests[@]}" "$ranks"
-# Whoever uses memory that he has given back fails at once.
-section "two NCCL ranks without the caching allocator" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tests[@]}" "$ranks"
-section "two NCCL ranks by torch's older backend" 60 env TORCH_DIST_USE_NCCL2=0 "${tests[@]}" "$ranks"
 
-bench=("$python" -m imagenet_fast bench)
-rounds=(--rounds 15 --steps 2)
-images=(--image-size 224 --batch 128)
-engines=(--model resnet50 --sync 'lazy,hybrid,dear,sparse') # powersgd compresses nothing for one rank
-profiled=(--model resnet50 --steps 10)
-loaded=(--batch 128 --seconds 5)
-if [ -n "$dry" ]; then
-    rounds=(--rounds 1 --steps 1) images=(--image-size 32 --batch 2)
-    engines=(--model resnet18 --sync 'lazy,dear') profiled=(--model resnet18 --steps 1)
-    loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
+# The limits of this half add up to 8 minutes. The most decisive sections come first: whether a replayed step of compiled
+# blocks is as fast as one with norms of our own could be.
+if [ "$half" != tests ]; then
+    imagenet_fast=("$python" -m imagenet_fast)
+    step=("${imagenet_fast[@]}" bench step --rounds 30 --graph)
+    photos=(--model resnet50 --image-size 224)
+    loaded=(--batch 128 --seconds 5)
+    if [ -n "$dry" ]; then
+        step=("${imagenet_fast[@]}" bench step --rounds 1 --steps 1)
+        section "resnet18, 2 images" 40 "${step[@]}" --model resnet18 --image-size 32 --batch 2 --sync 'lazy,dear'
+        section "cifar10-94's network, 2 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 2
+        loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
+    else
+        section "resnet50, 128 images" 40 "${step[@]}" "${photos[@]}" --batch 128
+        section "resnet50, 128 images, compiled" 90 "${step[@]}" "${photos[@]}" --batch 128 --compile
+        for images in 40 64 16; do
+            section "resnet50, $images images" 25 "${step[@]}" "${photos[@]}" --batch "$images"
+        done
+        section "resnet50, 128 images, other engines" 50 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
+        section "alexnet, 512 images" 25 "${step[@]}" --model alexnet --image-size 224 --batch 512
+        section "alexnet, 512 images, compiled" 60 "${step[@]}" --model alexnet --image-size 224 --batch 512 --compile
+        section "cifar10-94's network, 512 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 512
+    fi
+    demo=("${imagenet_fast[@]}" train --recipe demo)
+    [ -z "$dry" ] || demo+=(--set epochs=1 --set target_top1=1)
+    section "demo, replayed" 25 "${demo[@]}" --out "$parts/replayed"
+    section "demo, launched" 25 "${demo[@]}" --set graph=false --out "$parts/launched"
+    section "loaders" 30 "${imagenet_fast[@]}" bench data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
 fi
-section "host and GPU time of each engine" 40 "${bench[@]}" step "${engines[@]}" "${images[@]}" "${rounds[@]}"
-section "what takes the host's time" 60 "$python" -m experiments.host_time "${profiled[@]}" "${images[@]}"
-if [ -z "$dry" ]; then
-    alexnet=(step --model alexnet --image-size 224 --batch 512 "${rounds[@]}")
-    section "step of alexnet, bf16" 21 "${bench[@]}" "${alexnet[@]}"
-    section "step of alexnet, bf16, compiled" 54 "${bench[@]}" "${alexnet[@]}" --compile
-    # as it is, it is among the engines
-    section "step of resnet50, bf16, compiled" 77 "${bench[@]}" step --model resnet50 "${images[@]}" "${rounds[@]}" --compile
+
+if [ "$half" != speed ]; then
+    tests=("$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short)
+    ranks=tests/gpu/test_two_ranks.py
+    section "tests on one GPU" 105 "${tests[@]}" tests/gpu -k 'not compiled' "--ignore=$ranks"
+    section "random numbers of compiled code" 60 "${tests[@]}" tests/gpu/test_cuda.py -k compiled
+    # Where there is no second GPU they share one, which has not run yet. The tests have some 800 collectives, each of
+    # which is said to take 9 ms then.
+    section "two NCCL ranks" 60 "${tests[@]}" "$ranks"
+    # Whoever uses memory that he has given back fails at once.
+    section "two NCCL ranks without the caching allocator" 60 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "${tests[@]}" "$ranks"
+    section "two NCCL ranks by torch's older backend" 60 env TORCH_DIST_USE_NCCL2=0 "${tests[@]}" "$ranks"
 fi
-section "loaders" 30 "${bench[@]}" data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
 echo "in $report"
 exit "$failed"
