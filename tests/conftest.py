@@ -27,7 +27,6 @@ from imagenet_fast.netlab.forks import start_fork_server
 from tests.root import require_root
 
 if TYPE_CHECKING:
-    from imagenet_fast.recipe.schema import Recipe
     from tests.guard import Cost
 
 COST: pytest.StashKey[Cost] = pytest.StashKey()
@@ -153,13 +152,6 @@ def own_signals() -> Iterator[None]:
     yield
     for number, answer in answers.items():
         signal.signal(number, answer)
-
-
-@pytest.fixture
-def make_recipe() -> Callable[..., Recipe]:
-    from imagenet_fast.recipe.load import parse_recipe
-
-    return lambda **changes: parse_recipe("test", tables(**changes))
 
 
 @pytest.fixture(scope="session")

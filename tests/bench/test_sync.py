@@ -80,35 +80,6 @@ def test_stated_link_bandwidth_and_latency():
     assert latencies[2] - latencies[1] == pytest.approx(latencies[1] - latencies[0])
 
 
-@pytest.mark.weekly
-def test_every_step_of_the_ladder_is_what_it_says_beside_the_one_it_is_added_to(tmp_path: Path):
-    rungs, printed = benched(tmp_path, "published ladder --model small.json --nodes 2 --rounds 1 --steps 1")
-    times = [rung["time"] for rung in rungs]
-    seconds, sent, launches = ([time[key] for time in times] for key in ("step_s", "sent_bytes", "launches"))
-    assert [rung["gain"] for rung in rungs] == [
-        None, *(pytest.approx(seconds[below] / s) for s, below in zip(seconds[1:], (0, 1, 2, 3, 4, 4, 6), strict=True))
-    ]  # fmt: skip
-    assert [time["wire"] for time in times] == ["fp32", "fp32", *["bf16"] * 5, "int8"]
-    assert min(launches[:3]) >= len(SMALL.layers)  # long ones go in pieces
-    assert launches[4] < launches[2] < launches[3]
-    assert launches[3] >= sum(len(layer.shapes) for layer in SMALL.layers)
-    assert (sent[2], sent[7]) == (pytest.approx(sent[1] / 2, rel=0.01), pytest.approx(sent[6] / 2, rel=0.05))
-    assert sent[5] < sent[4]
-    assert times[0]["limit_s"] > times[3]["limit_s"] >= times[6]["limit_s"]
-    assert all(rung["step"] in printed for rung in rungs)
-
-
-@pytest.mark.weekly
-def test_a_smaller_batch_computes_less_and_sends_as_much(tmp_path: Path):
-    words = "published batches --batches 16,64 --model small.json --nodes 2 --rounds 1 --steps 1"
-    (small, large), printed = benched(tmp_path, words)
-    assert SMALL.compute_s / 4 <= small["ddp"]["compute_s"] < SMALL.compute_s <= large["ddp"]["compute_s"]
-    for row in (small, large):
-        assert (row["ddp"]["engine"], row["hybrid"]["engine"]) == ("ddp", "hybrid")
-        assert row["gain"] == pytest.approx(1 - row["hybrid"]["step_s"] / row["ddp"]["step_s"])
-    assert "small, 2 nodes, loopback, bf16" in printed
-
-
 class Clock:
     """By which every sleep lasts ``late`` seconds longer."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
 from imagenet_fast.checkpoint import folder as folders
-from imagenet_fast.checkpoint.folder import CorruptCheckpoint, Manifest, read_manifest, set_aside
+from imagenet_fast.checkpoint.folder import Manifest, read_manifest, set_aside
 from imagenet_fast.checkpoint.writer import _Leaving
 from imagenet_fast.errors import UserError
 from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
@@ -215,19 +215,6 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path: Path):
         forged = Manifest.model_construct(**{**dict(sound), "files": {name: sound.files["shared.safetensors"]}})
         forged.write(tmp_path / "step-00000001")
         assert "should match pattern" in refusal_of(open_checkpoint, tmp_path / "step-00000001")
-
-
-def test_no_digit_of_a_manifest_changes_unnoticed(tmp_path: Path):
-    saved(tmp_path, 17, top1=71.5)
-    folder = tmp_path / "step-00000017"
-    path = folder / "manifest.json"
-    whole = path.read_bytes()
-    for place in (place for place, byte in enumerate(whole) if chr(byte).isdigit()):
-        flipped = bytearray(whole)
-        flipped[place] ^= 1  # another digit
-        path.write_bytes(flipped)
-        with pytest.raises(CorruptCheckpoint):
-            read_manifest(folder)
 
 
 def test_nothing_that_happens_to_a_checkpoint_gives_a_traceback_or_a_wrong_tree(tmp_path: Path, capsys):

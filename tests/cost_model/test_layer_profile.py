@@ -86,10 +86,7 @@ def test_a_profile_with_wrong_numbers_or_without_time_is_refused(tmp_path: Path)
     for layers, sentence in (
         ([LAYER | {"shapes": [[64, 3, 11.5]]}], "layers.0.shapes.0.2: Input should be a valid integer"),
         ([LAYER | {"shapes": [[2**40, 2**40]]}], "no parameters or too many"),
-        ([LAYER | {"shapes": [[-3, 2]]}], "layers.0.shapes.0.0: Input should be greater than or equal to 0"),
-        ([LAYER | {"forward_ms": -1.0}], "layers.0.forward_ms: Input should be greater than or equal to 0"),
         ([LAYER | {"backward_ms": float("nan")}], "layers.0.backward_ms: Input should be a finite number"),
-        ([LAYER | {"forward_ms": "soon"}], "layers.0.forward_ms: Input should be a valid number"),
         ([], "it has no parameters or too many, or no layer that takes"),
     ):
         file.write_text(json.dumps({"model": "mine", "source": "me", "layers": layers}))

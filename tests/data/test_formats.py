@@ -9,27 +9,24 @@ import re
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from imagenet_fast.data.build import build_val_loader
 from imagenet_fast.data.pixels import ImageDecodeError
 from imagenet_fast.data.prepare.write import write_classes, write_tar
 from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
 from imagenet_fast.data.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.batching import Batching
 from tests.conftest import refusal_of, refuses
 from tests.corruption import corrupted
 from tests.data.prepare import replica
 from tests.data.prepare.replica import Members, named
 from tests.data.records import example as written
 from tests.data.records import in_records, records_of, samples_of, split_into
-from tests.data.small import CPU, FORMATS, Damage, cut, image_data, opened, overwritten, put, put_classes, same
+from tests.data.small import FORMATS, Damage, cut, overwritten, put, put_classes
 
 CLASSES = ["a class", "n01440764", "n01443537", "schön 'quoted'"]
 STRANGE = [
@@ -79,17 +76,6 @@ def test_all_formats_hold_the_same_images_in_the_same_order(roots: dict[str, Pat
         for images in shards:
             assert images.classes == folder.classes == CLASSES
             assert shown(images) == shown(folder)
-
-
-def test_resume_mid_epoch_in_any_format(image_dir: Path, tmp_path: Path):
-    to_shards(image_dir, tmp_path)
-    whole = list(islice(opened(image_dir, "dali", Batching(1, 4, 2)).train, 5 * 2))
-    for root in (image_dir, *(tmp_path / name for name in FORMATS[1:])):
-        ranks = [opened(root, "dali", Batching(2, 4, 1), rank, first_step=3).train for rank in range(2)]
-        assert same([next(train) for _ in range(2) for train in ranks], whole[3 * 2 :]), "from step 3 of 5 on"
-        evaluation = build_val_loader(image_data("dali"), root, Batching(1, 4, 1), 0, 2, CPU, 1)
-        assert sum(len(labels) for _, labels in evaluation.next_evaluation()) == 7
-        assert evaluation.class_names == ["class0", "class1", "class2"]
 
 
 def test_what_is_told_of_an_image_leads_to_it(roots: dict[str, Path]):

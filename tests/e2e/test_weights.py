@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torchvision.models import alexnet, resnet18
+from torchvision.models import resnet18
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
@@ -322,14 +322,6 @@ def test_an_exported_program_gives_the_networks_results(smoke_run: Path, tmp_pat
     back = refusal("export", "--weights", str(out), "--out", str(tmp_path / "w.safetensors"))
     assert "smoke.pt2 is an archive without a state dict, as a .pt2 is, of which nothing is read; give" in back
     assert [path.name for path in tmp_path.iterdir()] == ["smoke.pt2"]
-
-
-@pytest.mark.weekly
-def test_an_exported_alexnet_from_somebody_elses_file_gives_its_results(tmp_path: Path):
-    theirs, file, out = alexnet(num_classes=5), tmp_path / "w.pth", tmp_path / "a.pt2"
-    torch.save(theirs.state_dict(), file)
-    in_process("export", "--weights", str(file), "--recipe", "alexnet-1gpu", "--format", "pt2", "--out", str(out))
-    check_program(out, theirs, theirs.state_dict(), 224, "alexnet-1gpu")
 
 
 def check_program(file: Path, network: nn.Module, state: dict[str, Tensor], size: int, recipe: str) -> None:

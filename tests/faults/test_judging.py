@@ -51,16 +51,6 @@ def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: 
     assert fault in " ".join(faults)
 
 
-def test_repeated_events_are_allowed_after_a_damaged_checkpoint_and_other_weights_are_not(tmp_path: Path):
-    before = replace(NOTHING, finished=True, events={("train", 3)}, files={Path("outcome.json")})
-    warned = "warning: step-00000004 is damaged; the one before is taken\n"
-    hurts = {Path("checkpoints/step-00000004/shared.safetensors"): Hurt("flip", "", 0.5)}
-    assert judged(tmp_path / "redone", 0, warned, before, hurts=hurts) == []
-    assert judged(tmp_path / "unsaid", 0, "", before, hurts=hurts)
-    assert judged(tmp_path / "unhurt", 0, warned, before)
-    assert "should be other" in judged(tmp_path / "other", 0, "", NOTHING, alone="other")[0]
-
-
 def judged(
     folder: Path, code: int, printed: str, before: Before, alone: str | None = None,
     hurts: dict[Path, Hurt] | None = None,

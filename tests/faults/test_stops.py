@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from pathlib import Path
@@ -81,20 +80,3 @@ def test_a_run_under_nohup_outlives_its_terminal_and_one_told_twice_ends_at_once
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive
     assert train(tmp_path / "stopped", *FUSED) == digest(tmp_path / "undisturbed")
-
-
-def test_a_rank_that_is_stopped_is_named(tmp_path: Path):
-    job = ("--recipe", "smoke", "--nproc", "2")
-    running = start(tmp_path / "run", *setting("epochs=100000", "log_every=1", "timeout.step_s=5"), job=job)
-    wait_for(lambda: running.step > 3)
-    time.sleep(3)  # its last heartbeat is of a step
-    frozen, other = sorted(running.ranks, key=lambda rank: rank.environ()["RANK"])
-    frozen.suspend()
-    wait_for(lambda: not other.is_running() or other.status() == psutil.STATUS_ZOMBIE)
-    frozen.resume()  # torchrun has told it to end, and would wait for 30 s
-    assert running.ended(120) == 1
-    outcome = outcome_of(running.out)
-    sentence = r"rank 0 on \S+ stopped answering in \w+ at step \d+; rank 1 (waited in sync|was in \w+)"
-    assert re.match(sentence, outcome["message"]), outcome["message"]
-    assert f"failed: {outcome['message']}" in running.printed
-    assert outcome["status"] == "failed"

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.cost_model.collectives import usual_collective
 from imagenet_fast.distributed.watchdog import PeerLost
 from imagenet_fast.recipe.engine_table import Collective
-from imagenet_fast.sync.all_reduce import all_reduce, usual_collective
+from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
 from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_ops import AllReduceHandle, carry
 from imagenet_fast.sync.topology import Topology
@@ -189,13 +190,12 @@ def test_what_is_of_16_bits_is_added_in_fp32_and_rounded_once_a_level(world: int
 @with_ranks(4)
 def test_16_bit_values_are_summed_in_fp32_between_nodes() -> None:
     fp32, bf16 = torch.float32, torch.bfloat16
-    one_node, two_nodes, four_nodes = (lending(n) for n in (4, 2, 1))
+    nodes = [lending(n) for n in (4, 2, 1)]
     for values_as, wire in ((fp32, bf16), (bf16, bf16), (bf16, fp32)):
-        assert usual_collective(values_as, wire, one_node) == "native"
-        assert usual_collective(values_as, wire, two_nodes) == "hierarchical"
-        assert usual_collective(values_as, wire, four_nodes) == "pairwise"
-    assert usual_collective(fp32, fp32, two_nodes) == "hierarchical"
-    assert usual_collective(fp32, fp32, one_node) == usual_collective(fp32, fp32, four_nodes) == "native"
+        usual = [usual_collective(node.layout, format_of(wire_for(values_as, wire, node))) for node in nodes]
+        assert usual == ["native", "hierarchical", "pairwise"]
+    usual = [usual_collective(node.layout, format_of(fp32)) for node in nodes]
+    assert usual == ["native", "hierarchical", "native"]
 
 
 @with_ranks(3)

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from examples.own_engine import by_pairs
 from imagenet_fast import sync as engines
@@ -300,47 +300,10 @@ def test_process_groups_that_a_user_makes_beside_are_not_disturbed() -> None:
 
 
 NAMED: dict[str, EngineSettings | Engine | engines.DdpSync] = {
-    "allreduce": engines.AllReduceSync(),
     "allreduce fused": engines.AllReduceSync(fused=True),
-    "lazy one by one": engines.LazySync(wire="fp32", threshold_mb=0, collective="pairwise"),
-    "hybrid": engines.HybridSync(wire="fp32", fuse_mb=0.0005),
-    "dear": engines.DearSync(wire="fp32", bucket_mb=0.0),
     "by pairs": by_pairs("fp32"),
     "ddp": engines.DdpSync(),
 }
-
-
-@pytest.mark.parametrize("name", tiers(["hybrid"], ["lazy one by one", "allreduce", "allreduce fused", "dear"]))
-@with_ranks(4)
-def test_a_model_may_have_two_pools_of_other_ranks(name: str) -> None:
-    """What all ranks share, and what two of them share, as experts or shards of a model are."""
-    rank, world = dist.get_rank(), (0, 1, 2, 3)
-    own = (rank % 2, rank % 2 + 2)
-    model = Given(*LAYERS)
-    apart = list(model.layers[2].parameters())
-    named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    with process_groups((0, 2), (1, 3)) as groups:
-        parts = [[pair for pair in named if (pair[1] in set(apart)) == own] for own in (False, True)]
-        pools = [
-            GradientPool(part, NAMED[name], group, model=model)
-            for part, group in zip(parts, (None, groups[rank % 2]), strict=True)
-        ]
-        for step in range(8):
-            moved: dict[nn.Parameter, Tensor] = {}
-            for pool in pools:
-                pool.zero_grad()
-            model(integers(SHAPES, step, rank, 4)).backward()
-            for pool in pools:
-                pool.end_backward()
-            for pool in pools:
-                pool.update(lambda params, moved=moved: moved.update((p, p.grad.clone()) for p in params))
-            for pool in pools:
-                pool.settle()
-            ours, theirs = (means([integers(SHAPES, step, r, 4) for r in ranks]) for ranks in (world, own))
-            for param, all_ranks, two_ranks in zip(model.weights, ours, theirs, strict=True):
-                assert torch.equal(moved[param].double(), two_ranks if param in set(apart) else all_ranks), step
-        for pool in pools:
-            pool.close()
 
 
 PIECES = [("lazy", "bf16"), ("allreduce", "fp32"), ("dear", "bf16"), ("hybrid", "fp32"), ("sparse", "fp16")]
@@ -362,7 +325,7 @@ def test_what_is_longer_than_a_piece_is_averaged_in_pieces(engine: Name, wire: W
     assert stats.launches > 1 or engine == "sparse", "sparse fuses chunks to its own threshold"
 
 
-@pytest.mark.parametrize("name", ["allreduce fused", "by pairs", "ddp"])  # of all others programs tell
+@pytest.mark.parametrize("name", NAMED)  # of all others programs tell
 @with_ranks(2)
 def test_micro_steps_add_up(name: str) -> None:
     model = Given(*LAYERS)

@@ -108,7 +108,7 @@ def test_a_lost_message_stays_lost() -> None:
     assert in_flight
     sent = dict(in_flight)
     for number, message in sent.items():
-        in_flight[number] = replace(message, wait=_lost)
+        in_flight[number] = replace(message, last=(_lost,))
     for read in (lambda: model(loops.images(9)), model.state_dict) * 2:
         with pytest.raises(RuntimeError, match="closed by peer"):
             read()

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.ddp import DdpPeer
-from imagenet_fast.recipe.schema import Float16, Unscaled
 from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync
 from imagenet_fast.training.optimizers import SGD
-from imagenet_fast.training.precision import LossScaler
-from tests.conftest import tiers
 from tests.ranks import run, with_ranks
-from tests.sync.fuzz_loops import ENGINES
 from tests.sync.given import SMALL, Given, integers, pooled, weights_of
 
 LARGEST = torch.finfo(torch.float16).max
-SCALES = {
-    "fp16 on the wire": (Unscaled(kind="fp32"), "fp16"),
-    "a loss scale": (Float16(kind="fp16"), "fp16"),
-    "a loss scale that stays": (Float16(kind="fp16", loss_scale=512.0), "fp32"),
-}
-FIRST = [("hybrid", "fp16 on the wire"), ("dear", "a loss scale")]
 
 
 def started() -> tuple[Given, SGD]:
@@ -48,38 +37,6 @@ def guarded(model: nn.Module, settings: EngineSettings, largest: float) -> Gradi
     pool = pooled(model, settings)
     pool.guard(largest)
     return pool
-
-
-def by_hand(scale: LossScaler) -> Tensor:
-    """What two ranks come to that skip a step as a whole."""
-    model, optimizer = started()
-    begun = weights_of(model)
-    for step in range(10):
-        everyone = [[g * scale(torch.ones(())) for g in gradients(step, rank)] for rank in range(2)]
-        fits = all((g.abs() <= scale.largest).all() for grads in everyone for g in grads)
-        for param, *parts in zip(model.weights, *everyone, strict=True):
-            param.grad = torch.stack(parts).mean(0)
-        found_inf = torch.tensor(0.0 if fits else 1.0)
-        optimizer.found_inf, optimizer.grad_scale = found_inf, scale.end_step(found_inf)
-        optimizer.step()
-    assert not torch.equal(weights_of(model), begun)
-    return weights_of(model)
-
-
-@pytest.mark.parametrize(("engine", "how"), tiers(FIRST, product(("hybrid", "dear", "lazy"), SCALES)))
-@with_ranks(2)
-def test_a_step_that_overflows_in_one_layer_of_one_rank_is_skipped_by_all(engine: str, how: str) -> None:
-    """To the bit what synchronous SGD does; as ``training/train_step.py`` does it."""
-    precision, wire = SCALES[how]
-    scale, (model, optimizer) = LossScaler(precision, wire, torch.device("cpu")), started()
-    pool = guarded(model, ENGINES[engine].model_copy(update={"wire": wire}), scale.largest)
-    for step in range(10):
-        pool.zero_grad()
-        scale(model(gradients(step, dist.get_rank()))).backward()
-        pool.end_backward()
-        optimizer.found_inf, optimizer.grad_scale = pool.found_inf, scale.end_step(pool.found_inf)
-        pool.step(optimizer)
-    assert torch.equal(weights_of(model), by_hand(LossScaler(precision, wire, torch.device("cpu"))))
 
 
 def test_an_overflow_that_sparse_has_not_sent_is_skipped_while_it_is_there_by_all_ranks():

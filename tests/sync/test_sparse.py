@@ -174,15 +174,6 @@ def test_where_everything_is_sent_corrected_momentum_is_momentum() -> None:
     torch.testing.assert_close(*weights)
 
 
-@pytest.mark.ci
-@with_ranks(2)
-def test_it_learns_and_sends_less_once_it_is_sparse() -> None:
-    losses, sent = train(*started(dense_epochs=10, ramp_epochs=5), range(250))
-    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    assert sent[0] > sent[12] > sent[-1], "it ramps"
-    assert sent[-1] < 0.3 * sent[0]
-
-
 @pytest.mark.parametrize("timing", ["lazy", "hybrid"])
 @with_ranks(2)
 def test_what_comes_after_an_update_sees_what_it_has_updated(timing: str) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import tests
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.metrics import Event, MetricLogger, RunResult, Sink
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.models.weights import Weights, write_weights
+from imagenet_fast.metrics import Event, RunResult
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import parse_recipe
@@ -47,20 +44,3 @@ def run_job(job: Job, world: DistContext, **settings: Any) -> RunResult:
         return trainer.run()
     finally:
         trainer.state.sync.close()
-
-
-def train_job(job: Job, world: DistContext, weights: Weights | None = None, sinks: Sequence[Sink] = ()) -> RunResult:
-    """To its end, without checkpoints; leaves the final weights in its folder."""
-    trainer = Trainer(job, world)
-    trainer.open_data()
-    trainer.weights = weights
-    trainer.metrics = MetricLogger(trainer.clock.run_s, sinks)
-    trainer.build()
-    trainer.train()
-    trainer.state.settle()
-    if world.is_main:
-        final = RunDir(job.folder).final_weights
-        final.parent.mkdir(parents=True, exist_ok=True)
-        write_weights(trainer.state.whole().state_dict(), final, {})
-    trainer.state.sync.close()
-    return trainer.outcome

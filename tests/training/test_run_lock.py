@@ -9,7 +9,6 @@ import os
 import time
 from contextlib import redirect_stdout
 from functools import partial
-from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
@@ -26,6 +25,7 @@ from imagenet_fast.training.resume import find_resumption
 from imagenet_fast.training.run_lock import _make_and_lock, claimed, locked, make_room
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import refusal_of, refuses
+from tests.data.prepare.replica import tree
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
@@ -37,11 +37,6 @@ def begun(folder: Path, left: str = "events.jsonl") -> Path:
     (folder / "job.json").write_text("{}")
     (folder / left).write_text("something")
     return folder
-
-
-def contents(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def claim(folder: Path, resume: bool) -> str:
@@ -63,10 +58,10 @@ def claim(folder: Path, resume: bool) -> str:
 def test_a_run_without_checkpoints_is_moved_aside_whole(left: str, tmp_path: Path):
     for number in (1, 2):
         folder = begun(tmp_path / "run", left)
-        before = contents(folder)
+        before = tree(folder)
         assert run(2, claim, folder, True) == ["", ""]
         assert not folder.exists(), "it was claimed for nothing"
-        assert contents(tmp_path / f"run.replaced-{number}") == before
+        assert tree(tmp_path / f"run.replaced-{number}") == before
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -76,34 +71,34 @@ def test_a_run_with_a_checkpoint_stays(damaged: bool, tmp_path: Path):
         writer.save(stamp(4), {"step": 4})
     if damaged:
         (folder / "checkpoints" / "step-00000004" / "manifest.json").write_text("{")
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     assert run(1, claim, folder, True) == [""]
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
 
 
 def test_a_run_that_cannot_be_moved_is_refused_untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Where it is mounted, say."""
     folder = begun(tmp_path / "run")
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     busy = OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     monkeypatch.setattr(Path, "rename", Mock(side_effect=busy))
     assert refusal_of(make_room, job_of(folder, resume=True)) == (
         f"{folder} holds a run without a checkpoint to go on from, and cannot be moved to {folder}.replaced-1 (Device "
         "or resource busy); move what is in it away, or give another --out"
     )
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
 
 
 def test_locked_directory_is_refused_untouched(tmp_path: Path):
     folder = begun(tmp_path / "run")
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     descriptor = os.open(folder, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     refuses(f"^{folder} is being trained by another process; stop that first$", locked(folder).__enter__)
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
     os.close(descriptor)
     assert all("already holds a run" in refusal for refusal in run(2, claim, folder, False))
-    assert contents(tmp_path) == before
+    assert tree(tmp_path) == before
     assert run(2, claim, tmp_path / "new" / "run", False) == ["", ""]
     assert not (tmp_path / "new" / "run").exists(), "it was claimed for nothing"
 
@@ -207,13 +202,13 @@ def end_again_and_again(folder: Path) -> tuple[str, str]:
     """What is printed while its checkpoints are whole, damaged, old and gone; why it then trains for no more epochs."""
     train_here(job_of(folder, resume=True))
     old, last = sorted(folder.glob("checkpoints/step-*"))
-    before = contents(folder)
+    before = tree(folder)
     with redirect_stdout(io.StringIO()) as printed:
         for change in (lambda: None, (last / "manifest.json").unlink, partial(rmtree, last), partial(rmtree, old)):
             change()
             train_here(job_of(folder, resume=True))
     refused = refusal_of(train_here, job_of(folder, resume=True, epochs=3))
-    assert contents(folder) == {name: sum for name, sum in before.items() if "step-" not in name}
+    assert tree(folder) == {name: content for name, content in before.items() if "step-" not in name}
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
     return printed.getvalue(), refused
 
@@ -235,9 +230,9 @@ def lengthen(folder: Path) -> int:
 @pytest.mark.parametrize("left", ["events.jsonl", "checkpoints/final.safetensors"])
 def test_a_start_that_fails_changes_nothing(left: str, tmp_path: Path):
     """As one with another network, which is known only when it is built; see also ``test_trainer.py``."""
-    before = contents(begun(tmp_path / "run", left))
+    before = tree(begun(tmp_path / "run", left))
     assert run(1, fail_to_build, tmp_path / "run", fresh=True) == ["no such network"]
-    assert contents(tmp_path / "run") == before
+    assert tree(tmp_path / "run") == before
 
 
 def fail_to_build(folder: Path) -> str:

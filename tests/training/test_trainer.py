@@ -26,11 +26,11 @@ from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
+from tests.data.prepare.replica import tree
 from tests.e2e.command import environment, wait_for
 from tests.models import own
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of, run_job
-from tests.training.test_run_lock import contents
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
@@ -110,13 +110,13 @@ def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
     model = {"kind": "python", "name": "tests.models.own:edited"}
     with patch.object(own, "FROZEN", True):
         assert run_job(small_job(tmp_path, 1, model=model), tests.world()).status == "finished"
-    before = contents(tmp_path)
+    before = tree(tmp_path)
     for change, (widths, frozen) in EDITS.items():
         said = f"the network {change} since .* was written; restore it, or begin another run"
         job = small_job(tmp_path, 2, resume=True, model=model)
         with patch.multiple(own, WIDTHS=widths, FROZEN=frozen), pytest.raises(UserError, match=said):
             run_job(job, tests.world())
-        assert contents(tmp_path) == before
+        assert tree(tmp_path) == before
 
 
 BY_NAME = """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from imagenet_fast.data.source import ImageSource, open_training, open_validatio
 from tests.conftest import refuses
 from tests.data.prepare import replica
 from tests.data.prepare.replica import ODD, Images, good, small_imagenet, tree
-from tests.data.small import FORMATS, WHOLE, put
+from tests.data.small import FORMATS, WHOLE
 
 SHARD = 80_000  # bytes; the largest image has 74 kB
 WEBDATASET = Settings(format="webdataset", resize=None, quality=None, shard_size=SHARD)
@@ -95,18 +94,6 @@ def test_images_larger_than_a_shard_have_one_each_unless_these_are_too_many(tars
         refused(tars, out, r"train would have \d+ shards; give a larger --shard-size", tiny)
     prepare(tars, out, tiny, subset=True)
     assert len(held(out, "train")) == 34 - 1, "but an empty one, which takes no room"
-
-
-def test_strange_names_come_through(tmp_path: Path, out: Path):
-    names = [b"a b.jpg", b"\xff.JPG", "é\n.png".encode(), b".hidden.webp", b"'quoted\".bmp", b"-rf.jpeg", b"%s.jpg"]
-    names.append(b"l" * 240 + b".jpg")
-    for split in ("train", "val"):
-        for name in [*names, b"\xfe.txt"]:
-            put(tmp_path / "source" / split / "class é 'a b'", os.fsdecode(name), content=name)
-    record = prepare(tmp_path / "source", out, WEBDATASET, subset=True).record
-    assert record.others == tuple(f"{split}/class é 'a b'/\\xfe.txt" for split in ("train", "val"))
-    train = open_training(out)
-    assert sorted(contents(train)) == sorted(("class é 'a b'", name) for name in names)
 
 
 # What is there already.
