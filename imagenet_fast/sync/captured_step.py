@@ -30,7 +30,7 @@ class CapturedStep:
     def __init__(self, pool: GradientPool) -> None:
         """Prepare to capture a step of ``pool``."""
         self._pool = pool
-        self._step: Step | None = None  # with the tensors that replays fill
+        self._step = pool.current  # once captured, that one, with the tensors that replays fill
         self._update: PendingUpdate | None = None  # what is left to the next step, if the engine defers
         self._inputs: list[Tensor] = []  # what the graph's own update reads, of the step before
 
@@ -56,10 +56,9 @@ class CapturedStep:
 
     def end(self) -> None:
         """End the step, in the graph: what it leaves is what the next replay finds."""
-        if self._pool.engine.defers:
-            self._update = self._pool.pending
-            assert self._update is not None
-            torch._foreach_copy_(self._inputs, self._update.inputs)
+        if self._pool.engine.defers and (update := self._pool.pending) is not None:
+            self._update = update
+            torch._foreach_copy_(self._inputs, update.inputs)
 
     def prepare(self) -> None:
         """Hand over what a launched step, or one of another graph, has left; before each replay."""
@@ -70,7 +69,6 @@ class CapturedStep:
     def replayed(self) -> None:
         """Count a replay, and do what the graph leaves out."""
         pool = self._pool
-        assert self._step is not None
         pool.current = self._step
         if self._update is not None and pool.pending is not None:
             if pool.pending is not self._update or not self._update.is_whole:

@@ -8,7 +8,8 @@ torch's optimizers keep their state per parameter, so the result is that of one 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim import optimizer as torch_hooks
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.sync.engine import Elements
-from imagenet_fast.sync.pending import settle_all
+from imagenet_fast.sync.pending import Update, settle_all
 
 _ONE_BY_ONE: frozenset[type[Optimizer]] = frozenset({
     optim.SGD, optim.ASGD, optim.RMSprop, optim.Rprop, optim.Muon, optim.Adagrad, optim.Adadelta, optim.Adafactor,
@@ -100,6 +101,33 @@ def _settle_params(optimizer: Optimizer, *state: object) -> None:
 def _settled_state(optimizer: Optimizer) -> Any:
     _settle_params(optimizer)
     return type(optimizer).__getstate__(optimizer)
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """An update that calls ``updates`` in their order, and ``then`` with the parameters alone."""
+
+    updates: Sequence[Update]
+    then: Sequence[Update]
+
+    def __call__(self, params: list[nn.Parameter], *elements: Elements) -> None:
+        """Update ``params``, or the ``elements`` of them."""
+        for update in self.updates:
+            update(params, *elements)
+        for update in self.then:
+            update(params)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors of this step that the updates read, besides gradients."""
+        return [x for update in self.updates for x in getattr(update, "inputs", ())]
+
+
+def step_scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], params: list[nn.Parameter]) -> None:
+    """Have ``scaler`` step the optimizers, and be updated itself."""
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
 
 
 class _Parts:

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,14 +24,14 @@ from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import Phase
-from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats
+from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
 from imagenet_fast.sync.fork import fork_settled
 from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
 from imagenet_fast.sync.pending import Pending, PendingUpdate, Readers, Update, settle_all
-from imagenet_fast.sync.per_param_step import needs_all, settle_before_state, snapshot_step
+from imagenet_fast.sync.per_param_step import InTurn, needs_all, settle_before_state, snapshot_step, step_scaled
 from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
 
@@ -259,9 +258,9 @@ class GradientPool:
         if scaler is not None and scaler.is_enabled():
             contract.check_scaler(scaler, self, self.engine)
             stats = self.finish()
-            self.update(_InTurn([partial(_step_scaled, scaler, optimizers)], then))
+            self.update(InTurn([partial(step_scaled, scaler, optimizers)], then))
             return stats
-        apply = _InTurn([*map(snapshot_step, optimizers)], then)
+        apply = InTurn([*map(snapshot_step, optimizers)], then)
         for optimizer in optimizers:
             settle_before_state(optimizer)
         self.update(apply, at_once=any(map(needs_all, optimizers)))
@@ -391,28 +390,3 @@ def _weak(method: Any) -> Callable[..., None]:
             function(alive, *arguments)
 
     return call
-
-
-@dataclass(frozen=True)
-class _InTurn:
-    """An update that calls ``updates`` in their order, and ``then`` with the parameters alone."""
-
-    updates: Sequence[Update]
-    then: Sequence[Update]
-
-    def __call__(self, params: list[nn.Parameter], *elements: Elements) -> None:
-        for update in self.updates:
-            update(params, *elements)
-        for update in self.then:
-            update(params)
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The tensors of this step that the updates read, besides gradients."""
-        return [x for update in self.updates for x in getattr(update, "inputs", ())]
-
-
-def _step_scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], params: list[nn.Parameter]) -> None:
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
