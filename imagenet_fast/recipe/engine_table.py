@@ -70,7 +70,7 @@ class EngineTable(Table):
     ours: ClassVar[bool] = True
     """Whether the engine works on a gradient pool; torch's DDP, the baseline, does not."""
     unreplayable: ClassVar[str] = ""
-    """What it does that no CUDA graph can hold; empty if its steps can be replayed."""
+    """Why no CUDA graph can hold its steps, as the end of a sentence about it; empty if one can."""
     chooses: ClassVar[bool] = False
     """Whether it predicts the step time of the other engines, and switches to the fastest."""
     telling: ClassVar[tuple[str, ...]] = ()

@@ -32,7 +32,7 @@ class AllReduceHandle:
     traffic: Sequence[CommStats] = ()
     """Statistics of each phase."""
     last: Sequence[Wait] = ()
-    """What waits for the last phase; empty if there is no phase."""
+    """A function that waits for the last phase; empty if there is no phase."""
 
     def wait(self) -> None:
         """Wait for the last phase."""

@@ -34,10 +34,10 @@ _LAUNCHED = 3
 _KEPT = 2
 """Graphs that are kept, the last ones captured."""
 _TRIES = 64
-"""Steps that may come to repeat nothing, before all stay launched."""
+"""Steps that do not repeat the one before, until all stay launched."""
 _NO_MEMORY = "there is no memory for a launched step beside a graph; with graph true none is compared"
 _APART = 2.0**-5
-"""How far two ways of the same step may be apart, beside the way: atomic additions in bf16 differ by 2^-8."""
+"""Largest difference between a launched and a replayed step, as a share of its change; bf16 rounds by 2^-8."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class _Graph:
     """A step of batches of one shape."""
 
     inputs: list[Batch]
-    """Where its batches are copied to."""
+    """The tensors that each batch is copied to before a replay."""
     graph: torch.cuda.CUDAGraph
     captured: CapturedStep
     stats: SyncStats
-    """What it sends."""
+    """The messages and bytes of the step."""
     is_checked: bool
 
 

@@ -42,7 +42,7 @@ class TrainingStep:
     """One step on the next global batch, at a given learning rate, each time it is called."""
 
     graphs: StepGraphs | None = None
-    """CUDA graphs that the steps are replayed from, once nothing moves any more; None: steps are launched."""
+    """CUDA graphs that the steps are replayed from, once steps repeat each other; None: all are launched."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class TrainingStep:
         self.cast = cast
         self.meter = meter
         self.news: list[dict[str, Any]] = []
-        """What is to be recorded of how steps are taken, as events of the name ``graph``."""
+        """Events of the name ``graph`` that are not recorded yet: whether steps are replayed, and why not."""
         self._backpropagate = backpropagate
         self._clip_norm = clip_norm
         self._accumulation = accumulation
