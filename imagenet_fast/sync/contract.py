@@ -248,13 +248,14 @@ def check_gradient(slot: ParamSlot, gradient: Tensor | None, values: Tensor) -> 
     Raises:
         RuntimeError: It is sparse or part of a graph, or the parameter was converted.
     """
-    param, layout = slot.param, (slot.param.shape, slot.param.stride())
+    param = slot.param
     now = param if gradient is None else gradient
     if now.layout is not torch.strided:
         refuse("sparse", slot)
     if gradient is not None and gradient.requires_grad:
         refuse("part of a graph", slot)
-    if (now.dtype, now.device) != (values.dtype, values.device) or layout != slot.layout:
+    layout = param.shape, param.stride()
+    if layout != slot.layout or now.dtype != values.dtype or now.device != values.device:
         raise RuntimeError(
             f"{slot.name} was converted after its gradient pool was made: from {values.dtype} on {values.device} with "
             f"size and strides {slot.layout} to {param.dtype} on {param.device} with {layout}; close() the pool first, "
@@ -307,19 +308,24 @@ def is_pooled(param: nn.Parameter) -> bool:
     return any(pool.is_open and param in pool.gradients.slot_of for pool in pools)
 
 
-def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> None:
+def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSlot]) -> bool:
     """Check that ``optimizer`` updates parameters of this pool, and none that is in no pool.
+
+    Returns:
+        Whether all of its parameters are in this pool.
 
     Raises:
         ValueError: The optimizer has no parameter of this pool, or one with a gradient that is in no pool.
     """
     kind = type(optimizer).__name__
-    any_here = False
+    any_here, all_here = False, True
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
             if param in in_pool:
                 any_here = True
-            elif param.grad is not None and not is_pooled(param):
+                continue
+            all_here = False
+            if param.grad is not None and not is_pooled(param):
                 named = f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)},"
                 if not param.requires_grad:
                     raise ValueError(
@@ -332,6 +338,7 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
             "parameters as they are now, or, where it has copies of them, call pool.finish(), copy the gradients and "
             "call optimizer.step()"
         )
+    return all_here
 
 
 def check_strays(model: nn.Module, in_pool: Container[nn.Parameter]) -> None:

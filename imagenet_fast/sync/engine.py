@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import Prediction
@@ -94,22 +95,18 @@ class SyncEngine(Protocol):
         """Prepare for changes to the pool: before the first gradient of a step, and before a new layout."""
         return
 
-    def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Put a gradient of backward into its place in the pool, once a step.
+    def store_gradients(self, places: list[Tensor], gradients: list[Tensor]) -> None:
+        """Put gradients of backward into their ``places`` in the pool, each once a step."""
+        torch._foreach_copy_(places, gradients)
 
-        Args:
-            place: The view of the pool to write to.
-            gradient: The gradient; None where backward did not reach the parameter.
-        """
-        if gradient is None:
-            place.zero_()
-        else:
-            place.copy_(gradient)
+    def store_unused(self, place: Tensor) -> None:
+        """Put zero into the ``place`` of a parameter that backward did not reach, 1-D, its flag the last element."""
+        place.zero_()
 
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Accept the final local gradient of ``slot``. Called in pool order, once a step for each slot.
 
-        The engine must call ``pool.check_range()`` before it changes or sends the gradient.
+        The engine must call ``pool.fill()`` before it reads or sends the gradient: not before is it in the pool.
         """
 
     def finish(self) -> SyncStats:

@@ -41,8 +41,8 @@ class GradientBuffer:
         """In the order in which they are pushed."""
         self.before_layout: Callable[[], None] = lambda: None
         """Called before values move."""
-        self.check_range: Callable[[], None] = lambda: None
-        """Checks the gradients pushed so far. Engines call it before they send them."""
+        self.fill: Callable[[], None] = lambda: None
+        """Copies the gradients pushed so far into the buffer. Engines call it before they read or send them."""
         self.lay_out(slots)
 
     def lay_out(self, order: Sequence[ParamSlot]) -> None:

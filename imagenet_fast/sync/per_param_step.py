@@ -34,11 +34,15 @@ _Settings = dict[str, Any]
 """A parameter group's settings by name, without its parameters."""
 
 
-def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
+def snapshot_step(optimizer: Optimizer, at_once: bool = False) -> Callable[..., None]:
     """Return ``optimizer.step()`` with the hyper-parameters of this moment, for ``GradientPool.step``.
 
     The schedule may be advanced at once: for ``lr_scheduler`` the step has been taken. The attributes ``grad_scale``
     and ``found_inf``, which ``torch.amp.GradScaler`` sets, are hyper-parameters too.
+
+    Args:
+        optimizer: The optimizer.
+        at_once: Whether the function is called now, once, with all of the optimizer's parameters that have gradients.
 
     Returns:
         A function that updates the parameters in the list passed to it, in any order and over any number of calls, and
@@ -57,9 +61,9 @@ def snapshot_step(optimizer: Optimizer) -> Callable[..., None]:
         )
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what the scheduler's wrapper of `step` would do
-    if needs_all(optimizer):
-        return partial(_step_all, optimizer)
-    return _Parts(optimizer)
+    if at_once:
+        return partial(_step, optimizer)
+    return partial(_step_all, optimizer) if needs_all(optimizer) else _Parts(optimizer)
 
 
 def needs_all(optimizer: Optimizer) -> bool:
@@ -187,6 +191,10 @@ def _step_all(optimizer: Optimizer, params: list[nn.Parameter], elements: Elemen
             f"{type(optimizer).__name__} updates its parameters all at once, but {left} that have a gradient are not "
             "due: see needs_all for why, and give parameters that are not in this pool an optimizer of their own"
         )
+    _step(optimizer, params, elements)
+
+
+def _step(optimizer: Optimizer, _: list[nn.Parameter], elements: Elements | None = None) -> None:
     if elements is not None:
         optimizer.elements = elements  # type: ignore[attr-defined]  # ours have it
     try:

@@ -102,7 +102,8 @@ class GradientPool:
         self.lockstep, self._own_topology = lockstep, topology is None
         self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
-        self.gradients.before_layout = _weak(self.settle)
+        itself = weakref.ref(self)  # Python's garbage collector does not see the hooks that autograd keeps
+        self.gradients.before_layout = partial(_settle, itself)
         self.lock = threading.RLock()  # autograd may run several threads
         self.order = ArrivalOrder()
         self.largest: float | None = None
@@ -122,9 +123,8 @@ class GradientPool:
         self.parameters = list(trainable.values())
         """Those whose gradients it holds."""
         self.readers = Readers(self.slots)
-        on_gradient = _weak(self._on_gradient)
         self._hooks: list[RemovableHandle | ForwardHook] = [
-            param.register_post_accumulate_grad_hook(partial(on_gradient, number))
+            param.register_post_accumulate_grad_hook(partial(_on_gradient, itself, number))
             for number, param in enumerate(self.parameters)
         ]
         if model is not None and called is not None:
@@ -252,15 +252,15 @@ class GradientPool:
                 scaler.
             RuntimeError: The step is over; or as for ``end_backward``.
         """
-        for optimizer in optimizers:
-            contract.check_optimizer(optimizer, self.gradients.slot_of)
+        whole = [contract.check_optimizer(optimizer, self.gradients.slot_of) for optimizer in optimizers]
         contract.check_optimizers(optimizers, self.engine)
         if scaler is not None and scaler.is_enabled():
             contract.check_scaler(scaler, self, self.engine)
             stats = self.finish()
             self.update(InTurn([partial(step_scaled, scaler, optimizers)], then))
             return stats
-        apply = InTurn([*map(snapshot_step, optimizers)], then)
+        at_once = all(whole) and not self.engine.defers
+        apply = InTurn([snapshot_step(optimizer, at_once) for optimizer in optimizers], then)
         for optimizer in optimizers:
             settle_before_state(optimizer)
         self.update(apply, at_once=any(map(needs_all, optimizers)))
@@ -369,24 +369,18 @@ class GradientPool:
         if self._own_topology:
             self.topology.close()
 
-    def _on_gradient(self, number: int, _: object) -> None:
-        """Handle a gradient; torch passes on what the hook before has returned in place of the parameter."""
-        if self.current.phase is Phase.OPEN:
-            contract.refuse_compiled_autograd()
-        with self.lock:
-            self.current.on_gradient(self.parameters[number])
+
+def _settle(known: weakref.ref[GradientPool]) -> None:
+    if (pool := known()) is not None:
+        pool.settle()
 
 
-def _weak(method: Any) -> Callable[..., None]:
-    """Return a function that calls a bound method as long as its object lives.
-
-    Python's garbage collector does not see the hooks that autograd keeps, so a hook must not keep the pool alive.
-    """
-    known, function = weakref.ref(method.__self__), method.__func__  # what torch.compile can look into, to be refused
-
-    def call(*arguments: Any) -> None:
-        alive = known()
-        if alive is not None:
-            function(alive, *arguments)
-
-    return call
+def _on_gradient(known: weakref.ref[GradientPool], number: int, _: object) -> None:
+    """Handle a gradient; torch passes on what the hook before has returned in place of the parameter."""
+    pool = known()
+    if pool is None:
+        return
+    if pool.current.phase is Phase.OPEN:
+        contract.refuse_compiled_autograd()
+    with pool.lock:
+        pool.current.on_gradient(pool.gradients.slot_of[pool.parameters[number]])

@@ -139,23 +139,22 @@ class Sparse(SyncEngine):
         self._clear(self._pool.values, self._velocity)
         self._sent = self._ids[:0]
 
-    def store_gradient(self, place: Tensor, gradient: Tensor | None) -> None:
-        """Add a gradient to the residual at its place in the pool.
-
-        With momentum correction, the velocity is added instead of the gradient. Where backward did not reach the
-        parameter, the gradient is None and counts as zero.
-        """
-        if self._momentum is not None:
-            velocity = self._velocity.as_strided(place.size(), place.stride(), place.storage_offset())
-            velocity *= self._momentum
-            if gradient is not None:
-                velocity += gradient
-            place += velocity
+    def store_gradients(self, places: list[Tensor], gradients: list[Tensor]) -> None:
+        """Add gradients to the residual; with momentum correction, velocities instead."""
+        if self._momentum is None:
+            return torch._foreach_add_(places, gradients)
+        velocities = [self._velocity.as_strided(x.size(), x.stride(), x.storage_offset()) for x in places]
+        torch._foreach_mul_(velocities, self._momentum)
+        torch._foreach_add_(velocities, gradients)
+        torch._foreach_add_(places, velocities)
+        for velocity in velocities:
             velocity.nan_to_num_(0.0, 0.0, 0.0)  # the pool holds what is not finite; it must not persist
-        elif gradient is not None:
-            place += gradient
-        if gradient is None:  # the flag has no residual; while chunks are unsent, no rank knows the others' use
-            place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
+        return None
+
+    def store_unused(self, place: Tensor) -> None:
+        """Add a gradient of zero. The flag has no residual; while chunks are unsent, no rank knows the others' use."""
+        self.store_gradients([place], [torch.zeros_like(place)])
+        place[-1] = 0.0 if len(self._selected) == len(self._chunks) else USED
 
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Launch the chosen chunks that are complete, once they reach the threshold, but the last: see ``spoil``."""
@@ -266,7 +265,7 @@ class Sparse(SyncEngine):
 
     def _launch(self) -> None:
         """Send the chunks that are ready; copy them together unless they are contiguous."""
-        self._pool.check_range()
+        self._pool.fill()
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None

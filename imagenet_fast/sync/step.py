@@ -1,7 +1,7 @@
 """One step of a pool: from the gradients that backward produces to the engine that sends them, and to the update.
 
-Backward's hooks fire in an order of their own. The step copies each gradient into the pool, and pushes slots to the
-engine strictly in pool order, which is the same on every rank.
+Backward's hooks fire in an order of their own. The step pushes slots to the engine strictly in pool order, which is the
+same on every rank. It copies gradients into the pool, many at once, when the engine is about to send them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Step:
     """The gradients of one step. Its end is the beginning of the next one, a new object.
 
     Autograd produces a fresh tensor that is copied, rather than accumulating into the pool. That costs two passes over
-    memory instead of four for a memset and an in-place add. Later micro-steps of one step do add in place.
+    memory instead of four for a memset and an in-place add. Micro-steps add up in ``p.grad``.
     """
 
     def __init__(self, pool: Owner) -> None:
         """Begin a step of ``pool``, whose layout and engine stay until its end."""
         self._pool = pool
-        pool.gradients.check_range = self.check_range
+        pool.gradients.fill = self.fill
         self.phase = Phase.OPEN
         self.stats: SyncStats | None = None
         """The cost of the synchronisation, once all has been sent."""
@@ -63,35 +63,34 @@ class Step:
         self._checked = 0  # slots before this index have been checked
         self._magnitudes: list[Tensor] = []  # the largest magnitudes found
         self._unused: set[ParamSlot] = set()  # slots that this rank's backward has not reached
+        self._came: dict[ParamSlot, Tensor] = {}  # gradients that ``fill`` has still to take
         self._taken: dict[ParamSlot, Tensor] = {}  # gradients, which become means where they are
         self._gpu = pool.gradients.values.device.index if pool.gradients.values.is_cuda else None
         self._stream: torch.cuda.Stream | None = None  # of the last hook
         self.failed: dict[ParamSlot, int] = {}
         """If the update has failed: the slots, with the version of each parameter then."""
 
-    def on_gradient(self, param: nn.Parameter) -> None:
-        """Copy the gradient of ``param``, which backward has produced, into the pool, and push what is due."""
-        pool, slot = self._pool, self._pool.gradients.slot_of[param]
+    def on_gradient(self, slot: ParamSlot) -> None:
+        """Accept the gradient of ``slot``, which backward has produced, and push what is due."""
+        pool = self._pool
         if not pool.syncing and self.phase in (Phase.MEANS, Phase.DONE):
             self.phase = Phase.DONE  # of another network's loss, after the optimizer's own step
             return
         contract.check(self.phase, "backward")
-        if param.grad is None:
+        gradient = slot.param.grad
+        if gradient is None:
             contract.refuse("taken away", slot)
-        if not pool.syncing and pool.engine.sends_part:
-            return  # such an engine adds a gradient to its residual, so it takes one only once a step
         is_first = self._late is None
-        if slot in self._started():
-            contract.refuse("unseen read", slot)
-        if is_first and self._late:  # a later forward of this step may read them, now that they are updated
-            torch.autograd.Variable._execution_engine.queue_callback(self._late.clear)
+        if late := self._started():
+            if slot in late:
+                contract.refuse("unseen read", slot)
+            if is_first:  # a later forward of this step may read them, now that they are updated
+                torch.autograd.Variable._execution_engine.queue_callback(late.clear)
         if self._ready[slot.index]:
             contract.refuse("second backward", slot)
-        self._take(slot)
         if pool.syncing:
             self.phase = Phase.SENDING
-            param.grad = pool.gradients.placeholders[slot.index]
-            self._ready[slot.index] = True
+            self._accept(slot, gradient)
             pool.order.note(slot)
             # The last waits for ``end_backward``, or a rank's lone backward would pass; ``drop`` writes into it.
             self._push(pool.gradients.last)
@@ -103,7 +102,15 @@ class Step:
             pool = self._pool
             self._started()
             for slot in pool.gradients.slots:
-                self._take_last(slot)
+                if self._ready[slot.index]:
+                    if slot.param.grad is not pool.gradients.placeholders[slot.index]:
+                        contract.refuse("change", slot)
+                elif slot.param.grad is None:
+                    self._unused.add(slot)
+                    self._leave_out(slot)
+                else:
+                    self._accept(slot, slot.param.grad)
+            self.fill()
             self._push_all()
             self.found_inf = self._any_overflow()
             self.stats = pool.engine.finish()
@@ -134,7 +141,8 @@ class Step:
         slots = pool.gradients.slots
         if engine.defers and not at_once and self.phase is Phase.SENT:
             unseen = pool.readers.unseen()
-            pool.pending = PendingUpdate(engine, slots, self.used, limited, pool.lock, pool.lockstep)
+            watches = not pool.readers.all_seen
+            pool.pending = PendingUpdate(engine, slots, self.used, limited, pool.lock, pool.lockstep, watches)
             pool.pending.settle(unseen)
         else:
             if self.phase is Phase.SENT:
@@ -159,8 +167,9 @@ class Step:
         pool = self._pool
         self._start()
         for slot in pool.gradients.slots:
-            if not self._ready[slot.index]:
-                pool.engine.store_gradient(pool.gradients.extent(slot), None)
+            if slot not in self._taken:
+                self._leave_out(slot)
+        self._came = {}
         last = pool.gradients.slots[pool.gradients.last]
         pool.gradients.extent(last)[:-1] = math.nan
         pool.gradients.values[last.flag] = USED
@@ -188,11 +197,28 @@ class Step:
             slot.param.grad = None if slot in left_out else self._taken[slot]
         return [slot.param for slot in slots if slot not in left_out]
 
-    def check_range(self) -> None:
-        """Check the gradients pushed so far, if the pool guards them. The engine calls it before it sends them."""
-        if self._pool.largest is not None and self._checked < self._front:
-            slots = self._pool.gradients.slots
-            since = self._pool.gradients.values[slots[self._checked].start : slots[self._front - 1].stop]
+    def fill(self) -> None:
+        """Copy into the pool the gradients that it lacks, and check the range of those pushed, if the pool guards them.
+
+        The engine calls it before it sends them. Where nothing is sent they stay where they are, unless a fused
+        optimizer would mix up their strides.
+        """
+        pool, buffer = self._pool, self._pool.gradients
+        if self._came:
+            stay = pool.engine.is_local and pool.largest is None
+            places, gradients = list[Tensor](), list[Tensor]()
+            for slot, gradient in self._came.items():
+                view = self._taken[slot] = buffer.view(slot)
+                if stay and gradient.stride() == view.stride():
+                    self._taken[slot] = gradient
+                else:
+                    places.append(view)
+                    gradients.append(gradient)
+            if places:
+                pool.engine.store_gradients(places, gradients)
+            self._came = {}
+        if pool.largest is not None and self._checked < self._front:
+            since = buffer.values[buffer.slots[self._checked].start : buffer.slots[self._front - 1].stop]
             self._magnitudes.append(torch.linalg.vector_norm(since, math.inf))
             self._checked = self._front
 
@@ -205,45 +231,37 @@ class Step:
     def _start(self) -> set[ParamSlot]:
         """Before the first gradient, carry out the updates that are left.
 
-        Autograd calls each hook on its forward's stream. Have that wait for the last hook's: what is sent is copied.
+        Autograd calls each hook on its forward's stream. Gradients of one stream are taken there, before another's.
         """
         last, gpu = self._stream, self._gpu
         if gpu is not None and (last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(gpu)):
             self._stream = torch.cuda.current_stream(gpu)
-            self._stream.wait_stream(last or self._stream)
+            if last is not None:
+                with torch.cuda.stream(last):
+                    self.fill()
+                self._stream.wait_stream(last)
         if self._late is None:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)
             self._late = set() if pool.pending is None else pool.pending.unread
+            pool.readers.all_seen |= pool.pending is not None and pool.pending.all_seen and not self._late
             pool.settle()
             pool.engine.start()
             pool.gradients.mark_used()
         return self._late
 
-    def _take(self, slot: ParamSlot) -> None:
-        """Copy ``p.grad`` into its place, unless autograd has accumulated it there; zero if there is none.
+    def _accept(self, slot: ParamSlot, gradient: Tensor) -> None:
+        """Have ``fill`` take a gradient, which from now on is on its way."""
+        contract.check_gradient(slot, gradient, self._pool.gradients.values)
+        self._came[slot] = gradient
+        slot.param.grad = self._pool.gradients.placeholders[slot.index]
+        self._ready[slot.index] = True
 
-        Where nothing is sent it stays where it is, unless a fused optimizer would mix up its strides.
-        """
-        gradients, engine, gradient = self._pool.gradients, self._pool.engine, slot.param.grad
-        contract.check_gradient(slot, gradient, gradients.values)
-        view = self._taken[slot] = gradients.view(slot)
-        if gradient is None:
-            engine.store_gradient(gradients.extent(slot), None)
-            self._unused.add(slot)
-            return
-        if engine.is_local and self._pool.largest is None and gradient.stride() == view.stride():
-            view = self._taken[slot] = gradient
-        elif gradient is not view:
-            engine.store_gradient(view, gradient)
-        slot.param.grad = view
-
-    def _take_last(self, slot: ParamSlot) -> None:
-        """Take in a gradient that has not been pushed by the end of backward."""
-        if not self._ready[slot.index]:
-            self._take(slot)
-        elif slot.param.grad is not self._pool.gradients.placeholders[slot.index]:
-            contract.refuse("change", slot)
+    def _leave_out(self, slot: ParamSlot) -> None:
+        """Send zero for a parameter that this rank has not used."""
+        contract.check_gradient(slot, None, self._pool.gradients.values)
+        self._pool.engine.store_unused(self._pool.gradients.extent(slot))
+        self._taken[slot] = self._pool.gradients.view(slot)
 
     def _push(self, stop: int) -> None:
         """Push to the engine every slot before ``stop`` that is ready and has no unready slot before it."""
@@ -257,15 +275,16 @@ class Step:
         self._push(len(self._ready))
 
     def _wait(self) -> None:
-        for slot in self._pool.gradients.slots:
-            self._pool.engine.wait(slot)
+        engine = self._pool.engine
+        for slot in self._pool.gradients.slots if engine.defers else ():
+            engine.wait(slot)
 
     def _any_overflow(self) -> Tensor | None:
         """Return 1 if any rank found an unusable gradient in this step, else 0; None if gradients are not checked."""
         largest, topology = self._pool.largest, self._pool.gradients.topology
         if largest is None:
             return None
-        self.check_range()
+        self.fill()
         overflow = (~(torch.stack(self._magnitudes).max() <= largest)).float()
         if topology.size > 1:
             dist.all_reduce(overflow, dist.ReduceOp.MAX, group=topology.group)

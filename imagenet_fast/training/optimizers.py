@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
@@ -25,15 +25,15 @@ Ranks that hold parts of the same parameters call it in the same order.
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A tensor, or some of its elements, as one update sees it."""
+@dataclass
+class _Pieces:
+    """Tensors, or some of their elements, as one update sees them."""
 
-    weight: Tensor
-    grad: Tensor
-    velocity: Tensor
-    owner: int
-    """Index of the updated tensor it belongs to."""
+    weights: list[Tensor]
+    grads: list[Tensor]
+    velocities: list[Tensor]
+    owners: list[int]
+    """Index of the updated tensor that each belongs to."""
 
 
 class SGD(Optimizer):
@@ -141,27 +141,27 @@ class SGD(Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             if params:
                 pieces = self._pieces(params)
-                if grad_scale is not None and pieces:
-                    torch._foreach_mul_([piece.grad for piece in pieces], grad_scale.reciprocal())
+                if grad_scale is not None and pieces.grads:
+                    torch._foreach_mul_(pieces.grads, grad_scale.reciprocal())
                 self._update(group, params, pieces)
         return loss
 
-    def _update(self, group: Mapping[str, Any], params: list[nn.Parameter], pieces: list[_Piece]) -> None:
+    def _update(self, group: Mapping[str, Any], params: list[nn.Parameter], pieces: _Pieces) -> None:
         self._descend(group, pieces, group["weight_decay"])
 
-    def _descend(self, group: Mapping[str, Any], pieces: list[_Piece], weight_decay: float) -> None:
-        if not pieces:
+    def _descend(self, group: Mapping[str, Any], pieces: _Pieces, weight_decay: float) -> None:
+        if not pieces.weights:
             return
-        weights, grads, velocities = map(list, zip(*((p.weight, p.grad, p.velocity) for p in pieces), strict=True))
         momentum = group["momentum"]
         if group["decoupled_lr"] and weight_decay:
-            self._shrink(weights, weight_decay * group["lr"] / group["decoupled_lr"])
+            self._shrink(pieces.weights, weight_decay * group["lr"] / group["decoupled_lr"])
             weight_decay = 0.0
         if group["corrected"]:
             if weight_decay:
-                self._sgd(group, weights, [torch.zeros_like(g) for g in grads], velocities, momentum, weight_decay)
+                zeros = [torch.zeros_like(grad) for grad in pieces.grads]
+                self._sgd(group, replace(pieces, grads=zeros), momentum, weight_decay)
             momentum = weight_decay = 0.0
-        self._sgd(group, weights, grads, velocities, momentum, weight_decay)
+        self._sgd(group, pieces, momentum, weight_decay)
 
     def _shrink(self, weights: list[Tensor], by: float) -> None:
         """Multiply ``weights`` by 1 - ``by``, or by 1 on the device if ``found_inf`` is set there."""
@@ -171,34 +171,37 @@ class SGD(Optimizer):
         else:
             torch._foreach_mul_(weights, 1 - by * (1 - found_inf.reshape(())))
 
-    def _sgd(
-        self, group: Mapping[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor],
-        momentum: float, weight_decay: float,
-    ) -> None:  # fmt: skip
+    def _sgd(self, group: Mapping[str, Any], pieces: _Pieces, momentum: float, weight_decay: float) -> None:
         sgd(
-            weights, grads, [v if momentum else None for v in velocities],
+            pieces.weights, pieces.grads, pieces.velocities if momentum else [None] * len(pieces.weights),
             fused=True, grad_scale=None, found_inf=getattr(self, "found_inf", None), weight_decay=weight_decay,
             momentum=momentum, lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
         )  # fmt: skip
 
-    def _pieces(self, params: Sequence[nn.Parameter]) -> list[_Piece]:
-        pieces = []
-        for owner, param in enumerate(params):
-            grad, velocity = param.grad, self.state[param].get("momentum_buffer")
+    def _pieces(self, params: Sequence[nn.Parameter]) -> _Pieces:
+        weights, grads, velocities = list[Tensor](params), list[Tensor](), list[Tensor]()
+        for param in params:
+            grad, velocity, strides = param.grad, self.state[param].get("momentum_buffer"), param.stride()
             assert grad is not None
-            if velocity is None:  # the state was cleared, or loaded from an optimizer without momentum
-                self.state[param]["momentum_buffer"] = velocity = torch.zeros_like(param)
             # The fused update walks through memory: with other strides it would mix up the elements.
-            if grad.stride() != param.stride():
+            if velocity is None or velocity.stride() != strides:  # the state was cleared, or loaded from another's
+                old, velocity = velocity, torch.zeros_like(param)
+                self.state[param]["momentum_buffer"] = velocity if old is None else velocity.copy_(old)
+            if grad.stride() != strides:
                 grad = torch.empty_like(param).copy_(grad)
-            if velocity.stride() != param.stride():
-                self.state[param]["momentum_buffer"] = velocity = torch.empty_like(param).copy_(velocity)
-            if self.elements is None:
-                pieces.append(_Piece(param, grad, velocity, owner))
-            else:
-                w, g, v = (_in_memory_order(t) for t in (param, grad, velocity))
-                pieces += [_Piece(w[part], g[part], v[part], owner) for part in self.elements.get(param, ())]
-        return pieces
+            grads.append(grad)
+            velocities.append(velocity)
+        if self.elements is None:
+            return _Pieces(weights, grads, velocities, list(range(len(params))))
+        chosen = [self.elements.get(param, []) for param in params]
+
+        def cut(tensors: list[Tensor]) -> list[Tensor]:
+            return [
+                flat[part] for flat, parts in zip(map(_in_memory_order, tensors), chosen, strict=True) for part in parts
+            ]
+
+        owners = [owner for owner, parts in enumerate(chosen) for _ in parts]
+        return _Pieces(cut(weights), cut(grads), cut(velocities), owners)
 
 
 class LARS(SGD):
@@ -248,19 +251,17 @@ class LARS(SGD):
             },
         )  # fmt: skip
 
-    def _update(self, group: Mapping[str, Any], params: list[nn.Parameter], pieces: list[_Piece]) -> None:
+    def _update(self, group: Mapping[str, Any], params: list[nn.Parameter], pieces: _Pieces) -> None:
         if not group["trust_coefficient"]:
             return super()._update(group, params, pieces)
-        weights, grads = [p.weight for p in pieces], [p.grad for p in pieces]
-        owners = [p.owner for p in pieces]
-        norms = _norms(weights, grads, owners, params)
+        norms = _norms(pieces, params)
         weight_norms, grad_norms = norms if self.whole_norms is None else self.whole_norms(params, norms)
         ratios = self._trust_ratios(group, weight_norms, grad_norms).unbind()
-        if not pieces:  # not before the norms: other ranks may have pieces and wait for this rank
+        if not pieces.weights:  # not before the norms: other ranks may have pieces and wait for this rank
             return None
         if group["weight_decay"]:
-            torch._foreach_add_(grads, weights, alpha=group["weight_decay"])
-        torch._foreach_mul_(grads, [ratios[owner] for owner in owners])
+            torch._foreach_add_(pieces.grads, pieces.weights, alpha=group["weight_decay"])
+        torch._foreach_mul_(pieces.grads, [ratios[owner] for owner in pieces.owners])
         return self._descend(group, pieces, 0.0)
 
     def _trust_ratios(self, group: Mapping[str, Any], weight: Tensor, grad: Tensor) -> Tensor:
@@ -273,15 +274,15 @@ class LARS(SGD):
         return torch.where((weight > 0) & (grad > 0), ratio, 1.0)
 
 
-def _norms(weights: list[Tensor], grads: list[Tensor], owners: list[int], params: list[nn.Parameter]) -> Tensor:
+def _norms(pieces: _Pieces, params: list[nn.Parameter]) -> Tensor:
     """Return the L2 norms [2, parameters] of weights and gradients, each over all tensors of one owner, in order."""
-    if not weights:
+    if not pieces.weights:
         return params[0].new_zeros(2, len(params))
-    norms = torch.stack(list(torch._foreach_norm([*weights, *grads]))).view(2, -1)
-    if owners == list(range(len(params))):
+    norms = torch.stack(list(torch._foreach_norm([*pieces.weights, *pieces.grads]))).view(2, -1)
+    if pieces.owners == list(range(len(params))):
         return norms
-    pieces = Counter(owners)
-    lengths = [pieces[owner] for owner in range(len(params))]
+    counted = Counter(pieces.owners)
+    lengths = [counted[owner] for owner in range(len(params))]
     counts = torch.tensor(lengths, device="cpu", pin_memory=norms.is_cuda)
     counts = counts.to(norms.device, non_blocking=True)  # from pageable memory the host would wait
     # Additions in any order, as of index_add_, would give each rank other bits.

@@ -31,6 +31,7 @@ class Listener(SyncEngine):
         self.pushed: list[tuple[ParamSlot, torch.Tensor]] = []
 
     def gradient_ready(self, slot: ParamSlot) -> None:
+        self.gradients.fill()
         self.pushed.append((slot, self.gradients.values[slot.start : slot.flag].clone()))
 
     def finish(self) -> SyncStats:
