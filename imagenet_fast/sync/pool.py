@@ -39,7 +39,8 @@ from imagenet_fast.sync.topology import Topology
 class GradientPool:
     """One flat buffer that holds the gradient of every trainable parameter of a model, last layer first.
 
-    During backward a hook copies each finished gradient into its place, a view with the parameter's own strides.
+    A hook takes note of each gradient in backward. Before they are sent, gradients are copied into their places, many at
+    once: views with the parameters' own strides.
 
     ``p.grad`` holds:
 

@@ -19,6 +19,7 @@ from imagenet_fast.checkpoint.tree import HostCopy
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.sync import EngineSettings, GradientPool, factory, network_benchmark, sparse
+from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
@@ -197,16 +198,16 @@ def _found_on_two_streams(settings: EngineSettings) -> dict[str, list[str]]:
     """Autograd calls a parameter's hook on the stream of its forward: here another one for biases and norms."""
     hook, made = Step.on_gradient, list[Any]()
 
-    def there(step: Step, param: nn.Parameter) -> None:
+    def there(step: Step, slot: ParamSlot) -> None:
         made[:] = made or [torch.cuda.Stream()]
         main, side = torch.cuda.current_stream(), made[0]
         torch.autograd.Variable._execution_engine.queue_callback(lambda: main.wait_stream(side))
-        if param.dim() > 1:
-            return hook(step, param)
+        if slot.param.dim() > 1:
+            return hook(step, slot)
         side.wait_stream(main)
-        param.grad.record_stream(side)  # type: ignore[union-attr]
+        slot.param.grad.record_stream(side)  # type: ignore[union-attr]
         with torch.cuda.stream(side):
-            return hook(step, param)
+            return hook(step, slot)
 
     with patch.object(Step, "on_gradient", there):
         return _found([settings])[0]

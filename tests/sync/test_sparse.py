@@ -224,6 +224,7 @@ def _in_parts(chosen: SparseSync, way: str) -> Tensor:
 def test_gradients_are_the_means_of_what_was_sent() -> None:
     model, pool, optimizer = started(sparsity=0.5)
     begin(model, pool, 0, labelled_loss)
+    pool.gradients.fill()
     before = torch.cat([pool.gradients.values[slot.start : slot.flag] for slot in pool.slots])
     pool.finish()
     gradients = [slot.param.grad.as_strided((slot.param.numel(),), (1,)) for slot in pool.slots]  # as they lie there
