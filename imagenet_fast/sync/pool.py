@@ -39,8 +39,8 @@ from imagenet_fast.sync.topology import Topology
 class GradientPool:
     """One flat buffer that holds the gradient of every trainable parameter of a model, last layer first.
 
-    A hook takes note of each gradient in backward. Before they are sent, gradients are copied into their places, many at
-    once: views with the parameters' own strides.
+    In backward a hook takes note of each gradient. Before they are sent, gradients are copied into their places, many
+    at once: views with the parameters' own strides.
 
     ``p.grad`` holds:
 
