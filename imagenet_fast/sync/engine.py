@@ -33,13 +33,6 @@ class SyncStats:
     decision: tuple[Prediction, ...] = ()
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
-    def untimed(self) -> SyncStats:
-        """Return the messages and bytes alone: moments of a step that was captured are of no use."""
-        untimed = SyncStats(None)
-        for label, phases in self.transfers:
-            untimed.transfers.append((label, [CommStats(phase.sent_bytes, phase.received_bytes) for phase in phases]))
-        return untimed
-
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sent, computed from the operations that it called."""

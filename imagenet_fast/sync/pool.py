@@ -103,8 +103,7 @@ class GradientPool:
         self.lockstep, self._own_topology = lockstep, topology is None
         self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
-        itself = weakref.ref(self)  # Python's garbage collector does not see the hooks that autograd keeps
-        self.gradients.before_layout = partial(_settle, itself)
+        self.gradients.before_layout = self.settle
         self.lock = threading.RLock()  # autograd may run several threads
         self.order = ArrivalOrder()
         self.largest: float | None = None
@@ -124,6 +123,7 @@ class GradientPool:
         self.parameters = list(trainable.values())
         """Those whose gradients it holds."""
         self.readers = Readers(self.slots)
+        itself = weakref.ref(self)  # Python's garbage collector does not see the hooks that autograd keeps
         self._hooks: list[RemovableHandle | ForwardHook] = [
             param.register_post_accumulate_grad_hook(partial(_on_gradient, itself, number))
             for number, param in enumerate(self.parameters)
@@ -369,11 +369,6 @@ class GradientPool:
         self.engine.close()
         if self._own_topology:
             self.topology.close()
-
-
-def _settle(known: weakref.ref[GradientPool]) -> None:
-    if (pool := known()) is not None:
-        pool.settle()
 
 
 def _on_gradient(known: weakref.ref[GradientPool], number: int, _: object) -> None:

@@ -167,9 +167,9 @@ class Step:
         pool = self._pool
         self._start()
         for slot in pool.gradients.slots:
-            if slot not in self._taken:
+            if not self._ready[slot.index]:
                 self._leave_out(slot)
-        self._came = {}
+        self.fill()
         last = pool.gradients.slots[pool.gradients.last]
         pool.gradients.extent(last)[:-1] = math.nan
         pool.gradients.values[last.flag] = USED
@@ -200,22 +200,11 @@ class Step:
     def fill(self) -> None:
         """Copy into the pool the gradients that it lacks, and check the range of those pushed, if the pool guards them.
 
-        The engine calls it before it sends them. Where nothing is sent they stay where they are, unless a fused
-        optimizer would mix up their strides.
+        The engine calls it before it sends them.
         """
         pool, buffer = self._pool, self._pool.gradients
         if self._came:
-            stay = pool.engine.is_local and pool.largest is None
-            places, gradients = list[Tensor](), list[Tensor]()
-            for slot, gradient in self._came.items():
-                view = self._taken[slot] = buffer.view(slot)
-                if stay and gradient.stride() == view.stride():
-                    self._taken[slot] = gradient
-                else:
-                    places.append(view)
-                    gradients.append(gradient)
-            if places:
-                pool.engine.store_gradients(places, gradients)
+            pool.engine.store_gradients([self._taken[slot] for slot in self._came], [*self._came.values()])
             self._came = {}
         if pool.largest is not None and self._checked < self._front:
             since = buffer.values[buffer.slots[self._checked].start : buffer.slots[self._front - 1].stop]
@@ -251,10 +240,18 @@ class Step:
         return self._late
 
     def _accept(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Have ``fill`` take a gradient, which from now on is on its way."""
-        contract.check_gradient(slot, gradient, self._pool.gradients.values)
-        self._came[slot] = gradient
-        slot.param.grad = self._pool.gradients.placeholders[slot.index]
+        """Have ``fill`` take a gradient, which from now on is on its way.
+
+        Where nothing is sent it stays where it is, unless a fused optimizer would mix up its strides.
+        """
+        pool, buffer = self._pool, self._pool.gradients
+        contract.check_gradient(slot, gradient, buffer.values)
+        view = buffer.view(slot)
+        stays = pool.engine.is_local and pool.largest is None and gradient.stride() == view.stride()
+        self._taken[slot] = gradient if stays else view
+        if not stays:
+            self._came[slot] = gradient
+        slot.param.grad = buffer.placeholders[slot.index]
         self._ready[slot.index] = True
 
     def _leave_out(self, slot: ParamSlot) -> None:

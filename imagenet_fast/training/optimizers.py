@@ -173,7 +173,7 @@ class SGD(Optimizer):
 
     def _sgd(self, group: Mapping[str, Any], pieces: _Pieces, momentum: float, weight_decay: float) -> None:
         sgd(
-            pieces.weights, pieces.grads, pieces.velocities if momentum else [None] * len(pieces.weights),
+            pieces.weights, pieces.grads, [v if momentum else None for v in pieces.velocities],
             fused=True, grad_scale=None, found_inf=getattr(self, "found_inf", None), weight_decay=weight_decay,
             momentum=momentum, lr=group["lr"], dampening=0.0, nesterov=group["nesterov"], maximize=False,
         )  # fmt: skip
@@ -196,9 +196,8 @@ class SGD(Optimizer):
         chosen = [self.elements.get(param, []) for param in params]
 
         def cut(tensors: list[Tensor]) -> list[Tensor]:
-            return [
-                flat[part] for flat, parts in zip(map(_in_memory_order, tensors), chosen, strict=True) for part in parts
-            ]
+            flat = map(_in_memory_order, tensors)
+            return [x[part] for x, parts in zip(flat, chosen, strict=True) for part in parts]
 
         owners = [owner for owner, parts in enumerate(chosen) for _ in parts]
         return _Pieces(cut(weights), cut(grads), cut(velocities), owners)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,7 +143,7 @@ class StepGraphs:
             return None
         if not self._checks:
             self._tell({"replayed": True, "images": list(batches[0][0].shape)})
-        return _Graph(inputs, graph, captured, stats.untimed(), not self._checks)
+        return _Graph(inputs, graph, captured, replace(stats, exposed=None), not self._checks)
 
     def _record(self, graph: Any, captured: CapturedStep, inputs: list[Batch]) -> tuple[SyncStats, str]:
         """Record a step's operations in ``graph``; return its statistics, and why it cannot be."""
