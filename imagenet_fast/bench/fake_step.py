@@ -119,7 +119,7 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
         model(torch.zeros(1))
         for slot in pool.slots:
             slot.param.grad = gradients[slot.param]
-            pool.current.on_gradient(slot.param)
+            pool.current.on_gradient(slot)
         pool.end_backward()
         pool.update(update)
 
