@@ -7,7 +7,7 @@ On a GPU each loop can be timed a second time, its steps replayed from a CUDA gr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import median
@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from imagenet_fast.data.build import synthetic_images
-from imagenet_fast.data.device import Normalizer
-from imagenet_fast.data.order import TrainSampler
+from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics import MetricLogger
@@ -28,7 +26,6 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.netlab.timing import in_turns
 from imagenet_fast.progress import measurement_bar
 from imagenet_fast.recipe.batching import split_batch
-from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.schema import Float16, Recipe
@@ -36,11 +33,11 @@ from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.optimizers import split_parameters
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
-from imagenet_fast.training.train_step import TrainingStep, build_step
+from imagenet_fast.training.step_graph import Batch
+from imagenet_fast.training.train_step import build_step
 
-Batches = Iterator[tuple[Tensor, Tensor]]
-Loop = Callable[[], bool]
-"""Does one step, and tells whether that was replayed from a CUDA graph."""
+Loop = Callable[[], int]
+"""Does one step, and returns how many of the loop's steps so far were replayed from a CUDA graph."""
 
 _PLAIN, _REPLAYED = "plain PyTorch", ", replayed"
 _WARMUP_STEPS = 2
@@ -48,32 +45,19 @@ _REPLAYED_AFTER = 12
 """Steps after which a loop that can be replayed is: engines plan and time some, three are launched, one is compared."""
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Some steps in a row."""
+def _block(step: Loop, steps: int, wait: Callable[[], object]) -> tuple[float, float, int]:
+    """Return the seconds until the host has finished the first of ``steps`` steps, and until all are done.
 
-    host_s: float
-    """Seconds until the host has finished the first one."""
-    seconds: float
-    """Until all are done."""
-    replayed: int
-
-
-def _block(step: Loop, steps: int) -> _Block:
-    _synchronize()
+    ``wait`` waits for the GPU, if there is one. The last value is what the last step has returned.
+    """
+    wait()
     begun = time.perf_counter()
-    replayed = int(step())
+    replays = step()
     host_s = time.perf_counter() - begun
     for _ in range(steps - 1):
-        replayed += step()
-    _synchronize()
-    return _Block(host_s, time.perf_counter() - begun, replayed)
-
-
-def _synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        replays = step()
+    wait()
+    return host_s, time.perf_counter() - begun, replays
 
 
 @dataclass(frozen=True)
@@ -132,6 +116,7 @@ def step_recipe(
         "bench step",
         {
             "ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled, "graph": False,
+            "nonfinite_steps": 0,  # non-finite losses do not end the benchmark
             "model": {"kind": model},
             "data": {
                 "loader": "synthetic", "image_size": image_size, "classes": 1000,
@@ -145,14 +130,11 @@ def step_recipe(
     )  # fmt: skip
 
 
-def bench_step(
-    recipe: Recipe, engines: list[Recipe], rounds: int, steps: int, replayed: bool = False
-) -> list[StepTime]:
+def bench_step(variants: Sequence[Recipe], rounds: int, steps: int, replayed: bool = False) -> list[StepTime]:
     """Time blocks of steps of each loop on one rank.
 
     Args:
-        recipe: The recipe; the plain loop uses all but its ``[sync]`` table.
-        engines: The recipe with different ``[sync]`` tables.
+        variants: A recipe with different ``[sync]`` tables; the plain loop uses none of these.
         rounds: Number of rounds; each times one block of every loop.
         steps: Steps in each block.
         replayed: Whether to time each loop that a CUDA graph can hold replayed from one, too.
@@ -162,100 +144,79 @@ def bench_step(
     """
     if replayed and not torch.cuda.is_available():
         raise UserError("--graph replays steps from CUDA graphs, and there is no GPU; leave it out")
-    world = single_rank_world()
+    device, backend = prepare_device(0)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    world = DistContext(0, 1, 0, 1, device, bf16=True)  # the precision that is asked for is measured, however slow
+    wait = torch.get_device_module(device).synchronize
     try:
-        loops = {_PLAIN: _plain_loop(recipe, world)}
-        loops |= {f"ours, {variant.sync.kind}": _our_loop(variant, world) for variant in engines}
+        loops = {_PLAIN: _plain_loop(variants[0], world)}
+        loops |= {f"ours, {variant.sync.kind}": _our_loop(variant, world) for variant in variants}
         if replayed:
-            if not isinstance(recipe.precision, Float16):  # whose GradScaler asks the GPU in each step
-                loops[f"{_PLAIN}{_REPLAYED}"] = _plain_loop(recipe, world, replayed=True)
-            for variant in engines:
-                if not variant.unreplayable:
-                    graphed = variant.model_copy(update={"graph": True})
-                    loops[f"ours, {variant.sync.kind}{_REPLAYED}"] = _our_loop(graphed, world)
+            graphed = [variant.model_copy(update={"graph": True}) for variant in variants]
+            if not isinstance(graphed[0].precision, Float16):  # whose GradScaler asks the GPU in each step
+                loops[f"{_PLAIN}{_REPLAYED}"] = _plain_loop(graphed[0], world)
+            own = [variant for variant in graphed if not variant.unreplayable]
+            loops |= {f"ours, {variant.sync.kind}{_REPLAYED}": _our_loop(variant, world) for variant in own}
 
-        def warm_up(name: str) -> float:
-            return _block(loops[name], _REPLAYED_AFTER if name.endswith(_REPLAYED) else _WARMUP_STEPS).seconds
+        def warm_up(name: str) -> tuple[float, float, int]:
+            return _block(loops[name], _REPLAYED_AFTER if name.endswith(_REPLAYED) else _WARMUP_STEPS, wait)
 
         with measurement_bar() as show:
             warmups = in_turns(list(loops), 1, warm_up, show)
-            blocks = in_turns(list(loops), rounds, lambda name: _block(loops[name], steps), show)
+            blocks = in_turns(list(loops), rounds, lambda name: _block(loops[name], steps, wait), show)
     finally:
         dist.destroy_process_group()
-    times = {name: [block.seconds / steps for block in of_loop] for name, of_loop in blocks.items()}
+    times = {name: [block_s / steps for _, block_s, _ in of_loop] for name, of_loop in blocks.items()}
+    on_gpu = device.type == "cuda"
 
     def row(name: str) -> StepTime:
-        own = times[name]
+        own, (_, warmup_s, replays) = times[name], warmups[name][0]
         # Of each round, so that a slow phase of the node slows both.
         ratio = median(ours_s / plain_s for ours_s, plain_s in zip(own, times[_PLAIN], strict=True))
-        on_gpu = world.device.type == "cuda"
+        launched_s, _, replays_by_now = zip(*blocks[name], strict=True)
         return StepTime(
-            name, median(own), min(own), max(own), recipe.global_batch / median(own), ratio,
-            median(block.host_s for block in blocks[name]) if on_gpu else None,
-            sum(block.replayed for block in blocks[name]) if on_gpu else None,
-            warmups[name][0],
+            name, median(own), min(own), max(own), variants[0].global_batch / median(own), ratio,
+            median(launched_s) if on_gpu else None, replays_by_now[-1] - replays if on_gpu else None, warmup_s,
         )  # fmt: skip
 
     return list(map(row, loops))
 
 
-def single_rank_world() -> DistContext:
-    """Initialise a process group of one rank, on the GPU if there is one, and return its context."""
-    device, backend = prepare_device(0)
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    return DistContext(0, 1, 0, 1, device, bf16=True)  # the precision that is asked for is measured, however slow
-
-
-def synthetic_batches(recipe: Recipe, device: torch.device) -> Batches:
-    """Return endless normalised batches for a recipe from ``step_recipe``."""
-    assert isinstance(recipe.data, SyntheticData)
-    order = TrainSampler(recipe.data.train_images, split_batch(recipe, 1), 0, recipe.seed)
-    batches = synthetic_images(order, recipe.data, device, recipe.seed)
-    normalise = Normalizer(recipe.data, device, forward_dtype(recipe.precision))
-    return ((normalise(images), labels) for images, labels, _ in batches)
-
-
-def our_step(recipe: Recipe, world: DistContext) -> TrainingStep:
-    """Build our training step for a recipe from ``step_recipe``, with fresh weights."""
-    recipe = recipe.model_copy(update={"nonfinite_steps": 0})  # non-finite losses do not end the benchmark
-    assert isinstance(recipe.data, SyntheticData)
-    return build_step(
-        recipe, split_batch(recipe, 1), build_initial_model(recipe, recipe.data.classes, world), world, 64
-    )
+def _model_and_batches(recipe: Recipe, world: DistContext) -> tuple[nn.Module, Iterator[Batch]]:
+    """Return the recipe's model, with fresh weights, and training batches without end."""
+    loaders = build_loaders(
+        recipe.data, None, split_batch(recipe, 1), world.rank, world.cores, world.device, recipe.seed,
+        dtype=forward_dtype(recipe.precision),
+    )  # fmt: skip
+    return build_initial_model(recipe, loaders.classes, world), loaders.train
 
 
 def _our_loop(recipe: Recipe, world: DistContext) -> Loop:
     """Build our training loop, with metrics as in a run."""
-    take_step = our_step(recipe, world)
-    batches = synthetic_batches(recipe, world.device)
+    model, batches = _model_and_batches(recipe, world)
+    take_step = build_step(recipe, split_batch(recipe, 1), model, world, 64)
     record = MetricLogger(Clock().run_s)
-    numbers = count(1)
 
-    def replays() -> int:
-        return 0 if take_step.graphs is None else take_step.graphs.replays
-
-    def step() -> bool:
-        before = replays()
+    def step() -> int:
         take_step(batches, recipe.optim.lr)
         if take_step.news and not (told := take_step.news.pop())["replayed"]:
             warn(f"steps of {recipe.sync.kind} are launched, not replayed: {told['why']}")
-        if (done := next(numbers)) % recipe.log_every == 0:
+        if (done := take_step.state.step) % recipe.log_every == 0:
             take_step.meter.report(record, done, 1, recipe.optim.lr)
-        return replays() > before
+        return take_step.graphs.replays if take_step.graphs is not None else 0
 
     return step
 
 
-def _plain_loop(recipe: Recipe, world: DistContext, replayed: bool = False) -> Loop:
+def _plain_loop(recipe: Recipe, world: DistContext) -> Loop:
     """Build the loop that a user would write by hand.
 
     It has forward, backward, fused ``torch.optim.SGD``, a loss read at every log line, and torch's ``GradScaler`` for
-    fp16. ``replayed``: from a CUDA graph after the first steps.
+    fp16. With ``graph`` steps are replayed from a CUDA graph after the first ones.
     """
-    assert isinstance(recipe.data, SyntheticData)
     assert isinstance(recipe.optim, Sgd)
     set_float32_math(recipe.precision)
-    model = build_initial_model(recipe, recipe.data.classes, world)
+    model, batches = _model_and_batches(recipe, world)
     if recipe.compile:
         compile_blocks(model)
     decayed, plain = split_parameters(model)
@@ -266,10 +227,10 @@ def _plain_loop(recipe: Recipe, world: DistContext, replayed: bool = False) -> L
     criterion = nn.CrossEntropyLoss(label_smoothing=recipe.label_smoothing)
     cast = autocast(recipe.precision, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=isinstance(recipe.precision, Float16))
-    batches = synthetic_batches(recipe, world.device)
     numbers = count(1)
 
-    def train_on(images: Tensor, labels: Tensor) -> Tensor:
+    def train_on(batch: Batch) -> Tensor:
+        images, labels = batch
         with cast:
             loss: Tensor = criterion(model(images), labels)
         optimizer.zero_grad()
@@ -278,32 +239,32 @@ def _plain_loop(recipe: Recipe, world: DistContext, replayed: bool = False) -> L
         scaler.update()
         return loss.detach()
 
-    take_step = _captured(train_on) if replayed else train_on
+    take_step: Callable[[Batch], Tensor] = train_on
 
-    def step() -> bool:
-        loss = take_step(*next(batches))
-        if (done := next(numbers)) % recipe.log_every == 0:
+    def step() -> int:
+        nonlocal take_step
+        batch, done = next(batches), next(numbers)
+        if recipe.graph and done == _REPLAYED_AFTER:
+            take_step = _captured(train_on, batch)
+        loss = take_step(batch)
+        if done % recipe.log_every == 0:
             loss.item()
-        return replayed and done >= _REPLAYED_AFTER
+        return max(0, done + 1 - _REPLAYED_AFTER) if recipe.graph else 0
 
     return step
 
 
-def _captured(train_on: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a step that is launched at first, then captured in a CUDA graph and replayed."""
-    graph, numbers = torch.cuda.CUDAGraph(), count(1)
-    kept: list[Tensor] = []  # images, labels and loss of the graph
+def _captured(train_on: Callable[[Batch], Tensor], batch: Batch) -> Callable[[Batch], Tensor]:
+    """Capture a step on batches like ``batch`` in a CUDA graph, and return a step that replays it."""
+    images, labels = (values.clone() for values in batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = train_on((images, labels))
 
-    def step(*batch: Tensor) -> Tensor:
-        if not kept and next(numbers) < _REPLAYED_AFTER:
-            return train_on(*batch)
-        if not kept:
-            kept.extend(values.clone() for values in batch)
-            with torch.cuda.graph(graph):
-                kept.append(train_on(*kept))
-        for place, values in zip(kept, batch, strict=False):
-            place.copy_(values)
+    def replay(batch: Batch) -> Tensor:
+        images.copy_(batch[0])
+        labels.copy_(batch[1])
         graph.replay()
-        return kept[-1]
+        return loss
 
-    return step
+    return replay

@@ -76,7 +76,7 @@ def bench_step(
 
     engines = listed("--sync", sync, str)
     variants = [step_recipe(model, image_size, batch, precision, compile, engine) for engine in engines]
-    opt.show_rows(measure(variants[0], variants, rounds, steps, graph), json_file)
+    opt.show_rows(measure(variants, rounds, steps, graph), json_file)
 
 
 @bench_app.command("sync")

@@ -16,7 +16,7 @@ from tests.bench.small import benched
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     variants = [step_recipe("resnet18", 32, 2, precision, False, sync) for sync in ("lazy", "allreduce")]
-    rows = bench_step(variants[0], variants, rounds=1, steps=1)
+    rows = bench_step(variants, rounds=1, steps=1)
     assert [row.loop for row in rows] == ["plain PyTorch", "ours, lazy", "ours, allreduce"]
     assert rows[0].ratio_to_plain == 1
     assert all(row.step_s > 0 and row.warmup_s > 0 for row in rows)
