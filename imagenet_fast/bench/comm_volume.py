@@ -85,13 +85,17 @@ def bench_count(
     for ranks in sizes:
         if ranks % ranks_per_node:
             raise UserError(f"--ranks {ranks} is no whole number of nodes of --nproc {ranks_per_node}; change one")
-    bits_per_s, counted = parse_rate(link), [_countable(settings) for settings in engines]
-    rows: list[Count] = []
+    for settings in engines:
+        if not settings.ours:
+            raise UserError(f"--sync {settings.kind} is torch's and its calls can't be counted; leave it out")
+        if settings.chooses:
+            raise UserError(f"--sync {settings.kind} becomes one of the other engines; name those instead")
+    bits_per_s, rows = parse_rate(link), list[Count]()
     with measurement_bar() as show:
-        for settings in counted:  # each in its own process, so without the process groups of another
+        for settings in engines:  # each in its own process, so without the process groups of another
             with closing(RankPool(1, nullcontext, preload=__name__)) as process:
                 for ranks in sizes:
-                    show(f"counting {settings.kind}", len(rows), len(counted) * len(sizes))
+                    show(f"counting {settings.kind}", len(rows), len(engines) * len(sizes))
                     rows += process.run(_count, profile, settings, ranks, ranks_per_node, bits_per_s)
     return rows
 
@@ -104,15 +108,6 @@ def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel
     """
     layout = RankLayout((ranks_per_node,) * nodes)
     return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).link("hierarchical")
-
-
-def _countable(settings: Sync) -> EngineSettings:
-    """Return ``settings`` if its engine can be counted, else raise UserError."""
-    if not settings.ours:
-        raise UserError(f"--sync {settings.kind} is torch's and its calls can't be counted; leave it out")
-    if settings.chooses:
-        raise UserError(f"--sync {settings.kind} becomes one of the other engines; name those instead")
-    return settings  # type: ignore[return-value]  # all others are
 
 
 def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_node: int, bits_per_s: int) -> Count:

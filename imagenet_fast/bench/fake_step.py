@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo  # else the first meta operation imports it, in every process
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import Work
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from imagenet_fast.cost_model.layer_profile import Layer, Profile
+from imagenet_fast.bench.replay import replay
+from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import SparseSync
@@ -32,7 +33,6 @@ from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
 from imagenet_fast.sync.comm_stream import CommStats, CommStream, Wait
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
-from imagenet_fast.sync.pending import settle_all
 from imagenet_fast.sync.sparse import Sparse
 from imagenet_fast.sync.topology import Topology
 
@@ -85,7 +85,8 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
         ranks_per_node: Ranks in each node.
         link: Assumed cost of a message.
     """
-    model = nn.Sequential(*(_Layer(layer) for layer in profile.layers))
+    shapes = [[torch.empty(shape, device=_META) for shape in layer.shapes] for layer in profile.layers]
+    model = replay(profile.scaled_to(0.0), shapes)  # without a sleep
     gradients = {param: torch.empty_like(param) for param in model.parameters()}
     calls: list[Call] = []
     topology = _CountedTopology(ranks_per_node, calls)
@@ -104,16 +105,11 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
     size: Counter[Collective] = Counter()
     for message in plan.messages(plan.best(profile.timing)[0]):
         size[message.collective] += message.part.stop - message.part.start
-    updates = 0
-
-    def update(params: list[nn.Parameter], elements: object = None) -> None:
-        nonlocal updates
-        updates += 1
+    updates: list[object] = []
 
     def step() -> None:
         """Run one step, from the update of the step before, if it was deferred."""
-        nonlocal updates
-        updates = 0
+        updates.clear()
         calls.clear()
         pool.zero_grad()
         model(torch.zeros(1))
@@ -121,7 +117,7 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
             slot.param.grad = gradients[slot.param]
             pool.current.on_gradient(slot)
         pool.end_backward()
-        pool.update(update)
+        pool.update(lambda *part: updates.append(part))
 
     for _ in range(_WARM_STEPS):
         step()
@@ -134,21 +130,8 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
         averaged = sum(part.stop - part.start for parts in elements.values() for part in parts)
     norms_bytes = pool.engine.norms_bytes if isinstance(pool.engine, _Spread) else 0
     return StepCount(
-        calls, kernels.seen, updates, max(size, key=size.__getitem__), wire.itemsize * averaged + norms_bytes
+        calls, kernels.seen, len(updates), max(size, key=size.__getitem__), wire.itemsize * averaged + norms_bytes
     )
-
-
-class _Layer(nn.Module):
-    """A layer with parameters of a profile's shapes that computes nothing."""
-
-    def __init__(self, layer: Layer) -> None:
-        super().__init__()
-        for place, shape in enumerate(layer.shapes):
-            self.register_parameter(f"param{place}", nn.Parameter(torch.empty(shape, device=_META)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        settle_all(self.parameters())  # as the torch functions of a real layer do
-        return x
 
 
 class _Spread(Sparse):
