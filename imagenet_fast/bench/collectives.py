@@ -125,7 +125,7 @@ def bench_collectives(
     Raises:
         UserError: An argument is wrong, or the network or enough memory is not available.
     """
-    check_lab(lab, max(sizes))
+    _check_lab(lab, max(sizes))
     if lab.rate is not None and device == "cuda":
         raise UserError("--device cuda does not go with --rate: NCCL talks past its links; leave one out")
     gpus = on_gpus("cpu" if lab.rate is not None and device is None else device, lab.ranks)
@@ -143,10 +143,26 @@ def bench_collectives(
             "ask for smaller messages, or fewer ranks",
         )  # fmt: skip
     by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, gpus=gpus)
-    return rows_of(lab, by_rank, "nccl" if gpus else "gloo", wire)
+    backend: Backend = "nccl" if gpus else "gloo"
+
+    def row(collective: str, size: int) -> AllReduceTime:
+        by_round = list(zip(*(of_rank[collective, size] for of_rank in by_rank), strict=True))
+        slowest = [max(block.latency_s for block in of_round) for of_round in by_round]
+        seconds = median(slowest)
+        leaving = _leaving(size, lab.hosts)
+        return AllReduceTime(
+            lab.hosts, lab.ranks_per_host, lab.rate, size, collective, backend, wire,  # type: ignore[arg-type]
+            seconds, min(slowest), max(slowest), by_round[0][0].times,
+            size / seconds, 2 * (lab.ranks - 1) / lab.ranks * size / seconds,
+            leaving * 8 / parse_rate(lab.rate) / seconds if lab.rate is not None and leaving else None,
+            median(fmean(block.kernel_bytes for block in of_round) for of_round in by_round)
+            if lab.rate is not None else None,
+        )  # fmt: skip
+
+    return [row(*key) for key in by_rank[0]]
 
 
-def check_lab(lab: Lab, size: int) -> None:
+def _check_lab(lab: Lab, size: int) -> None:
     """Raise UserError if there is but one rank, or if an all-reduce of ``size`` bytes would come near the timeout."""
     if lab.ranks == 1:
         raise UserError("--nodes 1 with --nproc 1 is one rank, which has nobody to send to; raise one of them")
@@ -156,26 +172,6 @@ def check_lab(lab: Lab, size: int) -> None:
             f"--sizes up to {size_text(size)} take at least {least_s:.0f} s an all-reduce at --rate {lab.rate}; ask "
             "for smaller messages, or a faster link"
         )
-
-
-def rows_of(lab: Lab, by_rank: Sequence[Blocks], backend: Backend, dtype: Cast) -> list[AllReduceTime]:
-    """Return a row for each collective and size that the ranks have timed."""
-
-    def row(collective: str, size: int) -> AllReduceTime:
-        rounds = list(zip(*(of_rank[collective, size] for of_rank in by_rank), strict=True))
-        slowest = [max(block.latency_s for block in of_round) for of_round in rounds]
-        seconds = median(slowest)
-        leaving = _leaving(size, lab.hosts)
-        return AllReduceTime(
-            lab.hosts, lab.ranks_per_host, lab.rate, size, collective, backend, dtype,  # type: ignore[arg-type]
-            seconds, min(slowest), max(slowest), rounds[0][0].times,
-            size / seconds, 2 * (lab.ranks - 1) / lab.ranks * size / seconds,
-            leaving * 8 / parse_rate(lab.rate) / seconds if lab.rate is not None and leaving else None,
-            median(fmean(block.kernel_bytes for block in of_round) for of_round in rounds)
-            if lab.rate is not None else None,
-        )  # fmt: skip
-
-    return [row(*key) for key in by_rank[0]]
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -143,10 +143,10 @@ def bench_sync(
         UserError: The network cannot be made, or memory does not suffice for so many ranks.
     """
     asked = {settings.wire: settings for settings in engines if not settings.ours}
-    peers: dict[Wire, Sync] = {
-        wire: asked.get(cast, DdpSync(wire=cast))
-        for wire, cast in ((settings.wire, _cast_for(settings.wire)) for settings in engines)
-    }
+    peers: dict[Wire, Sync] = {}
+    for wire in (settings.wire for settings in engines):
+        cast: Cast = "bf16" if wire == "int8" or wire == "fp8" else wire  # DDP sends no codes
+        peers[wire] = asked.get(cast, DdpSync(wire=cast))
     chosen = list(dict.fromkeys([*engines, *peers.values()]))
     wires = list(dict.fromkeys(settings.wire for settings in chosen))
     small = profile.downscaled(scale)
@@ -185,11 +185,6 @@ def bench_sync(
         )  # fmt: skip
 
     return [row(settings) for settings in chosen]
-
-
-def _cast_for(wire: Wire) -> Cast:
-    """Return the wire dtype of DDP that is compared with our engines' ``wire``."""
-    return "bf16" if wire == "int8" or wire == "fp8" else wire
 
 
 def _measure(

@@ -8,7 +8,7 @@ itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -177,12 +177,12 @@ def _measure(
         with cast:
             part = split_model(model, images.chunk(micro_batches)[0], dist.get_rank(), ranks, chunks, profile)
         pipeline = Pipeline(part, None, schedule, micro_batches, nn.CrossEntropyLoss(), cast=cast)
-        step = partial(_step, part, pipeline, images, labels)
+        step = partial(_seconds, part, pipeline, images, labels)
         step()  # warm-up: connects ranks, and touches fresh memory
         before = torch.cuda.memory_allocated() if gpus else 0
         if gpus:
             torch.cuda.reset_peak_memory_stats()
-        computed_s = [_seconds(step, device) for _ in range(rounds)]
+        computed_s = [step() for _ in range(rounds)]
         kept = torch.cuda.max_memory_allocated() - before if gpus else 0
         measured.append(_Measured(slept, computed_s, kept))
     return measured
@@ -220,13 +220,10 @@ def _sleep(stage_s: float, schedule: str, micro_batches: int, rounds: int) -> li
     return slept
 
 
-def _step(part: nn.Module, pipeline: Pipeline, images: Tensor, labels: Tensor) -> None:
+def _seconds(part: nn.Module, pipeline: Pipeline, images: Tensor, labels: Tensor) -> float:
+    """Run a step of this rank's part of the model, and return how long it takes."""
+    dist.barrier()
+    begun = record_timestamp(images.device)
     part.zero_grad()
     pipeline(images, labels)
-
-
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    dist.barrier()
-    begun = record_timestamp(device)
-    step()
-    return seconds_between(begun, record_timestamp(device))
+    return seconds_between(begun, record_timestamp(images.device))
