@@ -278,7 +278,7 @@ class _Loop:
 
     def trace(self, path: Path) -> None:
         """Run a warm-up step and three more, of which rank 0 writes a timeline."""
-        trace = Trace(self._model, torch.device("cpu"), path, first=1, count=3) if dist.get_rank() == 0 else None
+        trace = Trace(self._model, torch.device("cpu"), path, range(1, 4)) if dist.get_rank() == 0 else None
         for _ in range(4):
             stats = self._step()
             if trace is not None:

@@ -16,43 +16,44 @@ from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.engine import SyncStats
 
 TRACKS = ("compute", "wait", "wire")
-FIRST, COUNT = 10, 5
-"""Steps before those that are traced, which engines need for their plans, and steps that are."""
+TRACED = range(10, 15)
+"""Steps of a run that are traced, counted from 0; engines need those before for their plans."""
 
 
 class Trace:
     """A recorder of some steps: their computation, transfers and waits."""
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, path: Path, first: int = FIRST, count: int = COUNT
-    ) -> None:
-        """Prepare to trace ``count`` steps after the ``first`` ones, by default after engines have made their plans.
+    def __init__(self, model: nn.Module, device: torch.device, path: Path, steps: range = TRACED) -> None:
+        """Prepare to trace some steps, by default after engines have made their plans.
 
         Args:
             model: The model, with a synchroniser attached.
             device: The device that computes.
             path: The file to write.
-            first: Steps that are not traced; 0: tracing begins now.
-            count: Steps that are.
+            steps: The steps, counted from 0, of which step 0 cannot be one.
         """
-        self._model, self._device, self._path = model, device, path
-        self._first, self._last = first, first + count
+        self._model, self._device, self._path, self._steps = model, device, path, steps
         self._ended = 0
         self._spans: list[tuple[str, str, Timestamp, Timestamp, dict[str, int]]] = []  # track, name, begin, end, bytes
         self._sent: list[tuple[str, CommStats]] = []
         self._entered: dict[str, Timestamp] = {}
         self._hooks: list[Any] = []
-        if first == 0:
-            self._begin()
 
     def end_step(self, stats: SyncStats) -> None:
         """Count a step. Call it after every step, once its gradients are synchronised."""
+        if self._ended in self._steps:
+            now = record_timestamp(self._device)
+            self._spans.append(("mark", "step ends", now, now, {}))
+            if stats.exposed is None:  # as of DDP: then the wait is the time since the last gradient was ready
+                self._spans.append(("wait", "wait inside backward", self._done, now, {}))
+            else:
+                waits = stats.exposed.blocks
+                self._spans += [("wait", f"wait for {label}", begin, end, {}) for label, begin, end in waits]
+            self._sent += [(label, phase) for label, phases in stats.transfers for phase in phases]
         self._ended += 1
-        if self._hooks:
-            self._add_step(stats)
-        if self._ended == self._first:
+        if self._ended == self._steps.start:
             self._begin()
-        elif self._ended == self._last:
+        elif self._ended == self._steps.stop:
             self._write()
 
     def _begin(self) -> None:
@@ -64,19 +65,6 @@ class Trace:
                 self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
                 self._hooks.append(module.register_forward_hook(partial(self._leave, name)))
                 self._hooks += [p.register_post_accumulate_grad_hook(partial(self._graded, name)) for p in params]
-
-    def _add_step(self, stats: SyncStats) -> None:
-        """Record the waits and transfers of a step.
-
-        Where the engine cannot measure its wait, as DDP, the wait is the time since the last gradient was ready.
-        """
-        now = record_timestamp(self._device)
-        self._spans.append(("mark", "step ends", now, now, {}))
-        if stats.exposed is None:
-            self._spans.append(("wait", "wait inside backward", self._done, now, {}))
-        else:
-            self._spans += [("wait", f"wait for {label}", begin, end, {}) for label, begin, end in stats.exposed.blocks]
-        self._sent += [(label, phase) for label, phases in stats.transfers for phase in phases]
 
     def _write(self) -> None:
         """Stop recording, and write Chrome's trace event format: microseconds from the first event."""

@@ -18,7 +18,7 @@ from imagenet_fast.data.order import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.metrics import RunResult
-from imagenet_fast.metrics.trace import COUNT, FIRST, Trace
+from imagenet_fast.metrics.trace import TRACED, Trace
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.models.stages import LocalStages
@@ -238,7 +238,7 @@ def build_step(
             step.news.append({"replayed": False, "why": why})
         else:
             assert isinstance(sync, GradientPool)
-            step.replay_from(sync, recipe.graph == "auto", FIRST + COUNT if trace is not None else 0)
+            step.replay_from(sync, recipe.graph == "auto", TRACED.stop if trace is not None else 0)
     return step
 
 

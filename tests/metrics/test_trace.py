@@ -65,7 +65,8 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
     begun = time.perf_counter()
     time.sleep(0.01)
     model = nn.Linear(2, 2)
-    trace = Trace(model, torch.device("cpu"), tmp_path / "trace.json", first=0, count=1)
+    trace = Trace(model, torch.device("cpu"), tmp_path / "trace.json", range(1, 2))
+    trace.end_step(SyncStats(None))
     model(torch.ones(1, 2)).sum().backward()
     early = CommStats(8, 8, begun, time.perf_counter())
     trace.end_step(SyncStats(Stopwatch(torch.device("cpu")), [("early", [early])]))
@@ -105,8 +106,7 @@ def _trace(folder: Path) -> None:
     for settings in (LazySync(), HybridSync(), DdpSync()):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(288, 10))
         forward, sync = attach(model, settings)
-        path = folder / f"{settings.kind}{dist.get_rank() or ''}.json"
-        traced = Trace(model, torch.device("cpu"), path, first=2, count=4)
+        traced = Trace(model, torch.device("cpu"), folder / f"{settings.kind}{dist.get_rank() or ''}.json", range(2, 6))
         for _ in range(7):
             sync.zero_grad()
             forward(torch.ones(1, 3, 8, 8)).sum().backward()
