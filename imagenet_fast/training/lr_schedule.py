@@ -1,9 +1,11 @@
-"""Compute the learning rate as a pure function of the step."""
+"""Compute the learning rate as a pure function of the step, and set it."""
 
 from __future__ import annotations
 
 import math
 from typing import assert_never
+
+import torch
 
 from imagenet_fast.recipe import optim_config
 
@@ -39,3 +41,22 @@ def learning_rate(schedule: optim_config.Schedule, peak: float, step: int, steps
             return float(peak * schedule.gamma**passed)
         case _:
             assert_never(schedule)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group of parameters, times the group's own ``lr_factor`` if it has one.
+
+    A rate that is a tensor is written to, as a CUDA graph reads it there.
+    """
+    for group in optimizer.param_groups:
+        rate = lr * group.get("lr_factor", 1.0)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def keep_rates_on(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Keep the learning rate of every group of parameters in a tensor on ``device``, for ``set_rate`` to write to."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"], device=device)

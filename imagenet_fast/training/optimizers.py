@@ -342,25 +342,6 @@ def _faster_biases(model: nn.Module, plain: dict[str, Any], settings: optim_conf
     return [{"params": biases, "lr": peak, "lr_factor": factor, "weight_decay": decay, "decoupled_lr": decoupled_lr}]
 
 
-def set_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of every group of parameters, times the group's own ``lr_factor`` if it has one.
-
-    A rate that is a tensor is written to, as a CUDA graph reads it there.
-    """
-    for group in optimizer.param_groups:
-        rate = lr * group.get("lr_factor", 1.0)
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
-def keep_rates_on(optimizer: Optimizer, device: torch.device) -> None:
-    """Keep the learning rate of every group of parameters in a tensor on ``device``, for ``set_rate`` to write to."""
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(group["lr"], device=device)
-
-
 def param_groups(model: nn.Module, scale_biases: bool = False) -> list[dict[str, Any]]:
     """Return parameter groups for ``LARS``: the second one has neither weight decay nor trust ratios.
 

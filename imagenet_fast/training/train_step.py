@@ -30,9 +30,10 @@ from imagenet_fast.sync import GradientPool, SyncStats
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.loss import build_loss
+from imagenet_fast.training.lr_schedule import keep_rates_on, set_rate
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteCounter
-from imagenet_fast.training.optimizers import build_optimizer, keep_rates_on, set_rate, total_norm
+from imagenet_fast.training.optimizers import build_optimizer, total_norm
 from imagenet_fast.training.precision import LossScaler, autocast, effective_precision, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.step_graph import MOST_MICRO_STEPS, StepGraphs
@@ -234,18 +235,13 @@ def build_step(
         Trace(model, world.device, trace) if trace is not None and world.is_main else None,
     )
     if world.device.type == "cuda" and recipe.graph:
-        if why := _unreplayable(recipe, batching):
+        many = f"a step has {batching.accumulation} micro-steps, and a graph holds {MOST_MICRO_STEPS} at most"
+        if why := recipe.unreplayable or (many if batching.accumulation > MOST_MICRO_STEPS else ""):
             step.news.append({"replayed": False, "why": why})
         else:
             assert isinstance(sync, GradientPool)
             step.replay_from(sync, recipe.graph == "auto", TRACED.stop if trace is not None else 0)
     return step
-
-
-def _unreplayable(recipe: Recipe, batching: Batching) -> str:
-    """Return why steps of ``recipe`` cannot be replayed from a CUDA graph; empty if they can."""
-    many = f"a step has {batching.accumulation} micro-steps, and a graph holds {MOST_MICRO_STEPS} at most"
-    return recipe.unreplayable or (many if batching.accumulation > MOST_MICRO_STEPS else "")
 
 
 def _backpropagation(

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from imagenet_fast.recipe.optim_config import Lars, Sgd
 from imagenet_fast.sync.per_param_step import snapshot_step
-from imagenet_fast.training import optimizers
-from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, set_rate, split_parameters
+from imagenet_fast.training.lr_schedule import set_rate
+from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, split_parameters, total_norm
 from tests.sync.given import weights_of
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
@@ -216,9 +216,9 @@ def test_an_updates_operators_do_not_grow_with_the_tensors(settings: Sgd | Lars)
 
 def test_gradient_norm_is_torchs():
     optimizer = build("sgd")
-    assert optimizers.total_norm(optimizer.params).item() == 0.0, "of none"
+    assert total_norm(optimizer.params).item() == 0.0, "of none"
     give(optimizer.params[1:], gradients_of(1)[1:])
-    torch.testing.assert_close(optimizers.total_norm(optimizer.params), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
+    torch.testing.assert_close(total_norm(optimizer.params), nn.utils.clip_grad_norm_(optimizer.params, 1e9))
 
 
 @pytest.mark.parametrize("param", [torch.ones(4, 6).chunk(2, 1)[0], torch.ones(3, 1).expand(3, 5), torch.ones(9)[::2]])
