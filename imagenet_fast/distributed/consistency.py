@@ -85,8 +85,8 @@ def compare_ranks(
     Raises:
         ValueError: The engine, a setting or a parameter of one rank differs from that of the first.
     """
-    if _is_alone(group):
-        return
+    if not dist.is_initialized() or dist.get_world_size(group) == 1 or "fake" in str(dist.get_backend(group)):
+        return  # there is nobody to compare with; the ``fake`` backend sends nothing
     device = device or next(iter(named.values()), torch.empty(0)).device
     told = {
         "engine": _settings(engine, steps_per_epoch),
@@ -103,11 +103,6 @@ def compare_ranks(
         raise ValueError(
             f"{unmade} is on the meta device; call the model's to_empty() and load its weights before the pool is made"
         )
-
-
-def _is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Return whether there is no other rank to compare with; the ``fake`` backend sends nothing."""
-    return not dist.is_initialized() or dist.get_world_size(group) == 1 or "fake" in str(dist.get_backend(group))
 
 
 def _first_of(told: Mapping[str, list[tuple[str, str]]], device: torch.device, group: dist.ProcessGroup | None) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -174,11 +175,7 @@ class AsyncAnyReduce:
 
     def __init__(self, world: DistContext, flags: int) -> None:
         """Make a gloo group of all ranks, for ``flags`` flags."""
-        self._group: dist.ProcessGroup | None = None
-        if world.size > 1:
-            group = dist.new_group(backend="gloo")
-            assert isinstance(group, dist.ProcessGroup)
-            self._group = group
+        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if world.size > 1 else None
         self._ballot = torch.zeros(flags + 1, dtype=torch.int64)  # last: steps until the next vote
         self._under_way: dist.Work | None = None
         self._steps = 0

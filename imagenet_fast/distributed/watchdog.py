@@ -122,8 +122,8 @@ def find_culprit(
     If nobody is lost, the sentence is what ``otherwise`` makes of all positions.
     """
     searches = board.count("search") == 1
-    if found := failure_on(board, 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S):
-        return found, False
+    if found := board.read("failure", 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S):
+        return str(found), False
     lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
     known = published(board, range(size))
     sentence = describe_lost(lost, known) if lost else otherwise(known)
@@ -156,11 +156,6 @@ def leave_failure(board: Board, reason: str) -> str:
     """Publish why all ranks must end; return the first reason that any rank published."""
     text = reason.encode(errors="backslashreplace").decode()  # a path in it may not be UTF-8, and it is printed
     return str(board.first("failure", text))
-
-
-def failure_on(board: Board, deadline: float = 0.0) -> str:
-    """Return the reason why all ranks must end, or an empty string if there is none by ``deadline``."""
-    return board.read("failure", deadline) or ""
 
 
 def is_broken_connection(error: Exception) -> bool:
@@ -221,7 +216,7 @@ class Watchdog:
             set_group_timeouts(limit_s)
             self._limited_s = limit_s
         try:
-            if failure := failure_on(self._board):
+            if failure := self._board.read("failure"):
                 self._failed_s += passed_s
                 if self._failed_s > _GRACE_S:
                     self._leave_for(failure)
@@ -246,13 +241,12 @@ class Watchdog:
     def _abort(self) -> NoReturn:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
-        own = self._heartbeat()
         try:
             first, ours = find_culprit(self._board, self._rank, self._size, lambda known: describe_hang(known, setting))
             if ours:
                 print(f"error: {first}", file=sys.stderr, flush=True)
         except dist.DistError:
-            alone = describe_hang({self._rank: own}, setting)
+            alone = describe_hang({self._rank: self._heartbeat()}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
         self._leave_for(first)
 
