@@ -199,7 +199,7 @@ class _Plan(Situation):
             "batch-norm span": self.idle * self.compute_s, "compute": MODEL_ERROR * self.compute_s,
         }  # fmt: skip
         return Way(
-            self.training.name, f"{engine.kind} {engine.wire}", engine.exact and engine.wire == "bf16",
+            self.training.name, f"{engine.kind} {engine.wire}", not engine.keeps and engine.wire == "bf16",
             max(costs, key=costs.__getitem__), minutes, self.minutes(best, fewest), self.minutes(worst, most), gpus,
             recipe.global_batch, self.batching.micro_batch, self.shown(mean), hours,
             None if price is None else hours * price, self.node_images / max(result.step_s, self.loading_s),

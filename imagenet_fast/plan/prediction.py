@@ -251,7 +251,7 @@ class Situation:
                     self.compute_s, max(0.0, found.step_s - self.slowest_s), found.nic_bytes,
                     found.fuse if math.isfinite(found.fuse) else None, batch / found.step_s,
                     self.compute_s / found.step_s, self.compute_s / worst, self.compute_s / best,
-                    steps, steps * found.step_s, settings.exact, False,
+                    steps, steps * found.step_s, not settings.keeps, False,
                 )
             )  # fmt: skip
         fastest = min((row for row in rows if row.ours), key=lambda row: row.step_s, default=None)

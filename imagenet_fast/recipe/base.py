@@ -9,8 +9,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A float in [0, 1)."""
-Percent = Annotated[float, Field(gt=0, le=100)]
-"""A percentage above 0 and at most 100."""
 
 
 def _infinity(value: object) -> object:

@@ -78,7 +78,7 @@ class EngineTable(Table):
 
     @property
     def keeps(self) -> bool:
-        """Whether values that are not sent in a step are added up for later steps."""
+        """Whether values not sent in a step are added up for later ones; if not, means are exact, but for rounding."""
         return self.wire in get_args(Codes)
 
     @property
@@ -90,11 +90,6 @@ class EngineTable(Table):
     def defers(self) -> bool:
         """Whether a layer may be updated before the gradients of all other layers have arrived."""
         return self.awaits == "read"
-
-    @property
-    def exact(self) -> bool:
-        """Whether every step's gradients are the mean over ranks, except for rounding to the wire dtype."""
-        return not self.keeps
 
     @property
     def velocity_momentum(self) -> float | None:

@@ -158,13 +158,9 @@ def differences(begun: Mapping[str, Any], recipe: Recipe) -> list[str]:
         recipe: The recipe to resume with.
     """
     before, now = flat_tables(begun), flat_tables(recipe_tables(recipe))
-    keys = [key for key in (before | now) if before.get(key) != now.get(key) and not _may_change(key)]
+    free = tuple(f"{key}." for key in MAY_CHANGE)
+    keys = [key for key in before | now if before.get(key) != now.get(key) and not f"{key}.".startswith(free)]
     return [f"{key} ({json.dumps(before.get(key))}, now {json.dumps(now.get(key))})" for key in keys]
-
-
-def _may_change(key: str) -> bool:
-    """Return whether ``key``, or a table that holds it, is in ``MAY_CHANGE``."""
-    return any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
 
 
 def flat_tables(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""The recipe: all settings that decide a run's result, as one set of tables. See ``recipes/*.toml``.
-
-Importing this module does not import torch.
-"""
+"""The recipe: all settings that decide a run's result, as one set of tables. See ``recipes/*.toml``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from imagenet_fast.recipe.base import Fraction, Percent, Table
+from imagenet_fast.recipe.base import Fraction, Table
 from imagenet_fast.recipe.data_config import Data
 from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.network import ExternalModel, Network
@@ -157,7 +154,7 @@ class Recipe(Table):
     """Images that a rank processes at once, which batch norm takes its statistics over. 0: global_batch / ranks."""
     epochs: PositiveInt
     """Epochs to train; at least 1."""
-    target_top1: Percent | None = None
+    target_top1: Annotated[float, Field(gt=0, le=100)] | None = None
     """Top-1 accuracy, in percent, at which to stop; above 0 and at most 100.
 
     Training stops at the first evaluation that reaches it. Absent: train to the end.

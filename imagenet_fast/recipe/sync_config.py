@@ -65,10 +65,7 @@ class LazySync(CodingTable):
 
 
 class KeepingTable(PoolTable):
-    """Settings of an engine that adds up over steps the values that it does not send.
-
-    It sends everything during ``dense_epochs``.
-    """
+    """Settings of an engine that adds up over steps the values that it does not send."""
 
     keeps: ClassVar[bool] = True
     unreplayable: ClassVar[str] = "decides in each step what to send"
@@ -91,11 +88,7 @@ class KeepingTable(PoolTable):
 
 
 class SparseSync(KeepingTable):
-    """Coarse-grained sparse communication (GradientFlow): a share of ``sparsity`` of the pool's chunks is not sent.
-
-    Everything is sent during ``dense_epochs``. Over the next ``ramp_epochs`` the share that is not sent grows to
-    ``sparsity``.
-    """
+    """Coarse-grained sparse communication (GradientFlow): a share of ``sparsity`` of the pool's chunks is not sent."""
 
     kind: Literal["sparse"] = "sparse"
     sparsity: Fraction = 0.875

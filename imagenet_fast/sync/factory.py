@@ -67,7 +67,7 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
     candidates = []
     if device.type == "cuda" and chooser.wire in ("bf16", "fp16"):
         native = LazySync(wire=chooser.wire, collective="native")
-        candidates.append(Candidate("lazy native", declare(native), native.exact))
+        candidates.append(Candidate("lazy native", declare(native), not native.keeps))
     for table in get_args(get_args(Sync)[0]):
         coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
         for wire in () if table.chooses else _wires(chooser, table):
@@ -77,12 +77,12 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
             engine = declare(settings)
             # The cost model leaves out the compute time of PowerSGD.
-            electable = settings.ours and (settings.exact or chooser.keeps) and not engine.powersgd_rank
+            electable = settings.ours and (not settings.keeps or chooser.keeps) and not engine.powersgd_rank
             build: Callable[[GradientBuffer], SyncEngine] | None = None
             if isinstance(settings, SparseSync):
                 settings = settings.model_copy(update={"max_ctas": chooser.max_ctas})
                 build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)
-            candidates.append(Candidate(name, engine, settings.exact, settings.share, electable, build))
+            candidates.append(Candidate(name, engine, not settings.keeps, settings.share, electable, build))
     return candidates
 
 
