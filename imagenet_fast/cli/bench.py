@@ -112,8 +112,7 @@ def bench_sync(
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, keys)
-    lab = Lab(nodes, nproc, rate)
-    times = measure(_profile(model, compute), engines, lab, scale, rounds, steps, trace)
+    times = measure(_profile(model, compute), engines, Lab(nodes, nproc, rate), scale, rounds, steps, trace)
     opt.show_rows(times, json_file, draw_steps, png)
 
 
@@ -324,8 +323,7 @@ def bench_data(
     from imagenet_fast.distributed.cores import usable_cores
 
     chosen: list[Loader] = names("--loaders", loaders, get_args(Loader))
-    threads = workers or usable_cores()
-    rates = bench_loading(chosen, data, image_size, batch, threads, seconds, rounds, resize)
+    rates = bench_loading(chosen, data, image_size, batch, workers or usable_cores(), seconds, rounds, resize)
     opt.show_rows(rates, json_file, draw_loading, png)
 
 

@@ -72,10 +72,9 @@ def compare(
     runs = contestants(recipe, ranks, engines, seeded, keys, layouts)
     ended = train_all(recipe, runs, data=data, ranks=ranks, rate=rate, folder=folder)
     past = [run.past for run in ended]
-    rows = summaries(past)
     failed = [run for run in ended if run.failed]
     print()
-    opt.show_rows(rows, json_file)
+    opt.show_rows(summaries(past), json_file)
     if layouts and len(engines) == 1:
         print(f"every layout with the engine {engines[0]}")
     for run in failed:
