@@ -67,19 +67,22 @@ HARMLESS = frozenset({"_measure"})
 
 
 class Model(nn.Module):
-    """Convolutions, norms and matrices: small, but with blocks of codes and ranks to take away."""
+    """For images of any size. Convolutions, norms and matrices: small, but with blocks of codes and ranks to take
+    away."""
+
+    dropout = 0.0
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.conv = nn.Conv2d(3, 16, 3, padding=1)
         self.norm = nn.BatchNorm2d(16)
-        self.wide = nn.Linear(256, 40)
-        self.head = nn.Linear(40, 10)
+        self.wide = nn.Linear(16, 320)
+        self.head = nn.Linear(320, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(self.conv(x)).relu().flatten(1)
-        return self.head(self.wide(x).relu())
+        x = self.norm(self.conv(x)).relu().mean((2, 3))
+        return self.head(nn.functional.dropout(self.wide(x).relu(), self.dropout, self.training))
 
 
 def faults(settings: EngineSettings, topology: Topology, gpu: PretendedGpu, steps: int = 3) -> list[str]:
@@ -194,7 +197,9 @@ def test_weights_are_read_on_a_second_stream_too(engine: str) -> None:
         assert gpu.detector.found == {}
 
 
-def _found_on_two_streams(settings: EngineSettings) -> dict[str, list[str]]:
+@pytest.mark.parametrize("engine", ["ring", "hybrid", "sparse"])
+@with_ranks(2)
+def test_gradients_of_two_streams_are_copied_before_they_are_sent(engine: str) -> None:
     """Autograd calls a parameter's hook on the stream of its forward: here another one for biases and norms."""
     hook, made = Step.on_gradient, list[Any]()
 
@@ -210,12 +215,8 @@ def _found_on_two_streams(settings: EngineSettings) -> dict[str, list[str]]:
             return hook(step, slot)
 
     with patch.object(Step, "on_gradient", there):
-        return _found([settings])[0]
-
-
-@pytest.mark.parametrize("engine", ["ring", "hybrid", "sparse"])
-def test_gradients_of_two_streams_are_copied_before_they_are_sent(engine: str):
-    assert run(2, _found_on_two_streams, engines("bf16")[engine]) == [{}, {}]
+        found, _ = _found([engines("bf16")[engine]])
+    assert found == {}
 
 
 LAZY, SPARSE = sync.LazySync(wire="bf16", threshold_mb=FUSED), engines("bf16")["sparse"]
@@ -300,16 +301,13 @@ UNUSED = frozenset({"aten::_to_copy in used"})
 """Where the host waits to know of parameters that its rank has not used whether another has."""
 
 
-def _found_in_part(settings: EngineSettings) -> dict[str, list[str]]:
-    with patch.dict(globals(), Model=Partial, MAY_WAIT=MAY_WAIT | UNUSED):
-        found, met = _found([settings], orders=2)
-    assert met >= UNUSED
-    return found
-
-
 @pytest.mark.parametrize("engine", ["lazy", "hybrid", "sparse"])
-def test_a_host_waits_for_what_others_say_of_unused_parameters_and_for_nothing_else(engine: str):
-    assert run(2, _found_in_part, engines("bf16")[engine]) == [{}, {}]
+@with_ranks(2)
+def test_a_host_waits_for_what_others_say_of_unused_parameters_and_for_nothing_else(engine: str) -> None:
+    with patch.dict(globals(), Model=Partial, MAY_WAIT=MAY_WAIT | UNUSED):
+        found, met = _found([engines("bf16")[engine]], orders=2)
+    assert found == {}
+    assert met >= UNUSED
 
 
 @pytest.mark.parametrize("settings", [sync.LazySync(), sync.AutoSync()])

@@ -100,6 +100,10 @@ parallel.pipeline=4; parallel.micro_batches=3 ->
     schedule 1f1b has a micro-batch for each of 4 stages at least, and 3 are fewer; raise micro_batches, or
 parallel.pipeline=4; parallel.micro_batches=9; parallel.schedule=interleaved ->
     takes micro-batches in equal rounds, and 9 do not make 2; take a multiple of 4
+graph=true; sync.kind=ddp ->
+    graph true replays steps, and sync.kind 'ddp' keeps parts of autograd's graph from step to step; set graph to 'auto'
+graph=true; parallel.pipeline=2; parallel.micro_batches=4 ->
+    graph true replays steps, and parallel.pipeline 2 sends activations in the middle of a step; set graph to 'auto'
 """
 """Changes of a small recipe, as `--set` makes them, and what is said to them."""
 
