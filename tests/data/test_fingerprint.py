@@ -13,19 +13,17 @@ from typing import Any, cast
 import pytest
 import torch
 
-import tests
 from imagenet_fast.checkpoint.tree import flatten_tree, unflatten_tree
 from imagenet_fast.data.fingerprint import Contents, differences
 from imagenet_fast.data.verify import verify
-from imagenet_fast.recipe.batching import Batching, split_batch
-from imagenet_fast.recipe.job import Job
-from imagenet_fast.recipe.load import parse_recipe
+from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.training.resume import ResumePoint
-from imagenet_fast.training.trainer import Trainer
-from tests.conftest import refusal_of, tables
+from tests.conftest import refusal_of
 from tests.data.encoded import BAD, BLOBS, JPEG, encoded
 from tests.data.small import FORMATS, as_format, image_data, opened, put
+from tests.e2e.command import train_here
 from tests.ranks import with_ranks
+from tests.training.jobs import job_of
 
 ONE = Batching(1, 1, 1)
 
@@ -90,20 +88,12 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("change", "told"), CHANGES)
 def test_a_run_does_not_go_on_with_other_data(root: Path, change: Callable[[Path], None], told: str):
-    resumption = resumed({"data": through_a_checkpoint(contents_of(root))})
+    outline, tensors = flatten_tree(contents_of(root))
+    saved = unflatten_tree(json.loads(json.dumps(outline)), tensors, torch.device("cpu"))
+    checkpoint = cast(Any, SimpleNamespace(folder=Path("run/step-1"), shared={"data": saved}))
     change(root)
-    refusal = refusal_of(resumption.check_data, contents_of(root))
+    refusal = refusal_of(ResumePoint(checkpoint, elsewhere=False, gap_s=0.0).check_data, contents_of(root))
     assert f"the data has {told} since run/step-1 was written; restore it, or begin anoth" in refusal
-
-
-def through_a_checkpoint(contents: Contents) -> Any:
-    outline, tensors = flatten_tree(contents)
-    return unflatten_tree(json.loads(json.dumps(outline)), tensors, torch.device("cpu"))
-
-
-def resumed(shared: dict[str, Any]) -> ResumePoint:
-    checkpoint = cast(Any, SimpleNamespace(folder=Path("run/step-1"), shared=shared))
-    return ResumePoint(checkpoint, elsewhere=False, gap_s=0.0)
 
 
 def test_a_class_list_in_another_order_is_told_by_its_first_place():
@@ -136,13 +126,9 @@ def test_what_is_quarantined_counts_as_gone(root: Path):
 
 @with_ranks(1)
 def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path) -> None:
-    def trainer(epochs: int) -> Trainer:
-        data = image_data(image_size=32, resize=32).model_dump()
-        small = {"model": {"kind": "cifarnet", "widths": [8, 8, 8]}, "schedule": {"kind": "step", "milestones": []}}
-        recipe = parse_recipe("test", tables(ranks=1, global_batch=6, epochs=epochs, data=data, **small))
-        job = Job("test", recipe, split_batch(recipe, 1), root, tmp_path / "run", resume=epochs > 1)
-        return Trainer(job, tests.world())
-
-    assert trainer(1).run().status == "finished"
+    data, schedule = image_data(image_size=32, resize=32).model_dump(), {"kind": "step", "milestones": []}
+    changes = {"ranks": 1, "global_batch": 6, "data": data, "schedule": schedule}
+    assert train_here(job_of(tmp_path / "run", root, epochs=1, **changes)).status == "finished"
     rename_class(root)
-    assert "the data has the class 'zebra' for 'cat' since" in refusal_of(trainer(2).run)
+    told = refusal_of(train_here, job_of(tmp_path / "run", root, resume=True, epochs=2, **changes))
+    assert "the data has the class 'zebra' for 'cat' since" in told

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics import Event, MetricLogger
 from imagenet_fast.models.alexnet import AlexNet, CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
@@ -21,7 +21,6 @@ from imagenet_fast.training.train_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model
 from tests.sync.loops import unmeasured
-from tests.training.jobs import Told
 
 CLASSES = 5
 CPU = torch.device("cpu")
@@ -103,8 +102,13 @@ def train(kind: str, steps: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED
     """On this rank and all others, over the same two batches again and again. ``changes`` are the recipe's;
     ``parallel`` need not fit its own model."""
     loop = Loop(kind, parallel, model={"kind": "resnet18" if kind == "tiny" else kind}, **changes)
-    take_step, told = loop.begin(small_model(kind)), Told()
-    record = MetricLogger(lambda: 0.0, [told])
+    take_step, losses = loop.begin(small_model(kind)), list[float]()
+
+    def hear(event: Event) -> None:
+        if event["event"] == "train":
+            losses.append(event["loss"])
+
+    record = MetricLogger(lambda: 0.0, [hear])
     for step in range(steps):
         take_step(loop.batches(step % 2), lr)
         take_step.meter.report(record, step, 1, lr)
@@ -115,4 +119,4 @@ def train(kind: str, steps: int, lr: float = 0.1, parallel: Parallel = UNDIVIDED
         dist.broadcast(first, 0)
         assert torch.equal(first, tensor) or "running" in name, f"{name} differs between ranks"
     take_step.state.sync.close()  # else the groups of all cases are open, and their threads wake
-    return Trained(told.losses, weights if loop.world.is_main else {})
+    return Trained(losses, weights if loop.world.is_main else {})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,8 +18,9 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.training.evaluation import StopRequested, evaluate, mirrored_logits, shifted_logits
 from tests.data.small import image_data, with_bad_images
+from tests.e2e.command import train_here
 from tests.ranks import run, with_ranks
-from tests.training.jobs import job_of, run_job
+from tests.training.jobs import job_of
 
 CPU = torch.device("cpu")
 
@@ -48,10 +47,6 @@ def data_of(images: int, micro: int) -> Loaders:
     return build_loaders(data, None, Batching(world.size, micro, 1), world.rank, 2, CPU, seed=5)
 
 
-def guessed(images: int = 37, micro: int = 8, **averaged: Any) -> Accuracy:
-    return evaluate(Guess(), data_of(images, micro), EXACT, tests.world(), **averaged)
-
-
 @pytest.mark.parametrize("world", [1, 3])
 def test_bad_images_are_counted(world: int, image_dir: Path, tmp_path: Path):
     """They count as wrong, whoever reads them; where there is none, nothing is recorded."""
@@ -72,7 +67,7 @@ def test_a_run_records_bad_images_beside_its_accuracy(image_dir: Path, tmp_path:
     root = with_bad_images(image_dir, tmp_path / "damaged")
     data = image_data(on_bad_image="skip", image_size=32, resize=32).model_dump()
     job = job_of(tmp_path / "run", root, ranks=1, global_batch=20, epochs=1, data=data)
-    assert run_job(job, tests.world()).bad_images == 1
+    assert train_here(job).bad_images == 1
     assert json.loads((tmp_path / "run/outcome.json").read_text())["bad_images"] == 1
     assert [event["bad_images"] for event in read_events(tmp_path / "run") if event["event"] == "eval"] == [1]
 
@@ -81,20 +76,14 @@ CASES = [(images, micro) for images in (1, 2, 5, 37) for micro in (1, 8)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
+@with_ranks()
 def test_every_image_counts_once(world: int):
-    for by_case in run(world, _accuracies):
-        assert by_case == [by_hand(images) for images, _ in CASES]
-
-
-def _accuracies() -> list[Accuracy]:
-    """Each of a second evaluation."""
-    results, world = [], tests.world()
+    """Also in a second evaluation."""
     for images, micro in CASES:
         dataset, model = data_of(images, micro), Guess().train()
-        evaluate(model, dataset, EXACT, world)
-        results.append(evaluate(model, dataset, EXACT, world))
-        assert model.training
-    return results
+        for _ in range(2):
+            assert evaluate(model, dataset, EXACT, tests.world()) == by_hand(images)
+            assert model.training
 
 
 def by_hand(images: int = 37) -> Accuracy:
@@ -107,6 +96,7 @@ def by_hand(images: int = 37) -> Accuracy:
 
 @pytest.mark.parametrize("shift", [0, 2])
 @pytest.mark.parametrize("world", [1, 3])
+@with_ranks()
 def test_views_of_an_image_are_averaged_beside_the_plain_figure(world: int, shift: int):
     """It and its mirror image, or six views weighed one by one; pixels beyond an edge are found by reflected index."""
     mean, std = (np.array(v).reshape(1, 3, 1, 1) for v in (SyntheticData.mean, SyntheticData.std))
@@ -125,10 +115,10 @@ def test_views_of_an_image_are_averaged_beside_the_plain_figure(world: int, shif
     plain, mirrored = by_hand(), figures(logits(0))
     shifted = figures(logits(0) / 2 + logits(-2) / 4 + logits(2) / 4)
     assert shifted != mirrored != [plain.top1, plain.top5]
-    for accuracy in run(world, partial(guessed, mirror=True, shift=shift)):
-        assert (accuracy.top1, accuracy.top5) == (plain.top1, plain.top5)
-        assert [accuracy.top1_mirror, accuracy.top5_mirror] == pytest.approx(mirrored)
-        assert not shift or [accuracy.top1_shift, accuracy.top5_shift] == pytest.approx(shifted)
+    accuracy = evaluate(Guess(), data_of(37, 8), EXACT, tests.world(), mirror=True, shift=shift)
+    assert (accuracy.top1, accuracy.top5) == (plain.top1, plain.top5)
+    assert [accuracy.top1_mirror, accuracy.top5_mirror] == pytest.approx(mirrored)
+    assert not shift or [accuracy.top1_shift, accuracy.top5_shift] == pytest.approx(shifted)
 
 
 def test_logits_of_views_are_added_in_fp32():
@@ -148,26 +138,15 @@ def test_logits_of_views_are_added_in_fp32():
 
 
 @pytest.mark.parametrize("world", [1, 3])
+@with_ranks()
 def test_a_stop_that_one_rank_hears_of_cuts_an_evaluation_off_on_all(world: int):
-    assert run(world, _looks_before_the_stop) == [2] * world
-
-
-def _looks_before_the_stop() -> int:
-    """Rank 0 alone is asked, before its second batch; how often it looked."""
-    world, dataset = tests.world(), data_of(60, 2)
-    model, looks = Guess().train(), 0
-
-    def asked() -> bool:
-        nonlocal looks
-        looks += 1
-        return looks == 2
-
+    """Rank 0, before its second batch."""
+    here, dataset, model, answers = tests.world(), data_of(60, 2), Guess().train(), iter([False, True])
     with pytest.raises(StopRequested):
-        evaluate(model, dataset, EXACT, world, asked if world.rank == 0 else lambda: False)
+        evaluate(model, dataset, EXACT, here, lambda: here.is_main and next(answers))
     assert model.training
-    again = evaluate(model, dataset, EXACT, world)
-    assert again.images == 60, "the next one is whole"
-    return looks or 2
+    assert len(list(answers)) == (0 if here.is_main else 2)
+    assert evaluate(model, dataset, EXACT, here).images == 60, "the next one is whole"
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -27,10 +27,10 @@ from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
 from tests.data.prepare.replica import tree
-from tests.e2e.command import environment, wait_for
+from tests.e2e.command import environment, train_here, wait_for
 from tests.models import own
 from tests.ranks import run, with_ranks
-from tests.training.jobs import job_of, run_job
+from tests.training.jobs import job_of
 
 SMALL = ("model={kind='cifarnet',widths=[4,5,6]}", "precision.kind=fp32")
 
@@ -65,36 +65,30 @@ def test_final_weights_are_never_of_an_earlier_end(tmp_path: Path):
 
 
 def _train_on(folder: Path, epochs: int, stop: bool) -> str:
-    ask_first = (lambda: lambda: True) if stop else None
-    return run_job(small_job(folder, epochs, resume=True), tests.world(), ask_first=ask_first).status
+    return train_here(small_job(folder, epochs, resume=True), (lambda: lambda: True) if stop else None).status
 
 
+@with_ranks(1, fresh=True)
 def test_a_disk_too_small_for_checkpoints_takes_the_weights_of_a_run_that_has_ended(tmp_path: Path):
-    ((status, said),) = run(1, _train_on_a_small_disk, tmp_path, fresh=True)
-    assert status == "finished"
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+    with (
+        patch("imagenet_fast.checkpoint.writer.write_durably", side_effect=full),
+        redirect_stderr(io.StringIO()) as said,
+    ):
+        assert _train_on(tmp_path, 1, stop=False) == "finished"
     failed = f"warning: the checkpoint of step 1 failed: {tmp_path} cannot be written (No space left on device); free "
-    assert said.splitlines() == [
+    assert said.getvalue().splitlines() == [
         f"{failed}space there; training goes on, and it is tried again",
         f"{failed}space there; the final weights are written, so the run has ended all the same",
     ]
     assert (tmp_path / "checkpoints" / "final.safetensors").is_file()
 
 
-def _train_on_a_small_disk(folder: Path) -> tuple[str, str]:
-    said, full = io.StringIO(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
-    with patch("imagenet_fast.checkpoint.writer.write_durably", side_effect=full), redirect_stderr(said):
-        return _train_on(folder, 1, stop=False), said.getvalue()
-
-
+@with_ranks(1, fresh=True)
 def test_a_stop_is_told_once_where_no_launcher_of_ours_is(tmp_path: Path):
-    (printed,) = run(1, _stopped, tmp_path, fresh=True)
-    assert printed.lower().count("stopped by a signal after step 1, and saved; ") == 1
-
-
-def _stopped(folder: Path) -> str:
     with redirect_stdout(io.StringIO()) as printed:
-        _train_on(folder, 2, stop=True)
-    return printed.getvalue()
+        _train_on(tmp_path, 2, stop=True)
+    assert printed.getvalue().lower().count("stopped by a signal after step 1, and saved; ") == 1
 
 
 EDITS = {
@@ -104,18 +98,18 @@ EDITS = {
 }
 
 
-@with_ranks(2)
+@with_ranks(2, fresh=True)
 def test_a_network_that_was_edited_is_not_gone_on_with(tmp_path: Path):
     """One of eight units, which are frozen."""
     model = {"kind": "python", "name": "tests.models.own:edited"}
     with patch.object(own, "FROZEN", True):
-        assert run_job(small_job(tmp_path, 1, model=model), tests.world()).status == "finished"
+        assert train_here(small_job(tmp_path, 1, model=model)).status == "finished"
     before = tree(tmp_path)
     for change, (widths, frozen) in EDITS.items():
         said = f"the network {change} since .* was written; restore it, or begin another run"
         job = small_job(tmp_path, 2, resume=True, model=model)
         with patch.multiple(own, WIDTHS=widths, FROZEN=frozen), pytest.raises(UserError, match=said):
-            run_job(job, tests.world())
+            train_here(job)
         assert tree(tmp_path) == before
 
 
