@@ -24,7 +24,7 @@ from imagenet_fast.checkpoint.folder import retain
 from imagenet_fast.distributed.ranks import RankInfo
 from tests.checkpoint.trees import ALONE, found_step, names, same, saved, stamp, state
 from tests.conftest import refusal_of
-from tests.ranks import run
+from tests.ranks import with_ranks
 
 
 def together(*roots: Path, timeout: timedelta = timedelta(seconds=30)) -> list[CheckpointWriter]:
@@ -158,27 +158,23 @@ def test_after_an_error_nobody_waits_and_the_next_run_sweeps(tmp_path: Path):
     assert names(tmp_path) == ["step-00000003"]
 
 
+@with_ranks(3)
 def test_the_store_is_left_clean_beside_collectives(tmp_path: Path):
-    assert run(3, saved_beside_collectives, tmp_path) == [0, 0, 0]
-    found = open_checkpoint(tmp_path / "step-00000003")
-    assert same(dict(found.parts()), {rank: state(3, rank=1 + rank) for rank in range(3)})
-
-
-def saved_beside_collectives(root: Path) -> int:
-    """How many keys two more checkpoints leave in the store at which the ranks met."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store, keys = dist.distributed_c10d._get_default_store(), []
-    with CheckpointWriter(root, RankInfo(rank, size, rank, size), store, keep=0) as writer:
+    """That at which the ranks met: two more checkpoints leave no more keys in it."""
+    rank, store, keys = dist.get_rank(), dist.distributed_c10d._get_default_store(), []
+    with CheckpointWriter(tmp_path, RankInfo(rank, 3, rank, 3), store, keep=0) as writer:
         dist.barrier()
         for step in range(1, 4):
-            writer.save(stamp(step, world=size), state(step), state(step, rank=1 + rank))
+            writer.save(stamp(step, world=3), state(step), state(step, rank=1 + rank))
             for _ in range(20):
                 dist.all_reduce(torch.ones(100))
             writer.wait()
             dist.barrier()
             keys.append(store.num_keys())
             dist.barrier()
-    return keys[-1] - keys[0]
+    assert keys[-1] == keys[0]
+    found = open_checkpoint(tmp_path / "step-00000003")
+    assert same(dict(found.parts()), {rank: state(3, rank=1 + rank) for rank in range(3)})
 
 
 @pytest.mark.parametrize(

@@ -123,9 +123,13 @@ def test_what_a_cgroup_denies_does_not_count(
 
 
 @pytest.mark.usefixtures("root")
+@with_ranks(1, fresh=True)
 def test_threads_that_the_user_may_not_start_are_no_firewall():
-    (sentence,) = run(1, connected_without_threads, fresh=True)
-    assert sentence == (
+    os.setuid(47_110)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), 20.0):
+        dist.new_group(backend="gloo")
+    assert str(told.value) == (
         "rank 0 could not connect to the others: no more processes and threads may be started; raise `ulimit -u`, or "
         "the container's limit (`pids.max`)"
     )
@@ -135,11 +139,3 @@ def test_what_must_be_done_is_done_where_no_thread_may_be_started(monkeypatch: p
     monkeypatch.setattr(Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     call_within(1.0, done := Mock())
     done.assert_called_once_with()
-
-
-def connected_without_threads() -> str:
-    os.setuid(47_110)
-    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-    with pytest.raises(UserError) as told, connecting(RankInfo(0, 1, 0, 1), HashStore(), 20.0):
-        dist.new_group(backend="gloo")
-    return str(told.value)

@@ -17,7 +17,8 @@ from imagenet_fast.models.cifarnet import CifarNet, whitening_filters
 from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.schema import CifarNet as Settings
 from imagenet_fast.training.trainer import Trainer
-from tests.ranks import run
+from tests.ranks import with_ranks
+from tests.sync.given import same_on_ranks
 from tests.training.jobs import job_of
 
 
@@ -87,22 +88,16 @@ def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
 DATA = {"dataset": "cifar10", "loader": "folder", "image_size": 32, "resize": 32, "workers": 1}
 
 
+@with_ranks(3)
 def test_ranks_begin_with_rank_zeros_whitening(image_dir: Path):
     """Only rank 0 reads images for it."""
-    weights = run(3, _initial_weights, image_dir)
-    assert all(torch.equal(weights[0][name], tensor) for other in weights for name, tensor in other.items())
-    images = list(example_images(ImageData(**DATA), image_dir, seed=1))
-    filters = whitening_filters(images)
-    torch.testing.assert_close(weights[0]["whiten.weight"], torch.cat([filters, -filters]))
-
-
-def _initial_weights(images: Path) -> dict[str, Tensor]:
-    trainer = Trainer(job_of(images=images, global_batch=24, data=DATA), tests.world())
+    trainer = Trainer(job_of(images=image_dir, global_batch=24, data=DATA), tests.world())
     trainer.open_data()
     trainer.build()
-    found = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    same_on_ranks(*trainer.model.state_dict().values())
+    filters = whitening_filters(list(example_images(ImageData(**DATA), image_dir, seed=1)))
+    torch.testing.assert_close(trainer.model.get_parameter("whiten.weight"), torch.cat([filters, -filters]))
     trainer.state.sync.close()
-    return found
 
 
 @pytest.mark.parametrize("loader", ["dali", "folder"])

@@ -187,54 +187,42 @@ def train_and_rename(folder: Path, to: Path | None, replaced: bool) -> tuple[str
         return recorded, str(error)
 
 
+@with_ranks(1, fresh=True)
 def test_a_run_that_has_ended_is_never_trained_again_whatever_became_of_its_checkpoints(tmp_path: Path):
-    """Nor does its lock outlive it."""
-    ((printed, refused),) = run(1, end_again_and_again, tmp_path, fresh=True)
-    told = f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so; its weights are {tmp_path}"
-    assert printed == f"{told}/checkpoints/final.safetensors\n" * 4
-    assert refused == (
-        f"{tmp_path} holds a run that has ended, and no checkpoint from which it could go on; give another --out, "
-        f"with --init-from {tmp_path} to start from its weights"
-    )
-
-
-def end_again_and_again(folder: Path) -> tuple[str, str]:
-    """What is printed while its checkpoints are whole, damaged, old and gone; why it then trains for no more epochs."""
-    train_here(job_of(folder, resume=True))
-    old, last = sorted(folder.glob("checkpoints/step-*"))
-    before = tree(folder)
+    """While they are whole, damaged, old and gone. Nor does its lock outlive it."""
+    train_here(job_of(tmp_path, resume=True))
+    old, last = sorted(tmp_path.glob("checkpoints/step-*"))
+    before = tree(tmp_path)
     with redirect_stdout(io.StringIO()) as printed:
         for change in (lambda: None, (last / "manifest.json").unlink, partial(rmtree, last), partial(rmtree, old)):
             change()
-            train_here(job_of(folder, resume=True))
-    refused = refusal_of(train_here, job_of(folder, resume=True, epochs=3))
-    assert tree(folder) == {name: content for name, content in before.items() if "step-" not in name}
-    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return printed.getvalue(), refused
+            train_here(job_of(tmp_path, resume=True))
+    told = f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so; its weights are {tmp_path}"
+    assert printed.getvalue() == f"{told}/checkpoints/final.safetensors\n" * 4
+    assert refusal_of(train_here, job_of(tmp_path, resume=True, epochs=3)) == (
+        f"{tmp_path} holds a run that has ended, and no checkpoint from which it could go on; give another --out, "
+        f"with --init-from {tmp_path} to start from its weights"
+    )
+    assert tree(tmp_path) == {name: content for name, content in before.items() if "step-" not in name}
+    fcntl.flock(os.open(tmp_path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@with_ranks(1, fresh=True)
 def test_a_longer_run_that_could_not_begin_its_record_is_not_taken_for_ended(tmp_path: Path):
-    assert run(1, lengthen, tmp_path, fresh=True) == [3]
-
-
-def lengthen(folder: Path) -> int:
-    """The epochs of a run of two that goes on with three, once the disk has room for its record."""
-    train_here(job_of(folder, resume=True))
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    """It goes on, once the disk has room for its record."""
+    train_here(job_of(tmp_path, resume=True))
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
     with patch("imagenet_fast.metrics.record.take_back", side_effect=full):
-        assert "No space left on device" in refusal_of(train_here, job_of(folder, resume=True, epochs=3))
-    train_here(job_of(folder, resume=True, epochs=3))
-    return outcome_of(folder)["epochs"]
+        assert "No space left on device" in refusal_of(train_here, job_of(tmp_path, resume=True, epochs=3))
+    train_here(job_of(tmp_path, resume=True, epochs=3))
+    assert outcome_of(tmp_path)["epochs"] == 3
 
 
 @pytest.mark.parametrize("left", ["events.jsonl", "checkpoints/final.safetensors"])
+@with_ranks(1, fresh=True)
 def test_a_start_that_fails_changes_nothing(left: str, tmp_path: Path):
     """As one with another network, which is known only when it is built; see also ``test_trainer.py``."""
     before = tree(begun(tmp_path / "run", left))
-    assert run(1, fail_to_build, tmp_path / "run", fresh=True) == ["no such network"]
-    assert tree(tmp_path / "run") == before
-
-
-def fail_to_build(folder: Path) -> str:
     with patch("imagenet_fast.training.trainer.build_initial_model", side_effect=UserError("no such network")):
-        return refusal_of(train_here, job_of(folder, resume=True))
+        assert refusal_of(train_here, job_of(tmp_path / "run", resume=True)) == "no such network"
+    assert tree(tmp_path / "run") == before
