@@ -51,19 +51,14 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             name = STRANGE[number // 4] if number // 4 < len(STRANGE) else f"{number}.jpg"
             (folder / name).write_bytes(b"\xff\xd8" + drawn.randbytes(1 + drawn.randrange(3000)))
     (place / "folder" / "train" / CLASSES[0] / os.fsdecode(b"not utf-8 \xff.jpg")).write_bytes(b"BM")
-    to_shards(place / "folder", place)
-    return {name: place / name for name in FORMATS}
-
-
-def to_shards(folder: Path, place: Path, in_each: int = 4) -> None:
-    """Beside it, in the other formats, so many images in each shard."""
-    in_records(folder, place / "tfrecord", in_each)
-    for split, images in (("train", open_training(folder)), ("val", open_validation(folder))):
+    in_records(place / "folder", place / "tfrecord", in_each=4)
+    for split, images in (("train", open_training(place / "folder")), ("val", open_validation(place / "folder"))):
         write_classes(place / "webdataset", images.classes)
-        for number, samples in enumerate(split_into(samples_of(images), in_each)):
-            write_tar(place / f"webdataset/{split}-{number:06}.tar", enumerate(samples, number * in_each))
+        for number, samples in enumerate(split_into(samples_of(images), in_each=4)):
+            write_tar(place / f"webdataset/{split}-{number:06}.tar", enumerate(samples, 4 * number))
     for kind in FORMATS[1:]:  # which leaves an index
         open_training(place / kind), open_validation(place / kind)
+    return {name: place / name for name in FORMATS}
 
 
 def test_all_formats_hold_the_same_images_in_the_same_order(roots: dict[str, Path]):

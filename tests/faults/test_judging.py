@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.fuzzing import Before, Launch, Round
 from tests.faults.jobs import Running, digest
-from tests.faults.programs import FILES, Hurt, draw_program
+from tests.faults.programs import FILES, draw_program
 
 pytestmark = pytest.mark.ci
 
@@ -46,26 +46,14 @@ def test_a_seed_draws_one_program_and_all_kinds_of_disturbances_come():
     ],
 )
 def test_what_is_wrong_is_found(code: int, printed: str, before: Before, fault: str, tmp_path: Path):
-    faults = judged(tmp_path, code, printed, before)
-    assert bool(faults) == bool(fault)
-    assert fault in " ".join(faults)
-
-
-def judged(
-    folder: Path, code: int, printed: str, before: Before, alone: str | None = None,
-    hurts: dict[Path, Hurt] | None = None,
-) -> list[str]:  # fmt: skip
-    """What is found wrong with a command that ended with ``code``."""
-    out = folder / "run"
+    out, log = tmp_path / "run", tmp_path / "log"
     weights_file = out / "checkpoints" / "final.safetensors"
     weights_file.parent.mkdir(parents=True)
     weights_file.write_bytes(b"weights")
-    alone = alone or digest(out)
-    log = folder / "log"
     log.write_text(printed)
     ends = f"import os, signal; os.kill(os.getpid(), {-code})" if code < 0 else f"raise SystemExit({code})"
     command = subprocess.Popen([sys.executable, "-c", ends], text=True)
-    round_ = Round(out, (), alone)
-    round_._hurts.update(hurts or {})
+    round_ = Round(out, (), digest(out))
     round_._end(Launch("1", Running(command, out), log, before))
-    return round_.faults
+    assert bool(round_.faults) == bool(fault)
+    assert fault in " ".join(round_.faults)

@@ -33,27 +33,15 @@ from tests.root import as_user
 from tests.training.jobs import job_of
 
 
-@pytest.fixture
-def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
-    """Ends as a rank that was given the folder ends, with a sentence."""
+def test_a_refusal_is_heard_though_rank_0_is_ended_before_it_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(errors, "_refusals", [])
-
-    def refuse(folder: Path, sentence: str) -> None:
-        errors.write_errors_to(folder)
-        with pytest.raises(SystemExit) as end:
-            errors.exit_with_error(sentence)
-        assert end.value.code == 2
-
-    return refuse
-
-
-def test_a_refusal_is_heard_though_rank_0_is_ended_before_it_speaks(
-    refuse: Callable[[Path, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
     sentence = os.fsdecode(b"caf\xe9.jpg") + " cannot be decoded; replace it"  # a name that is no UTF-8
 
     def torchrun(_: object) -> None:
-        refuse(tmp_path, sentence)
+        errors.write_errors_to(tmp_path)  # as a rank
+        with pytest.raises(SystemExit) as end:
+            errors.exit_with_error(sentence)
+        assert end.value.code == 2
         raise failed(-signal.SIGTERM)
 
     monkeypatch.setattr("torch.distributed.run.run", torchrun)

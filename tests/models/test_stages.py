@@ -12,25 +12,19 @@ from torch import Tensor, nn
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, load_profile
 from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import LocalStages, recorded_times, split_model
-from imagenet_fast.recipe import schema
 from tests.conftest import refuses, tiers
 from tests.models.narrow import narrow_model
 from tests.models.own import Residual
+from tests.models.test_models import NETWORKS
 
-MODELS: dict[str, tuple[schema.Model, int]] = {
-    "resnet18": (schema.ResNet(kind="resnet18"), 32),
-    "resnet50": (schema.ResNet(kind="resnet50"), 32),
-    "alexnet": (schema.AlexNet(kind="alexnet"), 63),
-    "alexnet_bn": (schema.AlexNetBN(kind="alexnet_bn", pool5_norm=True), 67),
-    "cifarnet": (schema.CifarNet(kind="cifarnet", widths=(4, 5, 6)), 32),
-}
+PIXELS = {"resnet18": 32, "resnet50": 32, "alexnet": 63, "alexnet_bn": 67, "cifarnet": 32}
 
 
 def built(name: str) -> tuple[nn.Module, Tensor]:
     """A model in channels_last memory, and two images."""
     torch.manual_seed(0)
-    settings, size = MODELS[name]
-    return narrow_model(settings, 10), torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(2, 3, PIXELS[name], PIXELS[name]).contiguous(memory_format=torch.channels_last)
+    return narrow_model(NETWORKS[name], 10), images
 
 
 def parts_of(model: nn.Module, images: Tensor, ranks: int, chunks: int = 1) -> list[LocalStages]:
@@ -49,7 +43,7 @@ def through(parts: list[LocalStages], values: Tensor) -> Tensor:
     return values
 
 
-@pytest.mark.parametrize("name", tiers([name for name in MODELS if name != "resnet50"], ["resnet50"]))
+@pytest.mark.parametrize("name", tiers([name for name in NETWORKS if name != "resnet50"], ["resnet50"]))
 def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
     model, images = built(name)
     torch.manual_seed(1)  # of dropout
@@ -63,10 +57,10 @@ def test_stages_together_are_the_model_whatever_the_number_of_cuts(name: str):
         assert torch.equal(through(parts, images), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_pieces_have_parameters_no_inplace_start_and_the_number_that_recipes_know(name: str):
     pieces = segments_of(built(name)[0])
-    assert MODELS[name][0].most_stages == len(pieces)
+    assert NETWORKS[name].most_stages == len(pieces)
     for piece in pieces:
         assert not getattr(next(iter(piece.values())), "inplace", False)
         assert any(p.requires_grad for layer in piece.values() for p in layer.parameters())

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.ddp import DdpPeer
-from imagenet_fast.sync import EngineSettings, GradientPool, SparseSync
+from imagenet_fast.sync import SparseSync
 from imagenet_fast.training.optimizers import SGD
 from tests.ranks import run, with_ranks
 from tests.sync.given import SMALL, Given, integers, pooled, weights_of
@@ -33,12 +33,6 @@ def gradients(step: int, rank: int) -> list[Tensor]:
     return values
 
 
-def guarded(model: nn.Module, settings: EngineSettings, largest: float) -> GradientPool:
-    pool = pooled(model, settings)
-    pool.guard(largest)
-    return pool
-
-
 def test_an_overflow_that_sparse_has_not_sent_is_skipped_while_it_is_there_by_all_ranks():
     """It is the next to be sent. Put off or at once, the same comes out."""
     (skipped, steps), *others = [result for way in ("lazy", "hybrid") for result in run(2, _sparsely, way)]
@@ -55,7 +49,8 @@ def test_an_overflow_that_sparse_has_not_sent_is_skipped_while_it_is_there_by_al
 def _sparsely(timing: Any) -> tuple[list[bool], list[Tensor]]:
     (model, optimizer), skipped, steps = started(), [], []
     settings = SparseSync(wire="fp16", sparsity=0.75, chunk=32, ramp_epochs=0, timing=timing)
-    pool = guarded(model, settings, LARGEST)
+    pool = pooled(model, settings)
+    pool.guard(LARGEST)
     for step in range(24):
         pool.zero_grad()
         model(gradients(step, dist.get_rank())).backward()

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.optimizer import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from imagenet_fast.recipe.optim_config import Sgd
@@ -51,18 +50,6 @@ def labelled_loss(model: nn.Module, step: int) -> torch.Tensor:
 def started(**changes: object) -> tuple[nn.Module, GradientPool, Any]:
     chosen, model = settings(**changes), network()
     return model, pooled(model, chosen), build_optimizer(SGD, model, chosen.velocity_momentum is not None)
-
-
-def train(model: nn.Module, pool: GradientPool, optimizer: Optimizer, steps: range) -> tuple[list[float], list[int]]:
-    """Losses, and bytes sent."""
-    losses, sent = [], []
-    for step in steps:
-        pool.zero_grad()
-        loss = labelled_loss(model, step)
-        loss.backward()
-        sent.append(pool.step(optimizer).sent_bytes)
-        losses.append(loss.item())
-    return losses, sent
 
 
 @with_ranks(3)
@@ -109,7 +96,9 @@ def test_deferred_chunks_equal_awaited_ones_bitwise(how: str) -> None:
     weights = []
     for timing in ("lazy", "hybrid"):
         model, pool, optimizer = started(timing=timing, **CHANGES[how])
-        train(model, pool, optimizer, range(14))
+        for step in range(14):
+            begin(model, pool, step, labelled_loss)
+            pool.step(optimizer)
         pool.settle()
         weights.append(weights_of(model))
     assert torch.equal(*weights)

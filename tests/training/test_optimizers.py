@@ -15,6 +15,7 @@ from imagenet_fast.sync.per_param_step import snapshot_step
 from imagenet_fast.training.lr_schedule import set_rate
 from imagenet_fast.training.optimizers import LARS, SGD, build_optimizer, param_groups, split_parameters, total_norm
 from tests.sync.given import weights_of
+from tests.sync.loops import Layers, loss_of
 
 SHAPES = [(16, 3, 3, 3), (10, 16), (10,), (16,)]
 MU, WD, ETA = 0.9, 5e-4, 0.001
@@ -326,18 +327,8 @@ def test_norm_biases_may_have_a_rate_of_their_own_and_shrink_like_the_rest(decou
     assert all(group["lr"] == 1.0 for group in optimizer.param_groups)
 
 
-def small_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
-
-
-def loss_of(model: nn.Module, step: int) -> Tensor:
-    images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-    return nn.functional.cross_entropy(model(images), torch.arange(6) % 5)
-
-
 def test_lars_steps_with_a_closure_and_leaves_unused_parameters():
-    model, idle = small_net(), nn.Parameter(torch.ones(3, 3))
+    model, idle = Layers(), nn.Parameter(torch.ones(3, 3))
     optimizer = LARS([*param_groups(model), {"params": [idle]}], lr=1.0, weight_decay=0.1)
 
     def closure() -> Tensor:
@@ -347,7 +338,7 @@ def test_lars_steps_with_a_closure_and_leaves_unused_parameters():
         return loss
 
     before = weights_of(model)
-    assert optimizer.step(closure).item() == loss_of(small_net(), 0).item()
+    assert optimizer.step(closure).item() == loss_of(Layers(), 0).item()
     assert not torch.equal(weights_of(model), before)
     assert (idle == 1).all()
 
