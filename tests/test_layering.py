@@ -152,11 +152,11 @@ LINES = {
     "imagenet_fast/parallel": 983,
     "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2030,
-    "imagenet_fast/sync": 5050,
+    "imagenet_fast/sync": 5043,
     "imagenet_fast/training": 3148,
-    "imagenet_fast": 32016,
-    "tests": 28356,
-    "tests/sync": 6216,
+    "imagenet_fast": 32009,
+    "tests": 28389,
+    "tests/sync": 6249,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

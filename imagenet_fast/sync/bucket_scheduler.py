@@ -82,9 +82,7 @@ class Scheduler(SyncEngine):
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
         self._topology = pool.topology
-        # A graph of a GPU finds the gradients of the step before where they were, and so in the pool.
-        stays = not self.defers or self._device.type == "cpu"
-        self.is_local = self._topology.size == 1 and not engine.powersgd_rank and stays
+        self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
         self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
         self._plain_steps = engine.plain_steps if is_coded(self._wire) or engine.powersgd_rank else 0
         self._network = network or NetworkProbe(self._topology, self._wire)

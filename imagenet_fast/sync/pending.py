@@ -112,7 +112,6 @@ class PendingUpdate:
         apply: Update,
         lock: threading.RLock,
         lockstep: bool,
-        watches: bool = True,
     ) -> None:
         """Put off ``apply`` for every parameter.
 
@@ -124,16 +123,13 @@ class PendingUpdate:
             lock: Held while a part is carried out: several threads may read the parameters, to evaluate the model.
             lockstep: Whether updates wait for ranks outside the pool, as LARS does for the norms of shards. Then no
                 update is carried out early: other messages may have arrived there, and the calls would not match.
-            watches: Whether to keep an account of parameters that nothing is seen to use: see ``unread``.
         """
         self._engine, self._slots, self._used, self._apply = engine, slots, used, apply
-        self._lock, self._lockstep, self._watches = lock, lockstep, watches
+        self._lock, self._lockstep = lock, lockstep
         self._slot_of = {id(slot.param): slot for slot in slots}
         first = slots[0].param
         self.stream = torch.cuda.current_stream(first.device) if first.is_cuda else None
         """The stream of the step, on which parts are carried out; None on a CPU."""
-        self.all_seen = True
-        """False once what was left was asked for at once, so that nobody knows who reads it."""
         self._begun: dict[ParamSlot, object] = {}  # what has begun: the part at work, the version where it failed, None
         for slot in slots:
             slot.param.grad = None  # still in flight
@@ -146,7 +142,7 @@ class PendingUpdate:
 
     @property
     def unread(self) -> set[ParamSlot]:
-        """The slots whose parameters nothing was seen to use since the step; if it watches, be they updated or not."""
+        """The slots whose parameters nothing has been seen to use since the step, be they updated or not."""
         return {slot for slot in self._slots if isinstance(slot.param, Pending)}
 
     @property
@@ -164,9 +160,7 @@ class PendingUpdate:
         for slot in self._slots:
             self._set_back(slot.param)
             last._set_back(slot.param)
-        return PendingUpdate(
-            self._engine, self._slots, self._used, self._apply, self._lock, self._lockstep, self._watches
-        )
+        return PendingUpdate(self._engine, self._slots, self._used, self._apply, self._lock, self._lockstep)
 
     def take_failed(self) -> dict[ParamSlot, int]:
         """Return, once, the slots whose part ended in an exception, with the version of each parameter then."""
@@ -178,14 +172,13 @@ class PendingUpdate:
         """Carry out the update of ``params``, or of all that are left, and of arrived neighbours.
 
         It may be called again while it is at work, by a signal's handler. A parameter that waits for a newer update is
-        left alone. If it watches, the class of neighbours stays: who read them before, unseen, has read old weights.
+        left alone. The class of neighbours stays: who read them before, unseen, has read old weights (see ``unread``).
 
         Raises:
             RuntimeError: Operations are being recorded, as by torch.export, and the update would be among them.
         """
         with self._lock:
             asked = [slot.param for slot in self._slots] if params is None else params
-            self.all_seen &= params is not None or not self.unread
             if len(self._begun) < len(self._slots):
                 slots = [self._slot_of[id(param)] for param in asked]
                 if due := [slot for slot in slots if slot not in self._begun]:
@@ -222,8 +215,6 @@ class PendingUpdate:
                 for slot in part:
                     slot.param.grad = None
         self._begun.update(dict.fromkeys(part))
-        for slot in () if self._watches else part:
-            self._set_back(slot.param)
 
     def _set_back(self, param: Tensor) -> None:
         """Give a parameter the class that it had before, unless it waits for the update of another step."""
@@ -293,8 +284,6 @@ class Readers:
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         """Look at the memory of the parameters of ``slots``."""
-        self.all_seen = False
-        """True once a step has seen all parameters read by torch functions: then the next ones are not watched."""
         self._params = [slot.param for slot in slots]
         self._scripted = [slot.param for slot in slots if isinstance(slot.module, ScriptModule)]
         on_cpu = slots[0].param.device.type == "cpu"

@@ -45,7 +45,8 @@ class Step:
     """The gradients of one step. Its end is the beginning of the next one, a new object.
 
     Autograd produces a fresh tensor that is copied, rather than accumulating into the pool. That costs two passes over
-    memory instead of four for a memset and an in-place add. Micro-steps add up in ``p.grad``.
+    memory instead of four for a memset and an in-place add. Later micro-steps of one step do add in place. Until a
+    message is about to leave, its gradients have their own memory.
     """
 
     def __init__(self, pool: Owner) -> None:
@@ -88,12 +89,18 @@ class Step:
                 torch.autograd.Variable._execution_engine.queue_callback(late.clear)
         if self._ready[slot.index]:
             contract.refuse("second backward", slot)
+        contract.check_gradient(slot, gradient, pool.gradients.values)
         if pool.syncing:
             self.phase = Phase.SENDING
-            self._accept(slot, gradient)
+            self._take(slot, gradient)
+            self._ready[slot.index] = True
             pool.order.note(slot)
             # The last waits for ``end_backward``, or a rank's lone backward would pass; ``drop`` writes into it.
             self._push(pool.gradients.last)
+        elif not pool.engine.sends_part:  # which adds a gradient to its residual, so takes one only once a step
+            self._take(slot, gradient)
+            self.fill()
+            slot.param.grad = self._taken[slot]
 
     def end_backward(self) -> SyncStats:
         """Send what backward did not reach, with a gradient of zero, and all that is left."""
@@ -102,14 +109,17 @@ class Step:
             pool = self._pool
             self._started()
             for slot in pool.gradients.slots:
+                gradient = slot.param.grad
                 if self._ready[slot.index]:
-                    if slot.param.grad is not pool.gradients.placeholders[slot.index]:
+                    if gradient is not pool.gradients.placeholders[slot.index]:
                         contract.refuse("change", slot)
-                elif slot.param.grad is None:
+                    continue
+                contract.check_gradient(slot, gradient, pool.gradients.values)
+                if gradient is None:
                     self._unused.add(slot)
                     self._leave_out(slot)
                 else:
-                    self._accept(slot, slot.param.grad)
+                    self._take(slot, gradient)
             self.fill()
             self._push_all()
             self.found_inf = self._any_overflow()
@@ -141,8 +151,7 @@ class Step:
         slots = pool.gradients.slots
         if engine.defers and not at_once and self.phase is Phase.SENT:
             unseen = pool.readers.unseen()
-            watches = not pool.readers.all_seen
-            pool.pending = PendingUpdate(engine, slots, self.used, limited, pool.lock, pool.lockstep, watches)
+            pool.pending = PendingUpdate(engine, slots, self.used, limited, pool.lock, pool.lockstep)
             pool.pending.settle(unseen)
         else:
             if self.phase is Phase.SENT:
@@ -166,10 +175,10 @@ class Step:
         contract.check(self.phase, "drop")
         pool = self._pool
         self._start()
+        self.fill()
         for slot in pool.gradients.slots:
             if not self._ready[slot.index]:
                 self._leave_out(slot)
-        self.fill()
         last = pool.gradients.slots[pool.gradients.last]
         pool.gradients.extent(last)[:-1] = math.nan
         pool.gradients.values[last.flag] = USED
@@ -233,30 +242,27 @@ class Step:
             pool = self._pool
             contract.refuse_late_group(pool.gradients.topology)
             self._late = set() if pool.pending is None else pool.pending.unread
-            pool.readers.all_seen |= pool.pending is not None and pool.pending.all_seen and not self._late
             pool.settle()
             pool.engine.start()
             pool.gradients.mark_used()
         return self._late
 
-    def _accept(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Have ``fill`` take a gradient, which from now on is on its way.
+    def _take(self, slot: ParamSlot, gradient: Tensor) -> None:
+        """Have ``fill`` copy a gradient, which from now on is on its way, unless autograd has added it up in its place.
 
         Where nothing is sent it stays where it is, unless a fused optimizer would mix up its strides.
         """
         pool, buffer = self._pool, self._pool.gradients
-        contract.check_gradient(slot, gradient, buffer.values)
         view = buffer.view(slot)
-        stays = pool.engine.is_local and pool.largest is None and gradient.stride() == view.stride()
-        self._taken[slot] = gradient if stays else view
-        if not stays:
+        if pool.engine.is_local and pool.largest is None and gradient.stride() == view.stride():
+            view = gradient
+        elif gradient is not view:
             self._came[slot] = gradient
+        self._taken[slot] = view
         slot.param.grad = buffer.placeholders[slot.index]
-        self._ready[slot.index] = True
 
     def _leave_out(self, slot: ParamSlot) -> None:
         """Send zero for a parameter that this rank has not used."""
-        contract.check_gradient(slot, None, self._pool.gradients.values)
         self._pool.engine.store_unused(self._pool.gradients.extent(slot))
         self._taken[slot] = self._pool.gradients.view(slot)
 

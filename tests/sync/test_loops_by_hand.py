@@ -98,6 +98,39 @@ def test_a_step_that_one_rank_alone_drops_is_taken_by_none_unseen(
         same_on_ranks(weights_of(model))
 
 
+@pytest.mark.parametrize("engine", tiers(["hybrid"], ["lazy", "powersgd"]))
+@with_ranks(2)
+@unmeasured()
+def test_a_rank_may_drop_a_step_because_its_model_was_converted(engine: str) -> None:
+    """What it sends is of what the pool holds, so the other rank need not wait for it."""
+    model, pool, _ = trained(ENGINES[engine], 3)
+    pool.settle()
+    pool.zero_grad()
+    if dist.get_rank() == 1:
+        model.double()
+        with pytest.raises(RuntimeError, match="was converted after its gradient pool was made"):
+            loss_of(lambda x: model(x.double()), 3).backward()
+        pool.drop()
+    else:
+        loss_of(model, 3).backward()
+        pool.end_backward()
+
+
+@pytest.mark.parametrize("engine", tiers(["hybrid"], ["lazy", "dear"]))
+@with_ranks(1)
+def test_a_gradient_that_is_set_by_hand_is_taken_when_the_step_is(engine: str) -> None:
+    """What its memory holds later is not applied."""
+    model, pool, optimizer = trained(ENGINES[engine], 1)
+    pool.zero_grad()
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    own, before = [param.grad for param in model.parameters()], weights_of(model)
+    pool.step(optimizer)
+    for gradient in own:
+        gradient.zero_()
+    assert (weights_of(model) != before).all()
+
+
 @with_ranks(2)
 @unmeasured()
 def test_a_lost_message_stays_lost() -> None:
