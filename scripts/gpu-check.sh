@@ -66,27 +66,29 @@ section() {
 section "environment" 25 bash -c "git log -1 --format=%h; '$python' -m torch.utils.collect_env || exit
     nvidia-smi --query-gpu=power.limit,clocks.max.sm,clocks.max.memory --format=csv || true"
 
-# The limits of this half add up to 8 minutes. The most decisive sections come first: whether a replayed step of compiled
-# blocks is as fast as one with norms of our own could be.
+# The limits of this half add up to 8 minutes. The most decisive sections come first: what norms of our own save, and
+# whether a replayed step of compiled blocks is as fast.
 if [ "$half" != tests ]; then
     imagenet_fast=("$python" -m imagenet_fast)
+    norms=("$python" -m experiments.norms)
     step=("${imagenet_fast[@]}" bench step --rounds 30 --graph)
     photos=(--model resnet50 --image-size 224)
     loaded=(--batch 128 --seconds 5)
     if [ -n "$dry" ]; then
         step=("${imagenet_fast[@]}" bench step --rounds 1 --steps 1)
+        section "resnet18, 2 images, with our norms and torch's" 40 "${norms[@]}" steps
+        section "norms by shape" 30 "${norms[@]}" shapes
         section "resnet18, 2 images" 40 "${step[@]}" --model resnet18 --image-size 32 --batch 2 --sync 'lazy,dear'
         section "cifar10-94's network, 2 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 2
         loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
     else
-        section "resnet50, 128 images" 40 "${step[@]}" "${photos[@]}" --batch 128
+        section "resnet50, 128 images, with our norms and torch's" 75 "${norms[@]}" steps 128
         section "resnet50, 128 images, compiled" 90 "${step[@]}" "${photos[@]}" --batch 128 --compile
-        for images in 40 64 16; do
-            section "resnet50, $images images" 25 "${step[@]}" "${photos[@]}" --batch "$images"
-        done
-        section "resnet50, 128 images, other engines" 50 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
+        section "resnet50, 40 images, with our norms and torch's" 45 "${norms[@]}" steps 40
+        section "norms by shape, 128 images" 50 "${norms[@]}" shapes 128
+        section "resnet50, 128 images, other engines" 45 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
+        section "resnet50, 16 images" 20 "${step[@]}" "${photos[@]}" --batch 16
         section "alexnet, 512 images" 25 "${step[@]}" --model alexnet --image-size 224 --batch 512
-        section "alexnet, 512 images, compiled" 60 "${step[@]}" --model alexnet --image-size 224 --batch 512 --compile
         section "cifar10-94's network, 512 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 512
     fi
     demo=("${imagenet_fast[@]}" train --recipe demo)
@@ -99,7 +101,7 @@ fi
 if [ "$half" != speed ]; then
     tests=("$python" -m pytest -m '' -p no:cacheprovider -rfs -vv --tb=short)
     ranks=tests/gpu/test_two_ranks.py
-    section "tests on one GPU" 105 "${tests[@]}" tests/gpu -k 'not compiled' "--ignore=$ranks"
+    section "tests on one GPU" 150 "${tests[@]}" tests/gpu -k 'not compiled' "--ignore=$ranks"
     section "random numbers of compiled code" 60 "${tests[@]}" tests/gpu/test_cuda.py -k compiled
     # Where there is no second GPU they share one, which has not run yet. The tests have some 800 collectives, each of
     # which is said to take 9 ms then.

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from imagenet_fast.models.factory import build_model, compile_blocks
+from imagenet_fast.models.factory import build_model, compile_blocks, fuse_norms
 
-__all__ = ["build_model", "compile_blocks"]
+__all__ = ["build_model", "compile_blocks", "fuse_norms"]

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from imagenet_fast.models.fused_norm import FusedBatchNorm2d
+
 
 class AlexNet(nn.Module):
     """Convolutions and fully connected layers, from images [N, 3, H, W] to logits [N, classes]."""
@@ -79,8 +81,8 @@ def alexnet_bn(classes: int, dropout: float, pool5_norm: bool) -> AlexNet:
     return AlexNet(features, classifier)
 
 
-def _norm(channels: int) -> nn.BatchNorm2d:
-    return nn.BatchNorm2d(channels, eps=1e-4, momentum=0.1, affine=False)
+def _norm(channels: int) -> FusedBatchNorm2d:
+    return FusedBatchNorm2d(channels, eps=1e-4, momentum=0.1, affine=False)
 
 
 class CompilableSequential(nn.Sequential):
@@ -94,3 +96,10 @@ class CompilableSequential(nn.Sequential):
         for layer in self:
             values = layer(values)
         return values
+
+    def give_relus_to_norms(self) -> None:
+        """Have each norm apply the ReLU in front of it, also across a max pooling: those two commute."""
+        for at, norm in enumerate(self):
+            relu = at - 2 if type(self[at - 1]) is nn.MaxPool2d else at - 1
+            if isinstance(norm, FusedBatchNorm2d) and type(self[relu]) is nn.ReLU:
+                self[relu], norm.relu = nn.Identity(), "before"

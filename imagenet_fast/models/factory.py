@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from typing import assert_never
 
+import torch
 from torch import nn
 
+from imagenet_fast.errors import UserError
 from imagenet_fast.models.alexnet import CompilableSequential, alexnet, alexnet_bn
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
 from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.models.external import build_external
+from imagenet_fast.models.fused_norm import FusedBatchNorm2d, unusable
 from imagenet_fast.models.initialization import initialize
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.recipe import schema
@@ -79,3 +82,27 @@ def compile_blocks(model: nn.Module) -> None:
     for piece in model.modules():
         if isinstance(piece, BasicBlock | Bottleneck | CompilableSequential | ConvGroup):
             piece.compile(dynamic=False)
+
+
+def fuse_norms(model: nn.Module, recipe: schema.Recipe, device: torch.device, dtype: torch.dtype) -> str:
+    """Have kernels compute norms in training, if ``recipe`` lets them; return a line to print if a GPU's stay torch's.
+
+    Raises:
+        UserError: The recipe asks for the kernels, and they cannot compute in ``dtype`` on ``device``.
+    """
+    asked = getattr(recipe.model, "fused_norm", False)
+    if not asked or not any(isinstance(module, FusedBatchNorm2d) for module in model.modules()):
+        return ""
+    if why := recipe.unfusable or unusable(device, dtype):
+        if asked is True:
+            raise UserError(f"model.fused_norm true fuses norms, and {why}; set model.fused_norm to 'auto'")
+        return f"norms are torch's own, not fused: {why}\n" if device.type == "cuda" else ""
+    for module in list(model.modules()):
+        match module:
+            case FusedBatchNorm2d():
+                module.fused = True
+            case CompilableSequential():
+                module.give_relus_to_norms()
+            case ResNet():
+                module.fork_blocks()
+    return ""

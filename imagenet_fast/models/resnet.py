@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from imagenet_fast.models.fused_norm import FusedBatchNorm2d, Images
+
 
 class BasicBlock(nn.Module):
     """Residual block of two 3 x 3 convolutions, for ResNet-18."""
@@ -22,18 +24,16 @@ class BasicBlock(nn.Module):
         """Build the block from ``inplanes`` to ``planes`` channels."""
         super().__init__()
         self.conv1 = nn.Conv2d(inplanes, planes, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
-        self.relu = nn.ReLU(inplace=True)
+        self.bn1 = FusedBatchNorm2d(planes, relu="after")
         self.conv2 = nn.Conv2d(planes, planes, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
+        self.bn2 = FusedBatchNorm2d(planes, relu="after")
         self.downsample = downsample
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output for its input ``x`` [N, C, H, W]."""
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
-        out += x if self.downsample is None else self.downsample(x)
-        activated: Tensor = self.relu(out)
+    def forward(self, x: Images) -> Images:
+        """Return the block's output for its input ``x``."""
+        x, shortcut = x if isinstance(x, tuple) else (x, x)
+        out = self.conv2(self.bn1(self.conv1(x)))
+        activated: Images = self.bn2(out, shortcut if self.downsample is None else self.downsample(shortcut))
         return activated
 
 
@@ -46,26 +46,23 @@ class Bottleneck(nn.Module):
         """Build the block from ``inplanes`` to 4 x ``planes`` channels."""
         super().__init__()
         self.conv1 = nn.Conv2d(inplanes, planes, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(planes)
+        self.bn1 = FusedBatchNorm2d(planes, relu="after")
         self.conv2 = nn.Conv2d(planes, planes, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(planes)
+        self.bn2 = FusedBatchNorm2d(planes, relu="after")
         self.conv3 = nn.Conv2d(planes, planes * self.expansion, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(planes * self.expansion)
-        self.relu = nn.ReLU(inplace=True)
+        self.bn3 = FusedBatchNorm2d(planes * self.expansion, relu="after")
         self.downsample = downsample
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the block's output for its input ``x`` [N, C, H, W]."""
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        out += x if self.downsample is None else self.downsample(x)
-        activated: Tensor = self.relu(out)
+    def forward(self, x: Images) -> Images:
+        """Return the block's output for its input ``x``."""
+        x, shortcut = x if isinstance(x, tuple) else (x, x)
+        out = self.conv3(self.bn2(self.conv2(self.bn1(self.conv1(x)))))
+        activated: Images = self.bn3(out, shortcut if self.downsample is None else self.downsample(shortcut))
         return activated
 
 
-def _stem(conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module, images: Tensor) -> Tensor:
-    out: Tensor = pool(relu(norm(conv(images))))
+def _stem(conv: nn.Module, norm: nn.Module, pool: nn.Module, images: Tensor) -> Tensor:
+    out: Tensor = pool(norm(conv(images)))
     return out
 
 
@@ -89,8 +86,7 @@ class ResNet(nn.Module):
         super().__init__()
         self._channels = 64
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(64)
-        self.relu = nn.ReLU(inplace=True)
+        self.bn1 = FusedBatchNorm2d(64, relu="after")
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         self.layer1 = self._layer(block, 64, layers[0], 1)
         self.layer2 = self._layer(block, 128, layers[1], 2)
@@ -110,24 +106,29 @@ class ResNet(nn.Module):
         downsample = None
         if stride != 1 or self._channels != outputs:
             downsample = nn.Sequential(
-                nn.Conv2d(self._channels, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+                nn.Conv2d(self._channels, outputs, 1, stride, bias=False), FusedBatchNorm2d(outputs)
             )
         first = block(self._channels, planes, stride, downsample)
         self._channels = outputs
         return nn.Sequential(first, *(block(outputs, planes) for _ in range(blocks - 1)))
 
     def compile_stem(self, **options: Any) -> None:
-        """Compile the first four layers as one block, with ``torch.compile`` and its ``options``.
+        """Compile the first three layers as one block, with ``torch.compile`` and its ``options``.
 
         They are no module of their own, or they would lose torchvision's names.
         """
         self._stem = torch.compile(_stem, **options)
 
+    def fork_blocks(self) -> None:
+        """Have fused norms return the output of each block but the last twice, for the next one and its shortcut."""
+        for block in [*self.layer1, *self.layer2, *self.layer3, *self.layer4][:-1]:
+            (block.bn2 if isinstance(block, BasicBlock) else block.bn3).forks = True
+
     def forward(self, images: Tensor) -> Tensor:
         """Return logits [N, classes] for images [N, 3, H, W]."""
         for param in (self.conv1.weight, self.bn1.weight, self.bn1.bias):
             param.detach()  # whose update may be pending, which would break compiled code into pieces
-        features = self._stem(self.conv1, self.bn1, self.relu, self.maxpool, images)
+        features = self._stem(self.conv1, self.bn1, self.maxpool, images)
         features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
         logits: Tensor = self.fc(self.avgpool(features).flatten(1))
         return logits

@@ -23,11 +23,12 @@ from imagenet_fast.recipe.schema import Recipe
 MAY_CHANGE = (
     "ranks", "micro_batch", "epochs", "target_top1", "target_mirrored", "eval_every", "first_eval", "eval_mirror",
     "eval_shift", "log_every", "nonfinite_steps", "data.workers", "data.prefetch", "data.dali", "data.on_bad_image",
-    "parallel", "checkpoint", "timeout", "numa_binding", "graph",
+    "parallel", "checkpoint", "timeout", "numa_binding", "graph", "model.fused_norm",
 )  # fmt: skip
 """Keys, or tables of keys, that may change when a run resumes.
 
-They decide how long the run trains, how it is monitored, how it is spread over ranks, and whether a bad image ends it.
+They decide how long the run trains, how it is monitored, spread over ranks and computed, and whether a bad image ends
+it.
 The learning rate follows ``epochs``.
 """
 

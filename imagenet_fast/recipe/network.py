@@ -51,6 +51,17 @@ class Network(Table):
         return name
 
 
+class NormedNetwork(Network):
+    """Settings of networks whose batch norms this program has kernels for."""
+
+    fused_norm: bool | Literal["auto"] = "auto"
+    """Whether kernels of this program compute batch norms in training, with the adds and ReLUs around them.
+
+    They read and write less memory; weights end the same up to rounding. ``auto``: on GPUs with ``channels_last`` and
+    without ``compile``, if Triton is there and a first norm agrees with torch's. true: or refuse. false: torch's own.
+    """
+
+
 class ExternalModel(Network):
     """A network that is defined elsewhere."""
 

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 from imagenet_fast.recipe.base import Fraction, Table
 from imagenet_fast.recipe.data_config import Data
 from imagenet_fast.recipe.engine_table import Codes
-from imagenet_fast.recipe.network import ExternalModel, Network
+from imagenet_fast.recipe.network import ExternalModel, Network, NormedNetwork
 from imagenet_fast.recipe.optim_config import Lars, Optim, Schedule
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
@@ -27,7 +27,7 @@ class AlexNet(Network):
     """Dropout probability, from 0 to below 1."""
 
 
-class AlexNetBN(Network):
+class AlexNetBN(NormedNetwork):
     """AlexNet with batch norm, as trained in the large-batch papers.
 
     ``pool5_norm`` is as in Jia et al. 2018.
@@ -49,7 +49,7 @@ class AlexNetBN(Network):
         return 98 if self.pool5_norm else 0
 
 
-class ResNet(Network):
+class ResNet(NormedNetwork):
     """torchvision's ResNet-18 or ResNet-50."""
 
     smallest_image: ClassVar[int] = 32
@@ -236,6 +236,13 @@ class Recipe(Table):
             return f"{self.parallel.as_written} sends activations in the middle of a step"
         return f"{self.sync.as_written} {self.sync.unreplayable}" if self.sync.unreplayable else ""
 
+    @property
+    def unfusable(self) -> str:
+        """Why kernels of this program cannot compute norms, as the end of a sentence; empty if they can."""
+        if self.compile:
+            return "compile true leaves that to torch"
+        return "" if self.channels_last else "kernels want channels_last, which is false"
+
     def evaluates_after(self, epoch: int) -> bool:
         """Return whether an evaluation follows epoch ``epoch``, counted from 1."""
         since_first = epoch - (self.first_eval or self.eval_every)
@@ -279,6 +286,8 @@ class Recipe(Table):
         self._check_parallel()
         if self.graph is True and self.unreplayable:
             raise ValueError(f"graph true replays steps, and {self.unreplayable}; set graph to 'auto'")
+        if getattr(self.model, "fused_norm", False) is True and self.unfusable:
+            raise ValueError(f"model.fused_norm true fuses norms, and {self.unfusable}; set model.fused_norm to 'auto'")
         sync = self.sync.derived(dense_epochs=self.schedule.warmup_epochs, momentum=self.optim.momentum)
         return self if sync is self.sync else self.model_copy(update={"sync": sync})
 
