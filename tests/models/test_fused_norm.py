@@ -168,7 +168,7 @@ def network(kind: str) -> nn.Module:
     if kind == "alexnet_bn":
         return small.small_model(kind)
     torch.manual_seed(0)
-    model = Narrow(BasicBlock if kind == "resnet18" else Bottleneck, (2, 1, 1, 2), small.CLASSES)
+    model = Narrow(BasicBlock if kind == "resnet18" else Bottleneck, (2, 1, 1, 1), small.CLASSES)
     return model.to(memory_format=torch.channels_last)
 
 
@@ -176,7 +176,7 @@ def network(kind: str) -> nn.Module:
 def trained(kind: str, engine: str, layout: str, micro_batch: int, fused: bool) -> dict[str, Tensor]:
     parallel = LAYOUTS[layout][1] if layout else small.UNDIVIDED
     settings = {"global_batch": 8, "micro_batch": micro_batch, "sync": ENGINES[engine]}
-    with patch.dict(small.PIXELS, resnet18=48, resnet50=48):
+    with patch.dict(small.PIXELS, resnet18=40, resnet50=40):
         loop = small.Loop(kind, parallel, model={"kind": kind, "fused_norm": fused}, **settings)
         take_step = loop.begin(network(kind))
         for step in range(3):

@@ -69,7 +69,7 @@ def test_pieces_have_parameters_no_inplace_start_and_the_number_that_recipes_kno
 def test_piece_names_are_torchvisions():
     model, _ = built("resnet18")
     assert [list(piece) for piece in segments_of(model)] == [
-        ["conv1"], ["bn1", "relu", "maxpool"], *([f"layer{n}.{block}"] for n in (1, 2, 3) for block in (0, 1)),
+        ["conv1"], ["bn1", "maxpool"], *([f"layer{n}.{block}"] for n in (1, 2, 3) for block in (0, 1)),
         ["layer4.0"], ["layer4.1", "avgpool", "flatten"], ["fc"],
     ]  # fmt: skip
 
