@@ -8,6 +8,7 @@ Without a GPU it is a dry run, as small as it goes, in which Triton interprets t
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
@@ -105,14 +106,14 @@ def time_norm(norm: Norm, images: int, count: int) -> tuple[float, float]:
     layer = FusedBatchNorm2d(norm.channels, affine=norm.affine, relu=norm.relu).to(device)  # type: ignore[arg-type]
     given = [x, residual] if norm.adds else [x]
 
-    def both(inputs: Sequence[Any], gradient: Any) -> list[Any]:
-        out = layer(*inputs)
-        return [out, *torch.autograd.grad(out, [*inputs, *layer.parameters()], gradient)]
+    def both(norm: Any, inputs: Sequence[Any], gradient: Any) -> list[Any]:
+        out = norm(*inputs)
+        return [out.detach(), *torch.autograd.grad(out, [*inputs, *norm.parameters()], gradient)]
 
+    exact = copy.deepcopy(layer).double()
+    expected = both(exact, [one.detach().double().requires_grad_() for one in given], dy.double())
     layer.fused = True
-    found = both(given, dy)
-    layer.fused = False
-    expected = both([one.detach().double().requires_grad_() for one in given], dy.double())
+    found = both(layer, given, dy)
     worst = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
     if worst > 2e-2:
         raise SystemExit(f"{norm} is off by {worst:.2g} of float64")
@@ -121,9 +122,9 @@ def time_norm(norm: Norm, images: int, count: int) -> tuple[float, float]:
     for layer.fused in (True, False):
         with torch.no_grad():
             forward = microseconds(partial(layer, *given))
-        whole = microseconds(partial(both, given, dy))
+        whole = microseconds(partial(both, layer, given, dy))
         sums.append(count * whole)
-        shown += [f"{forward:8.1f}", f"{whole - forward:8.1f}"]
+        shown += [f"{forward:10.1f}", f"{whole - forward:10.1f}"]
         if layer.fused:
             times = ((False, forward), (True, whole - forward))
             shown += [f"{norm.passes(backward) * size / 1e6 / us:6.2f}" for backward, us in times]

@@ -22,6 +22,7 @@ from imagenet_fast.models import build_model, fuse_norms
 from imagenet_fast.models.fused_norm import FusedBatchNorm2d, unusable
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
 from imagenet_fast.netlab.forks import RankPool
+from imagenet_fast.recipe.job import differences, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
 from tests.conftest import refuses, tables, tiers
@@ -37,11 +38,11 @@ EPS = {torch.bfloat16: 2**-8 if torch.cuda.is_available() else 2**-7, torch.floa
 BF16, FP16, FP32 = EPS
 SHAPES = [
     (2, 64, 5, 7), (3, 128, 4, 4), (2, 256, 3, 5), (1, 512, 7, 3), (2, 2048, 2, 2), (2, 3, 9, 9), (5, 24, 3, 3),
-    (1, 65, 2, 5), (4, 100, 1, 1), (1, 1, 2, 1), (2, 64, 61, 59),
+    (1, 65, 2, 5), (4, 100, 1, 1), (1, 1, 2, 1),
 ]  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "alone": {}, "relu": {"relu": "after"}, "add": {"relu": "after"}, "fork": {"relu": "after"},
-    "far from 0": {"relu": "after"},    "relu first": {"relu": "before", "affine": False},
+    "far from 0": {"relu": "after"}, "relu first": {"relu": "before", "affine": False},
 }  # fmt: skip
 
 
@@ -92,8 +93,7 @@ def agree(shape: tuple[int, ...], dtype: torch.dtype, kind: str) -> None:
     out = ours(x, r if adds else None)
     outs, dys = (out, (dy, dy2)) if kind == "fork" else ((out,), (dy,))
     found = [outs[0].detach(), *torch.autograd.grad(outs, [x, *([r] if adds else []), *ours.parameters()], dys)]
-    assert outs[0].dtype == dtype
-    assert outs[0].is_contiguous(memory_format=torch.channels_last)
+    assert (outs[0].dtype, outs[0].stride()) == (dtype, x.stride())
     exact = torchs.double()
     exact.fused, exact.relu, passed = False, "none", outs[0] > 0  # where a sum is near 0, rounding decides what passes
     x, r = (values.detach().double().requires_grad_() for values in (x, r))
@@ -116,7 +116,7 @@ FIRST = [
     ((5, 24, 3, 3), FP32, "relu first"), ((4, 100, 1, 1), FP32, "alone"),
 ]  # fmt: skip
 EVERY = [(shape, dtype, kind) for shape in SHAPES for dtype in EPS for kind in KINDS if kind != "far from 0"]
-EVERY.append(((4, 64, 6, 6), FP32, "far from 0"))
+EVERY += [((4, 64, 6, 6), FP32, "far from 0"), ((2, 64, 61, 59), BF16, "fork")]
 
 
 @pytest.mark.parametrize(("shape", "dtype", "kind"), tiers(FIRST, EVERY), ids=str)
@@ -134,11 +134,9 @@ def odd_values_and_inputs() -> None:
     assert torch.equal(norm(x.float().contiguous()), plain(x.float().contiguous()))
     assert torch.equal(norm.eval()(x), plain.eval()(x))
     x[0, 5, 1, 1], x[0, 6, 1, 1] = float("nan"), float("inf")
-    y = same(x)
-    assert y[:, 5].isnan().all()
-    assert y[:, 6].isnan().any()
-    assert same.running_mean[5].isnan()
-    assert y[:, :5].isfinite().all()
+    wrong = ~same(x).isfinite().all(3).all(2).all(0)
+    assert wrong.nonzero().flatten().tolist() == [5, 6]
+    assert (~same.running_mean.isfinite()).nonzero().flatten().tolist() == [5, 6]
     assert all(unusable(DEVICE, dtype) == "" for dtype in EPS), "the first norm agrees with torch's"
 
 
@@ -203,12 +201,12 @@ def both(*case: Any) -> list[dict[str, Tensor]]:
 )  # fmt: skip
 def test_networks_follow_those_with_torchs_norms(kind: str, engine: str, layout: str, micro_batch: int):
     """Also with two micro-steps, in stages and in shards: they are far less apart than they have moved."""
-    plain, fused = run(2, both, kind, engine, layout, micro_batch, fresh=True)[0]
+    plain, fused = run(2, both, kind, engine, layout, micro_batch, fresh=True, limit_s=300)[0]
     start = network(kind).state_dict()
     assert list(plain) == list(fused) == list(start)
     for name, value in plain.items():
         moved = (value - start[name]).double().norm()
-        assert (fused[name] - value).double().norm() <= 1e-3 * moved + 1e-7, name
+        assert (fused[name] - value).double().norm() <= 3e-3 * moved + 1e-7, name
 
 
 def recipe_of(kind: str, fused: bool | str, **changes: Any) -> Recipe:
@@ -237,6 +235,7 @@ def test_kernels_that_cannot_run_are_refused_or_told_of():
     refuses("fused_norm true .*compile true leaves that to torch; set model.fused_norm to 'auto'", true, compile=True)
     refuses("fused_norm true .*channels_last, which is false; set", true, channels_last=False)
     refuses("model.fused_norm is for model.kind", recipe_of, "cifarnet", True)
+    assert not differences(recipe_tables(true()), recipe_of("resnet18", False)), "a run may be resumed with the other"
     model, cpu, gpu = network("resnet18"), torch.device("cpu"), torch.device("cuda")
     assert fuse_norms(model, recipe_of("resnet18", "auto"), cpu, FP32) == "", "nobody expects kernels there"
     refuses("and there is no GPU; set", fuse_norms, model, true(), cpu, FP32)
