@@ -82,10 +82,11 @@ if [ "$half" != tests ]; then
         section "cifar10-94's network, 2 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 2
         loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
     else
-        section "resnet50, 128 images, with our norms and torch's" 75 "${norms[@]}" steps 128
+        section "resnet50, 128 images, with our norms and torch's" 65 "${norms[@]}" steps 128
         section "resnet50, 128 images, compiled" 90 "${step[@]}" "${photos[@]}" --batch 128 --compile
         section "resnet50, 40 images, with our norms and torch's" 45 "${norms[@]}" steps 40
-        section "norms by shape, 128 images" 50 "${norms[@]}" shapes 128
+        section "resnet50, 64 images" 20 "${step[@]}" "${photos[@]}" --batch 64
+        section "norms by shape, 128 images" 40 "${norms[@]}" shapes 128
         section "resnet50, 128 images, other engines" 45 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
         section "resnet50, 16 images" 20 "${step[@]}" "${photos[@]}" --batch 16
         section "alexnet, 512 images" 25 "${step[@]}" --model alexnet --image-size 224 --batch 512

@@ -10,7 +10,7 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import UserError, warn
 from imagenet_fast.models.alexnet import CompilableSequential, alexnet, alexnet_bn
 from imagenet_fast.models.blurpool import add_blurpool
 from imagenet_fast.models.cifarnet import CifarNet, ConvGroup
@@ -84,19 +84,23 @@ def compile_blocks(model: nn.Module) -> None:
             piece.compile(dynamic=False)
 
 
-def fuse_norms(model: nn.Module, recipe: schema.Recipe, device: torch.device, dtype: torch.dtype) -> str:
-    """Have kernels compute norms in training, if ``recipe`` lets them; return a line to print if a GPU's stay torch's.
+def fuse_norms(
+    model: nn.Module, recipe: schema.Recipe, device: torch.device, dtype: torch.dtype, tells: bool = True
+) -> None:
+    """Have kernels compute norms in training, if ``recipe`` lets them; else ``tells`` of a GPU that cannot run them.
 
     Raises:
         UserError: The recipe asks for the kernels, and they cannot compute in ``dtype`` on ``device``.
     """
     asked = getattr(recipe.model, "fused_norm", False)
     if not asked or not any(isinstance(module, FusedBatchNorm2d) for module in model.modules()):
-        return ""
+        return
     if why := recipe.unfusable or unusable(device, dtype):
         if asked is True:
             raise UserError(f"model.fused_norm true fuses norms, and {why}; set model.fused_norm to 'auto'")
-        return f"norms are torch's own, not fused: {why}\n" if device.type == "cuda" else ""
+        if tells and device.type == "cuda" and not recipe.unfusable:
+            warn(f"norms are torch's own, not fused: {why}")
+        return
     for module in list(model.modules()):
         match module:
             case FusedBatchNorm2d():
@@ -105,4 +109,3 @@ def fuse_norms(model: nn.Module, recipe: schema.Recipe, device: torch.device, dt
                 module.give_relus_to_norms()
             case ResNet():
                 module.fork_blocks()
-    return ""

@@ -44,8 +44,6 @@ class TrainingStep:
 
     graphs: StepGraphs | None = None
     """CUDA graphs that the steps are replayed from, once steps repeat each other; None: all are launched."""
-    note: str = ""
-    """A line to print if norms on a GPU are not fused; else empty."""
 
     def __init__(
         self,
@@ -213,7 +211,7 @@ def build_step(
     average = ModelEma(model, recipe.ema_decay) if recipe.ema_decay else None
     if recipe.compile:
         compile_blocks(model)
-    note = fuse_norms(model, recipe, world.device, forward_dtype(precision))
+    fuse_norms(model, recipe, world.device, forward_dtype(precision), world.is_main)
     if division is None:
         forward, sync = attach(model, recipe.sync, steps_per_epoch)
     else:
@@ -237,7 +235,6 @@ def build_step(
         Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps, outcome),
         Trace(model, world.device, trace) if trace is not None and world.is_main else None,
     )
-    step.note = note
     if world.device.type == "cuda" and recipe.graph:
         many = f"a step has {batching.accumulation} micro-steps, and a graph holds {MOST_MICRO_STEPS} at most"
         if why := recipe.unreplayable or (many if batching.accumulation > MOST_MICRO_STEPS else ""):

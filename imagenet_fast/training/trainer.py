@@ -183,7 +183,7 @@ class Trainer:
         self.step = build_step(
             recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
-        self.state, self._note = self.step.state, self.step.note + self._note
+        self.state = self.step.state
         if found is not None:
             found.load(self.state, world, recipe)
             self.resumed_from = found.without_weights()
