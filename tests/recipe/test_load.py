@@ -333,21 +333,21 @@ def test_an_unknown_key_is_refused_with_the_nearest():
 ALL: dict[str, EngineTable] = {kind: table() for kind, table in engines().items()}
 
 PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
-    (ALL["allreduce"], "'allreduce'", "each", "exact ours"),
-    (ALL["ring"], "'ring'", "backward", "exact ours"),
-    (ALL["lazy"], "'lazy'", "backward", "exact ours"),
+    (ALL["allreduce"], "'allreduce'", "each", "ours"),
+    (ALL["ring"], "'ring'", "backward", "ours"),
+    (ALL["lazy"], "'lazy'", "backward", "ours"),
     (LazySync(wire="int8"), "'lazy' in sync.wire 'int8'", "backward", "keeps ours"),
-    (ALL["hybrid"], "'hybrid'", "read", "defers exact ours"),
-    (ALL["dear"], "'dear'", "read", "defers exact ours"),
-    (ALL["auto"], "'auto' with sync.defer true", "read", "defers exact chooses ours"),
-    (AutoSync(defer=False), "'auto'", "backward", "exact chooses ours"),
+    (ALL["hybrid"], "'hybrid'", "read", "defers ours"),
+    (ALL["dear"], "'dear'", "read", "defers ours"),
+    (ALL["auto"], "'auto' with sync.defer true", "read", "defers chooses ours"),
+    (AutoSync(defer=False), "'auto'", "backward", "chooses ours"),
     (AutoSync(inexact=True), "'auto' with sync.defer true and sync.inexact true", "read", "defers keeps chooses ours"),
     (ALL["sparse"], "'sparse' with sync.timing 'lazy'", "backward", "keeps ours"),
     (SparseSync(timing="hybrid"), "'sparse' with sync.timing 'hybrid'", "read", "defers keeps ours"),
     (ALL["powersgd"], "'powersgd' with sync.timing 'lazy'", "backward", "keeps ours"),
     (PowerSgdSync(timing="allreduce"), "'powersgd' with sync.timing 'allreduce'", "each", "keeps ours"),
     (PowerSgdSync(timing="dear"), "'powersgd' with sync.timing 'dear'", "read", "defers keeps ours"),
-    (ALL["ddp"], "'ddp'", "backward", "exact"),
+    (ALL["ddp"], "'ddp'", "backward", ""),
     (DdpSync(powersgd_rank=1), "'ddp' with sync.powersgd_rank 1", "backward", "keeps"),
 ]
 """Settings, as a recipe writes them, where they wait, and what is true of them."""
@@ -355,7 +355,7 @@ PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
 
 def test_an_engine_says_where_it_waits_and_what_it_does():
     for engine, written, awaits, true in PROPERTIES:
-        asked = ("defers", "exact", "keeps", "chooses", "ours")
+        asked = ("defers", "keeps", "chooses", "ours")
         assert engine.as_written == f"sync.kind {written}"
         assert engine.awaits == awaits
         assert [name for name in asked if getattr(engine, name)] == true.split(), written
