@@ -196,7 +196,7 @@ def both(*case: Any) -> list[dict[str, Tensor]]:
     [
         *((kind, engine, "", 4) for kind in ("resnet18", "resnet50", "alexnet_bn") for engine in ENGINES),
         *((kind, "hybrid", "", 2) for kind in ("resnet18", "alexnet_bn")),
-        ("resnet18", "lazy", "pp2", 4), ("resnet50", "dear", "pp2", 4), ("alexnet_bn", "lazy", "tp2", 4),
+        ("resnet18", "lazy", "pp2", 4), ("resnet18", "dear", "pp2", 4), ("alexnet_bn", "lazy", "tp2", 4),
     ],
 )  # fmt: skip
 def test_networks_follow_those_with_torchs_norms(kind: str, engine: str, layout: str, micro_batch: int):
