@@ -102,7 +102,8 @@ def time_norm(norm: Norm, images: int, count: int) -> tuple[float, float]:
         torch.randn(shape, device=device, dtype=torch.bfloat16).contiguous(memory_format=torch.channels_last)
         for _ in range(3)
     )
-    x.requires_grad_(), residual.requires_grad_()
+    x.requires_grad_()
+    residual.requires_grad_()
     layer = FusedBatchNorm2d(norm.channels, affine=norm.affine, relu=norm.relu).to(device)  # type: ignore[arg-type]
     given = [x, residual] if norm.adds else [x]
 
@@ -160,7 +161,7 @@ def time_steps(images: int) -> None:
     plain = step_recipe("resnet18" if dry else "resnet50", 32 if dry else 224, images, "fp32" if dry else None)
     for fused in (True, False):
         recipe = plain.model_copy(update={"model": plain.model.model_copy(update={"fused_norm": fused})})
-        rows = bench_step(recipe, [recipe], rounds=1 if dry else 20, steps=1 if dry else 2, replayed=not dry)
+        rows = bench_step([recipe], rounds=1 if dry else 20, steps=1 if dry else 2, replayed=not dry)
         print(f"{images} images, model.fused_norm {str(fused).lower()}:")
         Console().print(table(rows))
 

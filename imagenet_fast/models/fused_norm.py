@@ -26,9 +26,9 @@ class FusedBatchNorm2d(nn.BatchNorm2d):
     """``nn.BatchNorm2d`` with an add and a ReLU, under the same names of weights and statistics."""
 
     fused = False
-    """Whether kernels compute it in training, where they take its input."""
+    """True if kernels compute the norm in training; torch computes that of an input which they cannot take."""
     forks = False
-    """Whether they return a sum twice, for two readers, whose gradients they add; autograd would in another pass."""
+    """True if kernels return a sum twice, for the next block and its shortcut, and add the gradients of the two."""
 
     def __init__(self, num_features: int, relu: Relu = "none", **options: Any) -> None:
         """Create the norm with torch's ``options``; ``relu`` says where it applies one."""

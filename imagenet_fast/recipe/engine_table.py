@@ -78,7 +78,7 @@ class EngineTable(Table):
 
     @property
     def keeps(self) -> bool:
-        """Whether values not sent in a step are added up for later ones; if not, means are exact, but for rounding."""
+        """Whether values that a step does not send are added to later steps. If not, means are exact up to rounding."""
         return self.wire in get_args(Codes)
 
     @property

@@ -27,9 +27,8 @@ MAY_CHANGE = (
 )  # fmt: skip
 """Keys, or tables of keys, that may change when a run resumes.
 
-They decide how long the run trains, how it is monitored, spread over ranks and computed, and whether a bad image ends
-it.
-The learning rate follows ``epochs``.
+They decide how long the run trains, how it is monitored, computed and spread over ranks, and whether a bad image ends
+it. The learning rate follows ``epochs``.
 """
 
 

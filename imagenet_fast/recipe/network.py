@@ -55,10 +55,10 @@ class NormedNetwork(Network):
     """Settings of networks whose batch norms this program has kernels for."""
 
     fused_norm: bool | Literal["auto"] = "auto"
-    """Whether kernels of this program compute batch norms in training, with the adds and ReLUs around them.
+    """Whether to train batch norms by this program's GPU kernels, which also do the adds and ReLUs around them.
 
-    They read and write less memory; weights end the same up to rounding. ``auto``: on GPUs with ``channels_last`` and
-    without ``compile``, if Triton is there and a first norm agrees with torch's. true: or refuse. false: torch's own.
+    They read and write less memory. Weights end the same up to rounding. ``auto``: on GPUs, with ``channels_last`` and
+    without ``compile``, if a first norm agrees with torch's. true: always; else the run ends. false: torch's norms.
     """
 
 

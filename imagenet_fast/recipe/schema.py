@@ -209,7 +209,7 @@ class Recipe(Table):
     compile: bool = False
     """Whether to use torch.compile, block by block, so that gradients still become ready layer by layer."""
     graph: bool | Literal["auto"] = "auto"
-    """Whether to replay steps from a CUDA graph once they repeat each other. It costs the host almost nothing.
+    """Whether to replay steps from a CUDA graph, once each repeats the one before. This costs the host almost nothing.
 
     ``auto``: on GPUs, where the engine allows it and a replayed step ends like a launched one. true: without that
     comparison. false: launch every step.

@@ -318,27 +318,24 @@ def check_optimizer(optimizer: Optimizer, in_pool: Mapping[nn.Parameter, ParamSl
         ValueError: The optimizer has no parameter of this pool, or one with a gradient that is in no pool.
     """
     kind = type(optimizer).__name__
-    any_here, all_here = False, True
+    here: list[bool] = []
     for number, group in enumerate(optimizer.param_groups):
         for place, param in enumerate(group["params"]):
-            if param in in_pool:
-                any_here = True
-                continue
-            all_here = False
-            if param.grad is not None and not is_pooled(param):
+            here.append(param in in_pool)
+            if not here[-1] and param.grad is not None and not is_pooled(param):
                 named = f"{kind}'s param_groups[{number}]['params'][{place}], of shape {tuple(param.shape)},"
                 if not param.requires_grad:
                     raise ValueError(
                         f"{named} is frozen and has an old gradient, which would be applied; set its .grad to None"
                     )
                 raise ValueError(f"{named} {_STRAY}")
-    if not any_here:
+    if not any(here):
         raise ValueError(
             f"{kind} has none of this pool's parameters, so the step would change nothing; give it the model's "
             "parameters as they are now, or, where it has copies of them, call pool.finish(), copy the gradients and "
             "call optimizer.step()"
         )
-    return all_here
+    return all(here)
 
 
 def check_strays(model: nn.Module, in_pool: Container[nn.Parameter]) -> None:

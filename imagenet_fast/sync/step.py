@@ -248,9 +248,9 @@ class Step:
         return self._late
 
     def _take(self, slot: ParamSlot, gradient: Tensor) -> None:
-        """Have ``fill`` copy a gradient, which from now on is on its way, unless autograd has added it up in its place.
+        """Put a placeholder into ``p.grad``, and have ``fill`` copy the gradient, unless it is in its place already.
 
-        Where nothing is sent it stays where it is, unless a fused optimizer would mix up its strides.
+        Where nothing is sent, it stays where it is, unless a fused optimizer would mix up its strides.
         """
         pool, buffer = self._pool, self._pool.gradients
         view = buffer.view(slot)
