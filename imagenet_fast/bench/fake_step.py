@@ -30,7 +30,7 @@ from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
-from imagenet_fast.sync.comm_stream import CommStats, CommStream, Wait
+from imagenet_fast.sync.comm_stream import CommOp, CommStream, Wait
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.sparse import Sparse
@@ -177,9 +177,8 @@ class _CountedStream(CommStream):
         super().__init__(_META, ranks)
         self._calls = calls
 
-    def enter(self, start: Callable[[], Work | None], after: Sequence[Wait], traffic: CommStats) -> Wait:
-        self._traffic = traffic
-        start()
+    def submit(self, op: CommOp, after: Sequence[Wait] = (), label: str = "") -> Wait:
+        op.start()
         return lambda: None
 
     def all_to_all(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp, seconds_between
-from imagenet_fast.sync.comm_stream import CommStats
+from imagenet_fast.sync.comm_stream import Transfer
 from imagenet_fast.sync.engine import SyncStats
 
 TRACKS = ("compute", "wait", "wire")
@@ -35,9 +35,9 @@ class Trace:
         self._model, self._device, self._path, self._steps = model, device, path, steps
         self._ended = 0
         self._spans: list[tuple[str, str, Timestamp, Timestamp, dict[str, int]]] = []  # track, name, begin, end, bytes
-        self._sent: list[tuple[str, CommStats]] = []
         self._entered: dict[str, Timestamp] = {}
         self._hooks: list[Any] = []
+        Transfer.record = []
 
     def end_step(self, stats: SyncStats) -> None:
         """Count a step. Call it after every step, once its gradients are synchronised."""
@@ -49,7 +49,6 @@ class Trace:
             else:
                 waits = stats.exposed.blocks
                 self._spans += [("wait", f"wait for {label}", begin, end, {}) for label, begin, end in waits]
-            self._sent += [(label, phase) for label, phases in stats.transfers for phase in phases]
         self._ended += 1
         if self._ended == self._steps.start:
             self._begin()
@@ -70,10 +69,10 @@ class Trace:
         """Stop recording, and write Chrome's trace event format: microseconds from the first event."""
         while self._hooks:
             self._hooks.pop().remove()
-        for label, part in self._sent:
-            counts = {"sent_bytes": part.sent_bytes, "received_bytes": part.received_bytes}
-            if part.begun is not None and part.ended is not None and any(counts.values()):  # else it was local
-                self._spans.append(("wire", label, part.begun, part.ended, counts))
+        sent, Transfer.record = Transfer.record or [], None
+        for one in sent:
+            if one.ended is not None and seconds_between(self._begun, one.ended) > 0:
+                self._spans.append(("wire", one.label, one.begun, one.ended, {"sent_bytes": one.sent_bytes}))
         timed = [
             (1e6 * seconds_between(self._begun, begin), 1e6 * seconds_between(begin, end), track, name, counts)
             for track, name, begin, end, counts in self._spans

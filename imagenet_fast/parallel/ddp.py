@@ -19,12 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.distributed.consistency import compare_ranks
-from imagenet_fast.distributed.device_timer import record_timestamp
 from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.recipe.sync_config import DdpSync
 from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats, contract
 from imagenet_fast.sync.all_reduce import wire_dtype
-from imagenet_fast.sync.comm_stream import CommStats
+from imagenet_fast.sync.comm_stream import Transfer
 from imagenet_fast.sync.pending import Update
 from imagenet_fast.sync.topology import Topology
 
@@ -179,36 +178,33 @@ class DdpPeer:
         self._order.append(name)
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        traffic = self._begin(bucket)
+        transfer = self._begin(bucket)
         outcome = self._reduce(dist.distributed_c10d._get_default_group(), bucket)
-        return self._count(traffic, bucket.buffer().numel() * self._wire.itemsize, outcome)
+        return self._count(transfer, bucket.buffer().numel() * self._wire.itemsize, outcome)
 
     def _send_compressed(self, state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        traffic = self._begin(bucket)
+        transfer = self._begin(bucket)
         if state.iter < state.start_powerSGD_iter:
-            return self._count(traffic, bucket.buffer().nbytes, powerSGD_hook(state, bucket))
+            return self._count(transfer, bucket.buffer().nbytes, powerSGD_hook(state, bucket))
         before = state.total_numel_after_compression
         outcome = powerSGD_hook(state, bucket)
         values = state.total_numel_after_compression - before
-        return self._count(traffic, values * bucket.buffer().element_size(), outcome)
+        return self._count(transfer, values * bucket.buffer().element_size(), outcome)
 
-    def _begin(self, bucket: GradBucket) -> CommStats:
-        """Count a message that begins now; DDP waits for it by itself."""
-        traffic = CommStats(begun=record_timestamp(self._nothing.device))
-        self._stats.transfers.append((f"bucket {bucket.index()}", [traffic]))
-        return traffic
+    def _begin(self, bucket: GradBucket) -> Transfer | None:
+        """Note a message that begins now; DDP waits for it by itself."""
+        return Transfer.begin(f"bucket {bucket.index()}", self._nothing.device)
 
     def _count(
-        self, traffic: CommStats, message: int, outcome: torch.futures.Future[Tensor]
+        self, transfer: Transfer | None, message: int, outcome: torch.futures.Future[Tensor]
     ) -> torch.futures.Future[Tensor]:
         """Count the bytes of a message of ``message`` bytes, as in a ring, and when it ends; return ``outcome``."""
         ranks = dist.get_world_size()
-        traffic.sent_bytes = traffic.received_bytes = 2 * (ranks - 1) * message // ranks
-
-        def end(_: torch.futures.Future[Tensor]) -> None:
-            traffic.ended = record_timestamp(self._nothing.device)
-
-        outcome.add_done_callback(end)
+        sent_bytes = 2 * (ranks - 1) * message // ranks
+        self._stats.count(sent_bytes)
+        if transfer is not None:
+            transfer.sent_bytes = sent_bytes
+            outcome.add_done_callback(lambda _: transfer.end(self._nothing.device))
         return outcome
 
 

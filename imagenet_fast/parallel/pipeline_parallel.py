@@ -97,7 +97,7 @@ class Pipeline:
             self._schedule.step(*((images,) if first else ()), target=labels if last else None)
         if self._activations is not None:
             crossed = self._micro_batches * self._part.crossing_bytes
-            self._activations.exchanged(crossed, crossed)  # sent as activations, received as gradients, or reverse
+            self._activations.exchanged(crossed)  # as activations or as their gradients
         dist.broadcast(self._loss, group=self._group, group_src=self._ranks - 1)
         return self._loss
 

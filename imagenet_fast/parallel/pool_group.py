@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.distributed.device_timer import Stopwatch
-from imagenet_fast.sync.comm_stream import CommStats
-from imagenet_fast.sync.contract import Phase
+from imagenet_fast.sync.comm_stream import Transfer
+from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.engine import SyncStats
 from imagenet_fast.sync.pending import Update
 from imagenet_fast.sync.pool import GradientPool
@@ -78,7 +79,8 @@ class Pools:
         self.found_inf = self._largest(torch.stack(found).amax(0)) if found else None
         exposed = Stopwatch(self._pools[0].topology.device)
         exposed.blocks = [block for one in stats if one.exposed is not None for block in one.exposed.blocks]
-        self._stats = SyncStats(exposed, [transfer for one in stats for transfer in one.transfers], stats[-1].decision)
+        sent_bytes, launches = (sum(map(attrgetter(name), stats)) for name in ("sent_bytes", "launches"))
+        self._stats = SyncStats(exposed, sent_bytes, launches, stats[-1].decision)
         return self._stats
 
     def finish(self) -> SyncStats:
@@ -127,7 +129,7 @@ class Pools:
     def close(self) -> None:
         """Close all pools, and end the process groups of the layout unless a step is under way."""
         with ExitStack() as rest:  # which is done too where one of them fails
-            if not any(pool.current.phase is Phase.SENDING for pool in self._pools):
+            if not any(pool.current.state is StepState.SENDING for pool in self._pools):
                 rest.callback(self._end_layout)
             for pool in reversed(self._pools):
                 rest.callback(pool.close)
@@ -146,18 +148,21 @@ class ActivationTraffic:
         """Count a blocking exchange inside the context, and the time it takes.
 
         Args:
-            sent_bytes: Bytes that this rank sends. It receives as many.
+            sent_bytes: Bytes that this rank sends.
         """
         stopwatch = self._stats.exposed
         assert stopwatch is not None
+        transfer = Transfer.begin("activations", self._device)
         with stopwatch("activations"):
             yield
-        _, begun, ended = stopwatch.blocks[-1]
-        self._stats.transfers.append(("activations", [CommStats(sent_bytes, sent_bytes, begun, ended)]))
+        self.exchanged(sent_bytes)
+        if transfer is not None:
+            transfer.sent_bytes = sent_bytes
+            transfer.end(self._device)
 
-    def exchanged(self, sent_bytes: int, received_bytes: int) -> None:
+    def exchanged(self, sent_bytes: int) -> None:
         """Count an exchange whose waiting time is not known."""
-        self._stats.transfers.append(("activations", [CommStats(sent_bytes, received_bytes)]))
+        self._stats.count(sent_bytes)
 
     def spent(self) -> SyncStats:
         """Return what has been counted since the last call."""

@@ -1,4 +1,4 @@
-"""All-reduces over a flat tensor, as lists of phases: built once per message, run once per step.
+"""All-reduces over a flat tensor, as lists of ops: built once per message, run once per step.
 
 By default each part is sent straight to its owner, which adds up in fp32, rounds once and sends the mean to all
 (``scatter``, ``gather``). That is a ring's bytes in two calls, whatever the number of ranks. On a 16-bit wire the error
@@ -16,10 +16,8 @@ from imagenet_fast.cost_model import collectives
 from imagenet_fast.cost_model.collectives import WireFormat
 from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.butterfly import butterfly
-from imagenet_fast.sync.comm_ops import CommOp, OpSequence, carry, mean_of
-from imagenet_fast.sync.comm_stream import CommStream
-from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, is_coded
-from imagenet_fast.sync.quantized_all_reduce import coded_pairwise
+from imagenet_fast.sync.comm_stream import CommOp, CommStream, OpSequence
+from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, coded_pairwise, is_coded
 from imagenet_fast.sync.topology import Grid, Topology
 
 _DTYPES: dict[Wire, torch.dtype] = {
@@ -30,9 +28,9 @@ _DTYPES: dict[Wire, torch.dtype] = {
 
 def all_reduce(
     values: Tensor, wire: torch.dtype, collective: Collective | None, topology: Topology, servers: int = 1,
-    cut: bool = False, lane: str = "", blocks: BlockMap | None = None,
+    direct: bool = False, lane: str = "", blocks: BlockMap | None = None,
 ) -> list[CommOp]:  # fmt: skip
-    """Build the phases that average a 1-D tensor over all ranks, in place.
+    """Build the ops that average a 1-D tensor over all ranks, in place.
 
     Every rank must build and launch the same lists in the same order. All ranks end with the same bits. Sums are made
     in fp32 and rounded once per level. The exception is the backend's own all-reduce (``native``, and ``ring`` between
@@ -52,13 +50,14 @@ def all_reduce(
         collective: The algorithm; None: the usual one, see ``cost_model.collectives``.
         topology: The ranks to average over.
         servers: Number of servers of a ``parameter_server``.
-        cut: Whether to use phases of two halves (scatter, gather) wherever there is a choice.
+        direct: Whether to scatter and gather, each in one step, wherever there is a choice; see
+            ``CommStream.all_gather``.
         lane: Name of the lane; messages of different lanes do not queue behind each other.
         blocks: Which blocks have no codes, and where the error of the codes is kept. None: all have codes, and the
             error is lost.
 
     Returns:
-        The phases. Empty with one rank or without values: nothing is sent and nothing is rounded.
+        The ops. Empty with one rank or without values: nothing is sent and nothing is rounded.
     """
     if topology.size == 1 or not values.numel():
         return []
@@ -69,9 +68,9 @@ def all_reduce(
     chain = OpSequence()
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
-    _average(chain, values, _Way(wire, collective, topology, servers, cut, lane, blocks), topology.grid(collective))
+    _average(chain, values, _Way(wire, collective, topology, servers, direct, lane, blocks), topology.grid(collective))
     chain.close(topology.stream((), lane + "landing"))
-    return chain.phases
+    return chain.ops
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class _Way:
     collective: Collective
     topology: Topology
     servers: int
-    cut: bool
+    direct: bool
     lane: str
     blocks: BlockMap | None
     """The message's blocks, for a wire of codes."""
@@ -92,7 +91,7 @@ class _Way:
 
 
 def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
-    """Add the phases: reduce inside the rows, average between the rows, gather inside the rows."""
+    """Add the ops: reduce inside the rows, average between the rows, gather inside the rows."""
     collective, coded = way.collective, is_coded(way.wire)
     wire = wire_for(values.dtype, PLAIN, way.topology) if coded else way.wire
     short = wire != values.dtype
@@ -100,7 +99,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
     coded = coded and ranks > 1
     message = torch.empty_like(values, dtype=wire) if short and (inside > 1 or not coded) else values
     halving = collective == "butterfly" and not coded
-    whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not way.cut
+    whole = collective == "hierarchical" and wire.itemsize >= 4 and not short and not way.direct
     backend_adds = not coded and (whole or collective in ("native", "ring"))
     # A 16-bit sum made by the backend or by a butterfly could overflow, so values are divided first.
     early = ranks if wire.itemsize < 4 and (backend_adds or halving) else 1
@@ -133,7 +132,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
             part = message.view(inside, -1)[grid.row.index(way.topology.rank)]
             chain.add_local(lambda: part.copy_(own))
         pull = way.stream(grid.row, "gather")
-        chain.add_collective(pull, lambda: pull.all_gather(message, way.cut), second_half=True)
+        chain.add_collective(pull, lambda: pull.all_gather(message, way.direct), second_half=True)
         arrived = message
     if arrived is not values:
         chain.add_local(lambda: values.copy_(arrived))
@@ -156,7 +155,7 @@ def _between(
     else:
         scatter(chain, shard, stream("scatter"), None, len(ranks))
         pull = stream("gather")
-        chain.add_collective(pull, lambda: pull.all_gather(shard, way.cut), second_half=True)
+        chain.add_collective(pull, lambda: pull.all_gather(shard, way.direct), second_half=True)
 
 
 def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> None:
@@ -165,13 +164,11 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> N
     blocks = way.blocks.part(grid.row.index(way.topology.rank), inside)
     if blocks.residual is not None and inside > 1:
         row = way.stream(grid.row, "residual")
-        blocks.residual.sum_shared(
-            inside, lambda left: carry([CommOp(row, lambda: row.all_reduce(left), False)]).wait()
-        )
+        blocks.residual.sum_shared(inside, lambda left: row.submit(CommOp(row, lambda: row.all_reduce(left)))())
     push, pull = (way.stream(ranks, role) for role in ("scatter", "gather"))
     if blocks.kinds.any():  # else there is only padding
         packing = Packer(blocks, len(ranks), way.wire, shard.device, inside)
-        coded_pairwise(chain, shard, packing, push, pull, way.cut)
+        coded_pairwise(chain, shard, packing, push, pull, way.direct)
 
 
 def wire_dtype(wire: Wire) -> torch.dtype:
@@ -195,17 +192,17 @@ def format_of(wire: torch.dtype) -> WireFormat:
 
 
 def scatter(chain: OpSequence, values: Tensor, stream: CommStream, own: Tensor | None, divisor: int) -> Tensor:
-    """Add the phase that sums this rank's part of ``values`` over the stream and divides it by ``divisor``.
+    """Add the op that sums this rank's part of ``values`` over the stream and divides it by ``divisor``.
 
     Args:
-        chain: Where the phase is added.
+        chain: Where the op is added.
         values: 1-D, with one part per rank.
         stream: The ranks.
         own: Where the result is written, or None for this rank's part of ``values``.
         divisor: Number by which the sum is divided.
 
     Returns:
-        The tensor that holds the result once the phase is done.
+        The tensor that holds the result once the op is done.
     """
     into = values.view(stream.size, -1)[stream.place] if own is None else own
     if own is None and divisor == stream.size and values.dtype == torch.float32 and values.is_cuda:
@@ -238,3 +235,9 @@ def parameter_server(chain: OpSequence, values: Tensor, push: CommStream, pull: 
         return mean.repeat(ranks)
 
     chain.add_collective(pull, lambda: pull.all_to_all(values, answer(), parts, [own] * ranks), second_half=True)
+
+
+def mean_of(arrived: Tensor, ranks: int, divisor: int, own: Tensor) -> None:
+    """Write the sum of ``ranks`` parts over ``divisor`` into ``own``, added in at least fp32 and rounded once."""
+    exact = torch.promote_types(arrived.dtype, torch.float32)
+    torch.div(arrived.view(ranks, -1).sum(0, dtype=exact), divisor, out=own)

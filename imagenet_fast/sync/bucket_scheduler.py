@@ -18,8 +18,7 @@ from imagenet_fast.cost_model.priority_schedule import as_ready
 from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thresholds, waits_for
 from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_dtype, wire_for
-from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
-from imagenet_fast.sync.comm_stream import Wait
+from imagenet_fast.sync.comm_stream import CommOp, Wait, launch
 from imagenet_fast.sync.engine import SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import Kept, copied
@@ -47,7 +46,9 @@ class _Plan:
 
     messages: Sequence[BucketChunk]
     ops: Sequence[Sequence[CommOp]]
-    """The phases of each message."""
+    """The ops of each message."""
+    labels: Sequence[str]
+    """The names of each message's layers."""
     of_slot: Mapping[ParamSlot, Sequence[int]]
     """The numbers of the messages that carry a slot's gradient."""
     releases: Sequence[Sequence[int]]
@@ -92,7 +93,7 @@ class Scheduler(SyncEngine):
         self._ready: list[torch.cuda.Event] = []  # by event of the plan: recorded by graphs, for messages beside them
         self._arrived: dict[int, torch.cuda.Event] = {}  # by number of a message: awaited by graphs
         self._timetable: LayerTimer | None = None
-        self._in_flight: dict[int, AllReduceHandle] = {}  # by number of the message
+        self._in_flight: dict[int, Sequence[Wait]] = {}  # by number of the message: what waits for it, if it has ops
         self._stats = SyncStats(Stopwatch(self._device))
         self.rebuild_buckets()
 
@@ -105,7 +106,7 @@ class Scheduler(SyncEngine):
         self._engine = replace(self._declared, powersgd_rank=0) if plain else self._declared
         if self._residual is not None:
             self._kept, self._residual = self._residual.by_name(), None
-        self._plan = _Plan((), (), {}, (), ())  # lets go of buffers before others are made
+        self._plan = _Plan((), (), (), {}, (), ())  # lets go of buffers before others are made
         self._ready, self._arrived = [], {}
         self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
         if self._timing is None and self._engine.learns and self._pool.model is not None:
@@ -145,8 +146,7 @@ class Scheduler(SyncEngine):
 
     def has_arrived(self, slot: ParamSlot) -> bool:
         """Return whether all messages of ``slot`` have been waited for, or were sent to no one, as on one rank."""
-        in_flight = map(self._in_flight.get, self._plan.of_slot[slot])
-        return not any(message.last for message in in_flight if message)
+        return not any(map(self._in_flight.get, self._plan.of_slot[slot]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, quantisation errors and PowerSGD's memory; empty if there is none of these.
@@ -196,7 +196,7 @@ class Scheduler(SyncEngine):
         for number, event in self._arrived.items():
             if number in before:
                 self._plan.ops[number][-1].stream.record(event)
-                self._in_flight[number] = replace(before[number], last=(event.wait,))
+                self._in_flight[number] = (event.wait,)
         try:
             yield
         except BaseException:
@@ -247,10 +247,11 @@ class Scheduler(SyncEngine):
         for number, message in enumerate(messages):
             for slot in message.bucket:
                 of_slot[slot].append(number)
-        return _Plan(messages, self._ops(messages, wire), of_slot, releases, waits_for(engine, messages, releases))
+        ops, labels = self._ops(messages, wire), [label_of(message.bucket) for message in messages]
+        return _Plan(messages, ops, labels, of_slot, releases, waits_for(engine, messages, releases))
 
     def _ops(self, messages: Sequence[BucketChunk], wire: torch.dtype) -> list[Sequence[CommOp]]:
-        """Build the phases of all messages, and take over what quantisation has left."""
+        """Build the ops of all messages, and take over what quantisation has left."""
         pool, residual = self._pool, None
         if is_coded(wire):
             residual = ErrorFeedback(pool.slots, pool.values.device, self._kept)
@@ -270,27 +271,25 @@ class Scheduler(SyncEngine):
     def _halves(
         self, message: BucketChunk, wire: torch.dtype, blocks: BlockMap | None
     ) -> tuple[Sequence[CommOp], Sequence[CommOp]]:
-        """Return the phases of a message's first and second half; all are in the first unless the engine has halves."""
+        """Return the ops of a message's first and second half; all are in the first unless the engine has halves."""
         engine, pool, topology = self._engine, self._pool, self._topology
 
         def average(values: Tensor, lane: str) -> list[CommOp]:
-            cut = engine.split_reduce_scatter and not engine.powersgd_rank
-            return all_reduce(values, wire, message.collective, topology, engine.servers, cut, lane, blocks)
+            direct = engine.split_reduce_scatter and not engine.powersgd_rank
+            return all_reduce(values, wire, message.collective, topology, engine.servers, direct, lane, blocks)
 
         if not engine.powersgd_rank:
-            phases = average(pool.values[message.part], message.lane)
-            turn = next(
-                (n for n, phase in enumerate(phases) if phase.second_half and engine.split_reduce_scatter), len(phases)
-            )
+            ops = average(pool.values[message.part], message.lane)
+            turn = next((n for n, op in enumerate(ops) if op.second_half and engine.split_reduce_scatter), len(ops))
         elif topology.size == 1:
             return [], []
         else:
             first, second = average_factors(
                 message.bucket, pool.values, topology, engine.powersgd_rank, self._kept, message.lane, average
             )
-            phases = [*first, *second]
-            turn = len(first) if engine.split_reduce_scatter else len(phases)
-        return phases[:turn], phases[turn:]
+            ops = [*first, *second]
+            turn = len(first) if engine.split_reduce_scatter else len(ops)
+        return ops[:turn], ops[turn:]
 
     def _release(self, event: int) -> None:
         """Launch the messages of ``event``: the index of a pushed slot, or the number of slots for backward's end.
@@ -303,7 +302,7 @@ class Scheduler(SyncEngine):
             self._pool.fill()
         if self.captures and self.defers:
             self._ready[event].record()
-            self._in_flight |= dict.fromkeys(numbers, AllReduceHandle(last=(_refuse_capture,)))
+            self._in_flight |= dict.fromkeys(numbers, (_refuse_capture,))
         else:
             self._launch(numbers)
 
@@ -314,8 +313,8 @@ class Scheduler(SyncEngine):
             waits = [other for other in plan.waits[number] if other in in_flight]
             if self._engine.awaits == "each":
                 self._await([other for other in waits if other != plan.messages[number].task.after])
-            after = [op for other in waits if other in in_flight for op in in_flight[other].last]
-            in_flight[number] = carry(plan.ops[number], [*ready, *after])
+            after = [wait for other in waits for wait in in_flight.get(other, ())]
+            in_flight[number] = launch(plan.ops[number], [*ready, *after], plan.labels[number])
             if number in self._arrived:
                 plan.ops[number][-1].stream.record(self._arrived[number])
 
@@ -323,14 +322,11 @@ class Scheduler(SyncEngine):
         """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
         assert self._stats.exposed is not None
         for number in numbers:
-            if (transfer := self._in_flight.get(number)) is None:
-                continue
-            label = label_of(self._plan.messages[number].bucket)
-            if transfer.last:  # else nothing was sent, as on one rank
-                with self._stats.exposed(label):
-                    transfer.wait()  # a message that is lost stays in flight
+            for wait in self._in_flight.get(number, ()):
+                with self._stats.exposed(self._plan.labels[number]):
+                    wait()  # a message that is lost stays in flight
             if self._in_flight.pop(number, None) is not None:
-                self._stats.transfers.append((label, transfer.traffic))
+                self._stats.count(sum(op.sent_bytes for op in self._plan.ops[number]))
 
 
 def _refuse_capture() -> None:

@@ -1,6 +1,6 @@
 """A communication stream: one process group whose operations run in one order, on a thread or on a CUDA stream.
 
-A phase is a ``CommOp``: local work, then at most one collective operation.
+A message is a list of ``CommOp``, run one after another, each on its own stream.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import atexit
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import ClassVar
 from weakref import WeakSet
 
 import torch
@@ -25,33 +26,107 @@ all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tens
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Wait = Callable[[], None]
-"""Waits for a phase that has been entered. On a GPU the current stream waits, not the host."""
+"""Waits for an op that has been launched. On a GPU the current stream waits, not the host."""
 
 open_streams: WeakSet[CommStream] = WeakSet()
 """Streams with threads of gloo."""
 
 
-@dataclass
-class CommStats:
-    """The cost of a phase on this rank: its bytes on the wire, and when it began and ended."""
+@dataclass(eq=False)
+class CommOp:
+    """A part of a message: local work, then at most one operation over a stream."""
 
+    stream: CommStream
+    start: Callable[[], Work | None]
+    """Does the local work and starts the operation. Returns what to wait for, or None if there is nothing."""
+    second_half: bool = False
+    """True if the op belongs to the second half, which distributes finished means and may be delayed."""
     sent_bytes: int = 0
-    received_bytes: int = 0
-    begun: Timestamp | None = None
+    """Bytes that this rank sends, each time alike; known once the op has run."""
+
+
+@dataclass
+class Transfer:
+    """An operation of a message, as a timeline shows it."""
+
+    label: str
+    begun: Timestamp
     ended: Timestamp | None = None
+    """None while it is under way."""
+    sent_bytes: int = 0
+
+    record: ClassVar[list[Transfer] | None] = None
+    """Where operations are noted while a timeline is made; else None, as timing them would cost the host time."""
+
+    @classmethod
+    def begin(cls, label: str, device: torch.device) -> Transfer | None:
+        """Note an operation that begins now, if a timeline is made."""
+        if cls.record is None:
+            return None
+        cls.record.append(begun := cls(label, record_timestamp(device)))
+        return begun
+
+    def end(self, device: torch.device) -> None:
+        """Note that it ends now."""
+        self.ended = record_timestamp(device)
+
+
+def launch(ops: Sequence[CommOp], after: Sequence[Wait] = (), label: str = "") -> tuple[Wait, ...]:
+    """Launch the ops of a message, one after another, the first once all of ``after`` are done.
+
+    Args:
+        ops: The ops.
+        after: What to wait for before.
+        label: The message's name in a timeline.
+
+    Returns:
+        The function that waits for the last op, after which the values are the same on every rank; none without ops.
+    """
+    last: Sequence[Wait] = ()
+    for op in ops:
+        last = [op.stream.submit(op, last or after, label)]
+    return tuple(last)
+
+
+class OpSequence:
+    """Ops being built; local work is done by the op that follows it, on that op's thread or stream."""
+
+    def __init__(self) -> None:
+        """Create an empty list of ops."""
+        self.ops: list[CommOp] = []
+        self._before: list[Callable[[], object]] = []
+
+    def add_local(self, act: Callable[[], object]) -> None:
+        """Add local work."""
+        self._before.append(act)
+
+    def add_collective(self, stream: CommStream, act: Callable[[], Work | None], second_half: bool = False) -> None:
+        """Add an op over ``stream`` that does the local work added before, then ``act``."""
+        before, self._before = self._before, []
+
+        def start() -> Work | None:
+            for work in before:
+                work()
+            return act()
+
+        self.ops.append(CommOp(stream, start, second_half))
+
+    def close(self, stream: CommStream) -> None:
+        """Add the remaining local work, if any, as a last op over ``stream``, which has no ranks."""
+        if self._before:
+            self.add_collective(stream, lambda: None, second_half=True)
 
 
 class CommStream:
-    """A queue of phases over some ranks, which run in the order in which they are entered.
+    """A queue of ops over some ranks, which run in the order in which they are submitted.
 
-    Every rank must enter its phases in the same order.
+    Every rank must submit its ops in the same order.
 
-    On a CPU a thread of the CommStream issues the phases. It waits until a phase's predecessors are done, does the
-    phase's local work and starts its collective. It does not wait for that collective, so that the wire is busy while
-    the next phase is prepared. On a GPU nothing blocks: the caller queues everything on a CUDA stream of the
-    CommStream.
+    On a CPU a thread of the CommStream issues the ops. It waits until an op's predecessors are done, does its local
+    work and starts its collective. It does not wait for that collective, so that the wire is busy while the next op is
+    prepared. On a GPU nothing blocks: the caller queues everything on a CUDA stream of the CommStream.
 
-    The operations (``all_to_all`` and so on) may be called by phases only. They return the work to wait for, and count
+    The operations (``all_to_all`` and so on) may be called by ops only. They return the work to wait for, and count
     bytes. The bytes are computed, since backends do not report them.
     """
 
@@ -75,32 +150,49 @@ class CommStream:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         threads = (torch.get_num_threads(),)  # else products there would use all cores, and be rounded differently
         self._thread = ThreadPoolExecutor(1, f"comm stream {id(self):x}", torch.set_num_threads, threads)
-        self._traffic = CommStats()
+        self._sent = 0  # bytes of the op that runs
 
-    def enter(self, start: Callable[[], Work | None], after: Sequence[Wait], traffic: CommStats) -> Wait:
-        """Enter a phase. It begins once all of ``after`` are done and all phases entered before have begun.
+    def submit(self, op: CommOp, after: Sequence[Wait] = (), label: str = "") -> Wait:
+        """Submit an op. It begins once all of ``after`` are done and all submitted before have begun.
 
         Args:
-            start: Does the local work and starts the collective. Returns the collective's work, or None where there is
-                no collective or it is done.
-            after: The phases to wait for.
-            traffic: Where the phase's bytes and times are counted.
+            op: The op.
+            after: What to wait for before.
+            label: The name in a timeline.
         """
         if self._stream is None:
-            return self._hand_over(start, after, traffic)
+            begun = self._thread.submit(self._begin, op, after, label)
+
+            def wait() -> None:
+                if (work := begun.result()) is not None:
+                    work.wait()
+
+            return wait
         if not after:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for wait_before in after:
-                wait_before()
-            self._traffic = traffic
-            traffic.begun = record_timestamp(self._device)
-            work = start()
-            if work is not None:
-                work.wait()
-            done = traffic.ended = record_timestamp(self._device)
-            assert isinstance(done, torch.cuda.Event)
+            self._begin(op, after, label)
+            done = self._stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+
+    def _begin(self, op: CommOp, after: Sequence[Wait], label: str) -> Work | None:
+        """Begin an op, and on a GPU have the stream wait for it."""
+        for wait in after:
+            wait()
+        transfer = None if self._group is None else Transfer.begin(label, self._device)
+        self._sent = 0
+        work = op.start()
+        op.sent_bytes = self._sent
+        if self._stream is not None and work is not None:
+            work.wait()
+            work = None
+        if transfer is not None:
+            transfer.sent_bytes = self._sent
+            if work is None:
+                transfer.end(self._device)
+            else:
+                work.get_future().then(lambda _: transfer.end(self._device))
+        return work
 
     def record(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:
         """Record ``event``, or a new one, after all that was entered so far, and return it.
@@ -120,14 +212,10 @@ class CommStream:
             arriving: The elements received from each rank; empty for equal parts.
             leaving: The elements sent to each rank; empty for equal parts.
         """
-        itemsize = values.element_size()
         if leaving:
-            sizes = [size for place, size in enumerate(leaving) if place != self.place and size]
-            landing = [size for place, size in enumerate(arriving) if place != self.place and size]
-            self._count(itemsize * sum(sizes), itemsize * sum(landing))
+            self._sent += values.element_size() * (sum(leaving) - leaving[self.place])
         else:
-            share = values.nbytes // self.size
-            self._count(share * (self.size - 1), share * (self.size - 1))
+            self._count(self.size - 1, values)
         return dist.all_to_all_single(
             arrived, values, list(arriving) or None, list(leaving) or None, group=self._group, async_op=True
         )
@@ -144,13 +232,13 @@ class CommStream:
         own = values.view(self.size, -1)[self.place]
         if direct and self._device.type == "cpu":
             return self.all_to_all(values, own.repeat(self.size))
-        self._count_ring(self.size - 1, values)
+        self._count(self.size - 1, values)
         work: Work | None = all_gather_single(values, own, self._group, async_op=True)
         return work
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
         """Average this rank's part of ``values`` over the ranks, in place. The backend adds in the tensor's dtype."""
-        self._count_ring(self.size - 1, values)
+        self._count(self.size - 1, values)
         own = values.view(self.size, -1)[self.place]
         work: Work | None = _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
         return work
@@ -162,7 +250,7 @@ class CommStream:
             values: The tensor to sum.
             mean: Average instead, which only NCCL can.
         """
-        self._count_ring(2 * (self.size - 1), values)
+        self._count(2 * (self.size - 1), values)
         operation = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return dist.all_reduce(values, operation, self._group, async_op=True)
 
@@ -178,7 +266,7 @@ class CommStream:
         """
         operations = [dist.P2POp(dist.irecv, t, group=self._group, group_peer=peer) for peer, t in arriving]
         operations += [dist.P2POp(dist.isend, t, group=self._group, group_peer=peer) for peer, t in leaving]
-        self._count(sum(t.nbytes for _, t in leaving), sum(t.nbytes for _, t in arriving))
+        self._sent += sum(t.nbytes for _, t in leaving)
         for number, work in enumerate(dist.batch_isend_irecv(operations)):
             try:
                 work.wait()
@@ -192,35 +280,9 @@ class CommStream:
             end_group(self._group)
         self._group = None
 
-    def _count(self, sent: int, received: int) -> None:
-        self._traffic.sent_bytes += sent
-        self._traffic.received_bytes += received
-
-    def _count_ring(self, hops: int, values: Tensor) -> None:
-        """Count an operation as a ring. gloo always uses one; NCCL may use trees, which send as many bytes."""
-        sent = hops * values.nbytes // self.size
-        self._count(sent, sent)
-
-    def _hand_over(self, start: Callable[[], Work | None], after: Sequence[Wait], traffic: CommStats) -> Wait:
-        def issue() -> Work | None:
-            for wait_before in after:
-                wait_before()
-            self._traffic = traffic
-            traffic.begun = record_timestamp(self._device)
-            work = start()
-            if work is None:
-                traffic.ended = record_timestamp(self._device)
-            else:
-                work.get_future().then(lambda _: setattr(traffic, "ended", record_timestamp(self._device)))
-            return work
-
-        def wait() -> None:
-            work = begun.result()
-            if work is not None:
-                work.wait()
-
-        begun = self._thread.submit(issue)
-        return wait
+    def _count(self, parts: int, values: Tensor) -> None:
+        """Count parts of one rank's size. gloo always uses rings; NCCL may use trees, which send as many bytes."""
+        self._sent += parts * values.nbytes // self.size
 
 
 @atexit.register

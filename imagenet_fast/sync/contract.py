@@ -33,7 +33,7 @@ _POOL_OF_SCALER: Any = WeakKeyDictionary()
 """A weak reference to the pool that steps each ``GradScaler``."""
 
 
-class Phase(IntEnum):
+class StepState(IntEnum):
     """How far a step has come."""
 
     OPEN = 0
@@ -62,23 +62,23 @@ _BACKWARD = (
     "wrap a loss of another network that passes through this one in pool.no_sync()"
 )
 
-_REFUSED: dict[str, dict[Phase, str]] = {
-    "zero_grad": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
-    "backward": {Phase.SENT: _BACKWARD, Phase.MEANS: _BACKWARD, Phase.DONE: _BACKWARD},
-    "finish": {Phase.DONE: _OVER},
-    "step": {Phase.DONE: _OVER},
+_REFUSED: dict[str, dict[StepState, str]] = {
+    "zero_grad": {StepState.SENDING: _ON_THEIR_WAY, StepState.SENT: _ON_THEIR_WAY},
+    "backward": {StepState.SENT: _BACKWARD, StepState.MEANS: _BACKWARD, StepState.DONE: _BACKWARD},
+    "finish": {StepState.DONE: _OVER},
+    "step": {StepState.DONE: _OVER},
     "drop": {
-        Phase.SENT: "this step's gradients have been sent by all ranks, so it cannot be dropped; end it by pool.step()",
-        Phase.MEANS: "after pool.finish() the step need not be dropped; call pool.zero_grad() on every rank instead",
-        Phase.DONE: "this step is over, and cannot be dropped; call pool.drop() before pool.step(), once",
+        StepState.SENT: "all ranks have sent this step's gradients, so it cannot be dropped; end it by pool.step()",
+        StepState.MEANS: "after pool.finish() no step need be dropped; call pool.zero_grad() on every rank instead",
+        StepState.DONE: "this step is over, and cannot be dropped; call pool.drop() before pool.step(), once",
     },
-    "state_dict": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
-    "load_state_dict": {Phase.SENDING: _ON_THEIR_WAY, Phase.SENT: _ON_THEIR_WAY},
+    "state_dict": {StepState.SENDING: _ON_THEIR_WAY, StepState.SENT: _ON_THEIR_WAY},
+    "load_state_dict": {StepState.SENDING: _ON_THEIR_WAY, StepState.SENT: _ON_THEIR_WAY},
 }
-"""Why each call of a loop is refused, by the phase of the step; in all other phases it is allowed."""
+"""Why each call of a loop is refused, by the state of the step; in all others it is allowed."""
 _REFUSED_FOR_GOOD = {
-    Phase.CLOSED: "this pool is closed; make a new one to train on, and save the state of a pool before you close it",
-    Phase.FORKED: (
+    StepState.CLOSED: "this pool is closed; make a new one to train on, and save a pool's state before you close it",
+    StepState.FORKED: (
         "this process was forked from the one with the pool's connections; train there, and only read the model here"
     ),
 }
@@ -113,9 +113,9 @@ _STRAY = (
 )
 
 
-def check(phase: Phase, call: str) -> None:
+def check(state: StepState, call: str) -> None:
     """Raise RuntimeError if ``call`` is not allowed in a step that has come so far."""
-    if why := _REFUSED_FOR_GOOD.get(phase) or _REFUSED.get(call, {}).get(phase):
+    if why := _REFUSED_FOR_GOOD.get(state) or _REFUSED.get(call, {}).get(state):
         raise RuntimeError(why)
 
 
@@ -275,10 +275,10 @@ def refuse_failed(failed: dict[ParamSlot, int]) -> None:
         )
 
 
-def check_save(phase: Phase, engine: SyncEngine) -> None:
+def check_save(state: StepState, engine: SyncEngine) -> None:
     """Raise RuntimeError if the state of ``engine`` is asked for while what it has sent is not applied yet."""
-    check(phase, "state_dict")
-    if phase is Phase.MEANS and engine.sends_part:
+    check(state, "state_dict")
+    if state is StepState.MEANS and engine.sends_part:
         raise RuntimeError(
             "pool.state_dict() between pool.finish() and pool.step() would lose this step's gradients; save after "
             "pool.step(optimizer), or after the next pool.zero_grad()"

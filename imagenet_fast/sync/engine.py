@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.device_timer import Stopwatch
-from imagenet_fast.sync.comm_stream import CommStats
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Elements = dict[nn.Parameter, list[slice]]
@@ -25,23 +24,20 @@ class SyncStats:
 
     exposed: Stopwatch | None
     """The time the step waited for communication; None where it cannot be measured."""
-    transfers: list[tuple[str, Sequence[CommStats]]] = field(default_factory=list)
-    """The costs of each message's phases, with the name of its layers.
+    sent_bytes: int = 0
+    """Bytes that this rank sent, computed from the operations that it called.
 
     A deferring engine counts a message in the step that waits for it.
     """
+    launches: int = 0
+    """The number of messages sent."""
     decision: tuple[Prediction, ...] = ()
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sent, computed from the operations that it called."""
-        return sum(phase.sent_bytes for _, phases in self.transfers for phase in phases)
-
-    @property
-    def launches(self) -> int:
-        """The number of messages sent."""
-        return len(self.transfers)
+    def count(self, sent_bytes: int) -> None:
+        """Count a message that was sent."""
+        self.sent_bytes += sent_bytes
+        self.launches += 1
 
 
 class SyncEngine(Protocol):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import cache
 
 from imagenet_fast.sync.comm_stream import open_streams
-from imagenet_fast.sync.contract import Phase, pools
+from imagenet_fast.sync.contract import StepState, pools
 from imagenet_fast.sync.step import Owner
 
 _held: list[Owner] = []  # whose locks this process holds while it forks
@@ -35,6 +35,6 @@ def _after() -> None:
 
 def _after_in_child() -> None:
     for pool in _held:
-        pool.current.phase = Phase.FORKED
+        pool.current.state = StepState.FORKED
     open_streams.clear()  # whose ends would wait for threads that are not here
     _after()

@@ -16,7 +16,7 @@ from imagenet_fast.cost_model.step_simulator import NO_CODEC, CodecCost, LinkMod
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, format_of
-from imagenet_fast.sync.comm_ops import carry
+from imagenet_fast.sync.comm_stream import launch
 from imagenet_fast.sync.quantization import PLAIN, Packer, all_coded, decode, encode, is_coded
 from imagenet_fast.sync.topology import Topology
 
@@ -105,14 +105,14 @@ def all_reduces(messages: Sequence[Tensor], collective: Collective, topology: To
 
     It can be called again; every rank must make and call it alike.
     """
-    phases = [
+    ops = [
         all_reduce(message, message.dtype, collective, topology, lane=lane_of(number, topology.layout.on_gpu))
         for number, message in enumerate(messages)
     ]
 
     def once() -> None:
-        for transfer in [carry(of_one) for of_one in phases]:
-            transfer.wait()
+        for wait in [wait for of_one in ops for wait in launch(of_one)]:
+            wait()
 
     return once
 
@@ -138,8 +138,8 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
 
     def read(values: Tensor, packing: Packer, message: Tensor) -> None:
         scales, codes, _ = packing.parts(message)
-        decode(scales, codes).sum(0)  # for the phase in which parts are summed
-        packing.coded.copy_(decode(scales, codes))  # for the phase in which means are received
+        decode(scales, codes).sum(0)  # for the op in which parts are summed
+        packing.coded.copy_(decode(scales, codes))  # for the op in which means are received
         packing.land(values)
 
     def seconds(work: Callable[[Tensor, Packer, Tensor], None]) -> float:

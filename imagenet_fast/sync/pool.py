@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.sync import contract
-from imagenet_fast.sync.contract import Phase
+from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
 from imagenet_fast.sync.fork import fork_settled
@@ -167,7 +167,7 @@ class GradientPool:
             RuntimeError: Gradients of the last step are on their way; or an update that was deferred has failed.
         """
         with self.lock:
-            contract.check(self.current.phase, "zero_grad")
+            contract.check(self.current.state, "zero_grad")
             failed, self.current.failed = self.current.failed, {}
             contract.refuse_failed(failed if self.pending is None else failed | self.pending.take_failed())
             self._adopt_learned()
@@ -308,10 +308,10 @@ class GradientPool:
         Every rank must call it between steps, and keep its own result: they differ between ranks.
         """
         with self.lock:
-            contract.check_save(self.current.phase, self.engine)
+            contract.check_save(self.current.state, self.engine)
             self.settle()
             self._adopt_learned()
-            if self.current.phase is Phase.OPEN:
+            if self.current.state is StepState.OPEN:
                 self.current = Step(self)
             order = [slot.name for slot in self.slots] if self.order.is_known else None
             return {"order": order, "engine": self.engine.state_dict(), "ranks": self.topology.size}
@@ -324,7 +324,7 @@ class GradientPool:
             RuntimeError: Gradients are on their way.
         """
         contract.check_state(state, self.topology.size)
-        contract.check(self.current.phase, "load_state_dict")
+        contract.check(self.current.state, "load_state_dict")
         self.settle()
         if state["order"] is not None and self.gradients.set_order(state["order"]):
             self.order.fix()
@@ -347,7 +347,7 @@ class GradientPool:
         while self._hooks:
             self._hooks.pop().remove()
         self.gradients.close()
-        if self.current.phase is Phase.FORKED:
+        if self.current.state is StepState.FORKED:
             return
         try:
             try:
@@ -360,8 +360,8 @@ class GradientPool:
             users.add_note(f"closing the pool failed as well: {error}")
 
     def _end_engine(self) -> None:
-        phase, self.current.phase = self.current.phase, Phase.CLOSED
-        if phase is Phase.SENDING:
+        state, self.current.state = self.current.state, StepState.CLOSED
+        if state is StepState.SENDING:
             for param in self.parameters:
                 param.grad = None  # it may be a placeholder
             self.topology.drop(self.engine)
@@ -376,7 +376,7 @@ def _on_gradient(known: weakref.ref[GradientPool], number: int, _: object) -> No
     pool = known()
     if pool is None:
         return
-    if pool.current.phase is Phase.OPEN:
+    if pool.current.state is StepState.OPEN:
         contract.refuse_compiled_autograd()
     with pool.lock:
         pool.current.on_gradient(pool.gradients.slot_of[pool.parameters[number]])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.recipe.sync_config import in_factors, matrix_of
-from imagenet_fast.sync.comm_ops import CommOp
+from imagenet_fast.sync.comm_stream import CommOp
 from imagenet_fast.sync.kept_state import Kept
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.topology import Topology
@@ -32,7 +32,7 @@ def average_factors(
     slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, rank: int, memory: Kept, lane: str,
     average: Callable[[Tensor, str], Sequence[CommOp]],
 ) -> tuple[list[CommOp], list[CommOp]]:  # fmt: skip
-    """Build the phases that average the gradients of neighbouring slots, approximated by matrices of rank ``rank``.
+    """Build the ops that average the gradients of neighbouring slots, approximated by matrices of rank ``rank``.
 
     Parameters that this does not make smaller are sent uncompressed, with P.
 
@@ -51,10 +51,10 @@ def average_factors(
         rank: Columns of a factor.
         memory: Errors and factors, kept from step to step; those that are missing are created.
         lane: The message's lane.
-        average: Builds the phases of an all-reduce in a lane.
+        average: Builds the ops of an all-reduce in a lane.
 
     Returns:
-        The phases of P, then those of Q: none if no slot is compressed. Q has a lane of its own, so that it does not
+        The ops of P, then those of Q: none if no slot is compressed. Q has a lane of its own, so that it does not
         hold up P of the messages behind.
     """
     compressed = [slot for slot in slots if in_factors(*matrix_shape(slot.param), rank) < slot.param.numel()]
@@ -65,7 +65,7 @@ def average_factors(
     )
 
     def local(role: str, work: Callable[[], None]) -> CommOp:
-        return CommOp(topology.stream((), role), work, False)
+        return CommOp(topology.stream((), role), work)
 
     first, second = [local(lane + "packing", message.project), *average(message.left, lane)], list[CommOp]()
     if compressed:

@@ -1,4 +1,4 @@
-"""8-bit codes with one scale per block, and the residual that they leave for later steps.
+"""8-bit codes with one scale per block, the residual that they leave for later steps, and all-reduces of codes.
 
 Error feedback: the error of a code stays with the rank that made the code and is added to the next step's value, so
 nothing is lost (Seide et al., Interspeech 2014; Karimireddy et al., arXiv 1901.09847; in both halves of an all-reduce
@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from imagenet_fast.cost_model.collectives import BLOCK
+from imagenet_fast.sync.comm_stream import CommStream, OpSequence
 from imagenet_fast.sync.kept_state import Kept, cut, lay
 from imagenet_fast.sync.param_slot import ParamSlot
 
@@ -244,6 +246,49 @@ class Packer:
             scales.view(torch.bfloat16), coded.view(self._wire).unflatten(-1, (self._codes, BLOCK)),
             plain.view(PLAIN).unflatten(-1, (self._plains, BLOCK)),
         )  # fmt: skip
+
+
+def coded_pairwise(
+    chain: OpSequence, values: Tensor, packing: Packer, push: CommStream, pull: CommStream, direct: bool
+) -> None:
+    """Average ``values`` over the streams' ranks, in place, by sending codes straight to the owners of their blocks.
+
+    No backend adds codes, so a block's owner decodes, adds in fp32 and encodes the sum. ``push`` leads to the owners;
+    they send the codes of the means to all ranks, by ``pull``, ``direct`` or not (see ``CommStream.all_gather``).
+
+    Every rank encodes every value once, as a part that it sends or as a sum that it owns. Either way the error of the
+    codes is in the units of the sum, so one residual serves both.
+    """
+    ranks, mine = push.size, push.place
+    leaving, arrived, means = packing.message(ranks).zero_(), packing.message(ranks), packing.message(ranks)
+
+    def leave() -> Work | None:
+        packing.load(values)
+        scales, codes, plain = packing.parts(leaving)
+        plain.copy_(packing.plain)
+        for others in (slice(0, mine), slice(mine + 1, None)):  # a rank adds its own part uncoded: its codes stay 0
+            if len(scales[others]):
+                left = None if packing.residual is None else packing.residual[others]
+                encode(packing.coded[others], scales[others], codes[others], left)
+        return push.all_to_all(arrived, leaving)
+
+    def answer() -> Work | None:
+        scales, codes, plain = packing.parts(arrived)
+        own_scales, own_codes, own_plain = packing.parts(means[mine])
+        left = None if packing.residual is None else packing.residual[mine]
+        encode(decode(scales, codes).sum(0).add_(packing.coded[mine]), own_scales, own_codes, left)
+        torch.div(plain.sum(0, dtype=torch.float32), ranks, out=own_plain)
+        return pull.all_gather(means.view(-1), direct)
+
+    def land() -> None:
+        scales, codes, plain = packing.parts(means)
+        torch.div(decode(scales, codes), ranks, out=packing.coded)
+        packing.plain.copy_(plain)
+        packing.land(values)
+
+    chain.add_collective(push, leave)
+    chain.add_collective(pull, answer, second_half=True)
+    chain.add_local(land)
 
 
 def _numbered(kinds: Tensor) -> Tensor:

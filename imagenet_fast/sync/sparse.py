@@ -28,7 +28,7 @@ from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.all_reduce import all_reduce, wire_dtype, wire_for
-from imagenet_fast.sync.comm_ops import AllReduceHandle, CommOp, carry
+from imagenet_fast.sync.comm_stream import CommOp, Wait, launch
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats, refuse_state_of_another
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.kept_state import cut, lay
@@ -42,10 +42,11 @@ class _Message:
     begin: int
     """First element in the pool; not everything between ``begin`` and ``end`` need be a part of the message."""
     end: int
-    phases: Sequence[CommOp]
+    ops: Sequence[CommOp]
     """Kept until the chunks are received: nothing else holds the memory that streams of a GPU still use."""
     label: str
-    transfer: AllReduceHandle
+    waits: Sequence[Wait]
+    """What waits for the last op."""
 
 
 class Sparse(SyncEngine):
@@ -81,7 +82,8 @@ class Sparse(SyncEngine):
         self._velocity = pool.values.new_zeros(0)  # laid out as the pool
         self._step = 0
         self._stats = SyncStats(Stopwatch(pool.values.device))
-        self._agreed = AllReduceHandle()  # on the scores, and so on the next step's chunks; empty where all are sent
+        self._agreed: Sequence[Wait] = ()  # on the scores, and so on the next step's chunks; empty where all are sent
+        self._arrived: torch.cuda.Event | None = None  # when the ids of these are on the host
         pool.pad(settings.chunk)
         pool.values.zero_()  # what another engine has sent is no residual
         self.rebuild_buckets()
@@ -89,8 +91,8 @@ class Sparse(SyncEngine):
     def rebuild_buckets(self) -> None:
         """Cut the pool's new layout into chunks, reset scores and ages, and move the velocity along."""
         device, topology, chunk = self._pool.values.device, self._topology, self._settings.chunk
-        self._agreed.wait()  # else it would choose from the new layout
-        self._agreed = AllReduceHandle()
+        self._await_choice()  # else it would choose from the new layout
+        self._agreed = ()
         self._chunks = self._pool.values.view(-1, chunk)
         count = len(self._chunks)
         if self._momentum is not None:
@@ -100,11 +102,11 @@ class Sparse(SyncEngine):
         self._scores = torch.zeros(topology.padded(count), dtype=torch.float32, device=device)
         self._norms = self._scores[:count].clone()  # of the means of the sent chunks, in their order
         self._ages = torch.zeros(count, dtype=torch.int64, device=device)  # steps since a chunk was last sent
-        self._measurement = [CommOp(topology.stream((), "packing"), self._measure, False)]
+        self._measurement = [CommOp(topology.stream((), "packing"), self._measure)]
         self._agreement = [
-            CommOp(topology.stream((), "packing"), self._put_means, False),
+            CommOp(topology.stream((), "packing"), self._put_means),
             *all_reduce(self._scores, torch.float32, None, topology),
-            CommOp(topology.stream((), "landing"), self._choose_next, True),
+            CommOp(topology.stream((), "landing"), self._choose_next),
         ]
         self._here = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")  # ids
         self._choose()
@@ -127,11 +129,10 @@ class Sparse(SyncEngine):
     def start(self) -> None:
         """Clear the chunks that were sent, and read which chunks this step sends."""
         self._await(list(self._messages))  # those whose layers no forward has read
-        if self._agreed.last:
-            self._agreed.wait()
-            ended = self._agreed.traffic[-1].ended
-            if isinstance(ended, torch.cuda.Event):  # of the last step, long past: ids arrived during forward
-                ended.synchronize()
+        if self._agreed:
+            self._await_choice()
+            if self._arrived is not None:  # of the last step, long past: ids arrived during forward
+                self._arrived.synchronize()
             self._selected = self._here[: len(self._ids)].tolist()
         else:
             everything = len(self._ids) == len(self._chunks)
@@ -173,14 +174,14 @@ class Sparse(SyncEngine):
         self._next = self._packed = 0
         self._sent = self._ids
         self._step += 1
-        if self._agreed.last:
-            self._stats.transfers.append(("the chunks' norms", self._agreed.traffic))
-            self._agreed = AllReduceHandle()
+        if self._agreed:
+            self._stats.count(sum(op.sent_bytes for op in self._agreement))
+            self._agreed = ()
         if self._density(self._step) < 1:
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
-            measured = carry(self._measurement)
-            landed = [entry for message in self._messages for entry in message.transfer.last]
-            self._agreed = carry(self._agreement, [*measured.last, *landed])
+            landed = [wait for message in self._messages for wait in message.waits]
+            self._agreed = launch(self._agreement, [*launch(self._measurement), *landed], "the chunks' norms")
+            self._arrived = self._agreement[-1].stream.record()
         else:
             self._age()
         stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
@@ -192,7 +193,7 @@ class Sparse(SyncEngine):
 
     def forget_nonfinite(self) -> None:
         """Set to zero what is not finite in the pool."""
-        self._agreed.wait()  # it reads the pool
+        self._await_choice()  # it reads the pool
         self._pool.values.nan_to_num_(0.0, 0.0, 0.0)
 
     def wait(self, slot: ParamSlot) -> None:
@@ -218,7 +219,7 @@ class Sparse(SyncEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
-        self._agreed.wait()
+        self._await_choice()
         flat = {"residual": self._pool.values.clone(), "velocity": self._velocity.clone()}
         self._clear(**flat)
         chunks = {"scores": self._scores.clone(), "ages": self._ages.clone(), "starts": self._starts()}
@@ -250,7 +251,12 @@ class Sparse(SyncEngine):
     def close(self) -> None:
         """Wait for all messages."""
         self._await(list(self._messages))
-        self._agreed.wait()
+        self._await_choice()
+
+    def _await_choice(self) -> None:
+        """Wait until ranks have agreed on the next step's chunks."""
+        for wait in self._agreed:
+            wait()
 
     def _clear(self, residual: Tensor, velocity: Tensor) -> None:
         """Zero what was sent in the residual and, unless all chunks were sent, in the velocity."""
@@ -286,13 +292,13 @@ class Sparse(SyncEngine):
             if norms is not None:
                 norms.copy_(_norms(rows))
 
-        phases = all_reduce(values.view(-1), self._wire, self._collective, topology, lane=lane)
+        ops = all_reduce(values.view(-1), self._wire, self._collective, topology, lane=lane)
         if apart:
-            phases.insert(0, CommOp(topology.stream((), lane + "packing"), pack, False))
+            ops.insert(0, CommOp(topology.stream((), lane + "packing"), pack))
         if apart or norms is not None:
-            phases.append(CommOp(topology.stream((), lane + "landing"), land, True))
-        begin, end = first * chunk, (last + 1) * chunk
-        self._messages.append(_Message(begin, end, phases, f"{count} chunks", carry(phases)))
+            ops.append(CommOp(topology.stream((), lane + "landing"), land))
+        begin, end, label = first * chunk, (last + 1) * chunk, f"{count} chunks"
+        self._messages.append(_Message(begin, end, ops, label, launch(ops, label=label)))
         self._next = self._packed
 
     def _carrying(self, slot: ParamSlot) -> list[_Message]:
@@ -304,10 +310,11 @@ class Sparse(SyncEngine):
         assert self._stats.exposed is not None
         for message in messages:
             with self._stats.exposed(message.label):
-                message.transfer.wait()
+                for wait in message.waits:
+                    wait()
             with suppress(ValueError):  # a signal's handler has waited for it
                 self._messages.remove(message)
-                self._stats.transfers.append((message.label, message.transfer.traffic))
+                self._stats.count(sum(op.sent_bytes for op in message.ops))
 
     def _measure(self) -> None:
         """Compute the L1 norm of every chunk as it is on this rank."""

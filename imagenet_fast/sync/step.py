@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.sync import contract
-from imagenet_fast.sync.contract import Phase
+from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
 from imagenet_fast.sync.param_slot import USED, ParamSlot
@@ -53,7 +53,7 @@ class Step:
         """Begin a step of ``pool``, whose layout and engine stay until its end."""
         self._pool = pool
         pool.gradients.fill = self.fill
-        self.phase = Phase.OPEN
+        self.state = StepState.OPEN
         self.stats: SyncStats | None = None
         """The cost of the synchronisation, once all has been sent."""
         self.found_inf: Tensor | None = None
@@ -74,10 +74,10 @@ class Step:
     def on_gradient(self, slot: ParamSlot) -> None:
         """Accept the gradient of ``slot``, which backward has produced, and push what is due."""
         pool = self._pool
-        if not pool.syncing and self.phase in (Phase.MEANS, Phase.DONE):
-            self.phase = Phase.DONE  # of another network's loss, after the optimizer's own step
+        if not pool.syncing and self.state in (StepState.MEANS, StepState.DONE):
+            self.state = StepState.DONE  # of another network's loss, after the optimizer's own step
             return
-        contract.check(self.phase, "backward")
+        contract.check(self.state, "backward")
         gradient = slot.param.grad
         if gradient is None:
             contract.refuse("taken away", slot)
@@ -91,7 +91,7 @@ class Step:
             contract.refuse("second backward", slot)
         contract.check_gradient(slot, gradient, pool.gradients.values)
         if pool.syncing:
-            self.phase = Phase.SENDING
+            self.state = StepState.SENDING
             self._take(slot, gradient)
             self._ready[slot.index] = True
             pool.order.note(slot)
@@ -104,8 +104,8 @@ class Step:
 
     def end_backward(self) -> SyncStats:
         """Send what backward did not reach, with a gradient of zero, and all that is left."""
-        contract.check(self.phase, "end_backward")
-        if self.phase < Phase.SENT:
+        contract.check(self.state, "end_backward")
+        if self.state < StepState.SENT:
             pool = self._pool
             self._started()
             for slot in pool.gradients.slots:
@@ -124,43 +124,43 @@ class Step:
             self._push_all()
             self.found_inf = self._any_overflow()
             self.stats = pool.engine.finish()
-            self.phase = Phase.SENT
+            self.state = StepState.SENT
             pool.order.agree(pool.gradients.slots, pool.gradients.topology)
         assert self.stats is not None
         return self.stats
 
     def means(self) -> None:
         """Wait for all gradients, and put the means into ``p.grad``."""
-        contract.check(self.phase, "finish")
+        contract.check(self.state, "finish")
         self.end_backward()
-        if self.phase is Phase.SENT:
+        if self.state is StepState.SENT:
             pool = self._pool
             self._wait()
             self.used(pool.gradients.slots)
             if (sent := pool.engine.sent_slices()) is not None:
                 pool.gradients.show_only(sent)
-            self.phase = Phase.MEANS
+            self.state = StepState.MEANS
 
     def apply(self, update: Update, at_once: bool) -> None:
         """Apply ``update`` now, or put it off if the engine defers and ``p.grad`` was not asked for."""
-        contract.check(self.phase, "step")
+        contract.check(self.state, "step")
         self.end_backward()
         pool, engine = self._pool, self._pool.engine
         elements = engine.sent_slices()
         limited: Update = update if elements is None else lambda params: update(params, elements)
         slots = pool.gradients.slots
-        if engine.defers and not at_once and self.phase is Phase.SENT:
+        if engine.defers and not at_once and self.state is StepState.SENT:
             unseen = pool.readers.unseen()
             pool.pending = PendingUpdate(engine, slots, self.used, limited, pool.lock, pool.lockstep)
             pool.pending.settle(unseen)
         else:
-            if self.phase is Phase.SENT:
+            if self.state is StepState.SENT:
                 self._wait()
                 due = self.used(slots)
             else:
                 due = [slot.param for slot in slots if slot.param.grad is not None]
             self._taken.clear()  # what is left of them is in ``p.grad``
-            self.phase = Phase.DONE
+            self.state = StepState.DONE
             try:
                 limited(due)
             except BaseException:
@@ -168,11 +168,11 @@ class Step:
                 raise
             if engine.sends_part or engine.defers:
                 _forget_gradients(slots)
-        self.phase = Phase.DONE
+        self.state = StepState.DONE
 
     def drop(self) -> None:
         """Send zeros for what has not been sent, and last NaN, for a rank that takes the step. Forget it all."""
-        contract.check(self.phase, "drop")
+        contract.check(self.state, "drop")
         pool = self._pool
         self._start()
         self.fill()
@@ -189,7 +189,7 @@ class Step:
         self._wait()
         pool.engine.forget_nonfinite()
         pool.order.restart()
-        self.phase = Phase.DONE
+        self.state = StepState.DONE
         _forget_gradients(pool.gradients.slots)
 
     def used(self, slots: Sequence[ParamSlot]) -> list[nn.Parameter]:

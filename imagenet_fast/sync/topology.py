@@ -109,13 +109,13 @@ class Topology:
         return twin
 
     def stream(self, ranks: tuple[int, ...], role: str) -> CommStream:
-        """Return the stream of ``ranks`` for one kind of phase.
+        """Return the stream of ``ranks`` for one kind of op.
 
         The stream is made at the first call, which every rank must make in the same order.
 
         Args:
             ranks: The ranks that it connects; empty for local work.
-            role: Kind of phase, such as ``scatter`` or ``gather``.
+            role: Kind of op, such as ``scatter`` or ``gather``.
         """
         key = (ranks, role)
         if key not in self._streams:

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
-from imagenet_fast.sync.contract import Phase
+from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.pending import Pending
 from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
@@ -397,11 +397,11 @@ def a_pool_of_another_process(settings: EngineSettings) -> Wrong:
             pool.step(optimizer)
     same_on_ranks(weights_of(model))
     pool.zero_grad()
-    pool.current.phase = Phase.FORKED
+    pool.current.state = StepState.FORKED
     yield pool.step, optimizer
 
 
-@refused("this step's gradients have been sent by all ranks|need not be dropped|is over, and cannot be dropped",
+@refused("all ranks have sent this step's gradients|no step need be dropped|is over, and cannot be dropped",
          error=RuntimeError)  # fmt: skip
 def a_drop_of_gradients_that_other_ranks_have(settings: EngineSettings) -> Wrong:
     model, pool, optimizer = started(settings)
@@ -667,7 +667,7 @@ def test_the_state_of_auto_is_loaded_before_and_after_its_choice() -> None:
 PROGRAM = """
 import sys, time, torch
 import torch.distributed as dist
-from imagenet_fast.sync.comm_stream import CommStats, CommStream
+from imagenet_fast.sync.comm_stream import CommOp, CommStream
 from tests.sync.test_refusals import ENGINES, trained
 
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
@@ -675,7 +675,7 @@ model, pool, optimizer = trained(ENGINES["hybrid"], 4)
 values, stream = torch.ones(1000), CommStream(torch.device("cpu"), (0, 1))
 if sys.argv[2] == "0":
     time.sleep(1)
-stream.enter(lambda: stream.all_reduce(values), (), CommStats())
+stream.submit(CommOp(stream, lambda: stream.all_reduce(values)))
 """
 CLOSED_LATE = "dist.destroy_process_group(); pool.close()"
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.sync import GradientPool, LazySync, SparseSync
-from imagenet_fast.sync.comm_stream import CommStats
+from imagenet_fast.sync.comm_stream import CommOp
 from imagenet_fast.training.optimizers import SGD as OurSgd
 from imagenet_fast.training.optimizers import build_optimizer
 from tests.conftest import tiers
@@ -267,17 +267,18 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed() -> None:
     engine = pool.engine
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()
-        engine._topology.stream((), "packing").enter(lambda gate=gate: gate.wait() and None, (), CommStats())
+        packing = engine._topology.stream((), "packing")
+        packing.submit(CommOp(packing, lambda gate=gate: gate.wait() and None))
         begin(model, pool, step)
         pool.end_backward()
-        phases = [weakref.ref(phase) for message in engine._messages for phase in message.phases]
+        ops = [weakref.ref(op) for message in engine._messages for op in message.ops]
         gc.collect()
-        assert phases
-        assert all(phase() is not None for phase in phases)
+        assert ops
+        assert all(op() is not None for op in ops)
         gate.set()
         pool.update(lambda params, elements=None: None)
         if step == 1:
             assert engine._messages, "the next forward waits for them"
         model(torch.ones(1, 8))
         gc.collect()
-        assert all(phase() is None for phase in phases), "but no longer"
+        assert all(op() is None for op in ops), "but no longer"
