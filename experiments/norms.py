@@ -78,7 +78,7 @@ def microseconds(operation: Callable[[], object]) -> float:
     with torch.cuda.graph(graph, stream=side):
         for _ in range(REPEATS):
             operation()
-    times = []
+    times: list[float] = []
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

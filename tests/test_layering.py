@@ -137,7 +137,7 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2219,
+    "imagenet_fast/bench": 2218,
     "imagenet_fast/checkpoint": 843,
     "imagenet_fast/cli": 1671,
     "imagenet_fast/compare": 708,
@@ -146,17 +146,17 @@ LINES = {
     "imagenet_fast/distributed": 2329,
     "imagenet_fast/doctor": 313,
     "imagenet_fast/launch": 1280,
-    "imagenet_fast/metrics": 1441,
+    "imagenet_fast/metrics": 1440,
     "imagenet_fast/models": 1885,
     "imagenet_fast/netlab": 603,
-    "imagenet_fast/parallel": 983,
+    "imagenet_fast/parallel": 982,
     "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2050,
-    "imagenet_fast/sync": 5040,
+    "imagenet_fast/sync": 4949,
     "imagenet_fast/training": 3149,
-    "imagenet_fast": 32348,
+    "imagenet_fast": 32254,
     "tests": 28680,
-    "tests/sync": 6249,
+    "tests/sync": 6247,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -100,7 +100,7 @@ def count_step(profile: Profile, settings: EngineSettings, ranks_per_node: int, 
         return Scheduler(declaration, buffer, network, profile.timing)
 
     pool = GradientPool(model, engine, topology=topology)
-    pool.order.fix()  # ranks without values can't agree on another one
+    pool.knows_order = True  # ranks without values can't agree on another one
     plan = step_model(declaration, pool.gradients, network)
     size: Counter[Collective] = Counter()
     for message in plan.messages(plan.best(profile.timing)[0]):

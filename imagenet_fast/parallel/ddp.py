@@ -203,8 +203,7 @@ class DdpPeer:
         sent_bytes = 2 * (ranks - 1) * message // ranks
         self._stats.count(sent_bytes)
         if transfer is not None:
-            transfer.sent_bytes = sent_bytes
-            outcome.add_done_callback(lambda _: transfer.end(self._nothing.device))
+            outcome.add_done_callback(lambda _: transfer.end(self._nothing.device, sent_bytes))
         return outcome
 
 

@@ -157,8 +157,7 @@ class ActivationTraffic:
             yield
         self.exchanged(sent_bytes)
         if transfer is not None:
-            transfer.sent_bytes = sent_bytes
-            transfer.end(self._device)
+            transfer.end(self._device, sent_bytes)
 
     def exchanged(self, sent_bytes: int) -> None:
         """Count an exchange whose waiting time is not known."""

@@ -85,7 +85,8 @@ class Scheduler(SyncEngine):
         self._topology = pool.topology
         self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
         self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
-        self._plain_steps = engine.plain_steps if is_coded(self._wire) or engine.powersgd_rank else 0
+        self._leaves = is_coded(self._wire) or engine.powersgd_rank > 0
+        self._plain_steps = engine.plain_steps if self._leaves else 0
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
         self._residual: ErrorFeedback | None = None
@@ -109,8 +110,7 @@ class Scheduler(SyncEngine):
         self._plan = _Plan((), (), (), {}, (), ())  # lets go of buffers before others are made
         self._ready, self._arrived = [], {}
         self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
-        if self._timing is None and self._engine.learns and self._pool.model is not None:
-            self._timetable = self._pool.layer_timer(layers=self.defers)
+        self._timetable = self._time_steps()
 
     def gradient_ready(self, slot: ParamSlot) -> None:
         """Launch the messages that are due once the gradient of ``slot`` is final."""
@@ -130,8 +130,7 @@ class Scheduler(SyncEngine):
         if self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._in_flight))
         if self._timetable is not None and self._timetable.complete:
-            self._timing = self._timetable.timing()
-            self.rebuild_buckets()
+            self._adopt(self._timetable.timing())
         if not self.captures:
             self._step += 1
             if self._step == self._plain_steps:
@@ -159,7 +158,7 @@ class Scheduler(SyncEngine):
             learnt = {
                 "timing": asdict(self._timing), "network": self._network.state_dict(), "ranks": self._topology.size
             }  # fmt: skip
-        if not self.has_residual and learnt is None and not self._kept:  # one rank keeps what several have left
+        if not self._leaves and learnt is None and not self._kept:  # one rank keeps what several have left
             return {}
         kept = copied(self._kept, self._device) if self._residual is None else self._residual.by_name()
         return {"step": self._step, "kept": kept, "learnt": learnt}
@@ -221,11 +220,22 @@ class Scheduler(SyncEngine):
     @property
     def has_residual(self) -> bool:
         """True if the wire dtype or PowerSGD leaves errors for later steps."""
-        return is_coded(self._wire) or self._declared.powersgd_rank > 0
+        return self._leaves
 
     def close(self) -> None:
         """Wait for all messages."""
         self._await(list(self._in_flight))
+
+    def _time_steps(self) -> LayerTimer | None:
+        """Begin to time steps, if a plan needs it."""
+        if self._timing is None and self._engine.learns and self._pool.model is not None:
+            return self._pool.layer_timer(layers=self.defers)
+        return None
+
+    def _adopt(self, timing: Timing) -> None:
+        """Plan by what was timed."""
+        self._timing = timing
+        self.rebuild_buckets()
 
     def _planned(self, wire: torch.dtype) -> _Plan:
         """Build the messages of all later steps, sent as ``wire``.

@@ -61,14 +61,14 @@ class Transfer:
     @classmethod
     def begin(cls, label: str, device: torch.device) -> Transfer | None:
         """Note an operation that begins now, if a timeline is made."""
-        if cls.record is None:
+        if (record := cls.record) is None:
             return None
-        cls.record.append(begun := cls(label, record_timestamp(device)))
+        record.append(begun := cls(label, record_timestamp(device)))
         return begun
 
-    def end(self, device: torch.device) -> None:
+    def end(self, device: torch.device, sent_bytes: int) -> None:
         """Note that it ends now."""
-        self.ended = record_timestamp(device)
+        self.ended, self.sent_bytes = record_timestamp(device), sent_bytes
 
 
 def launch(ops: Sequence[CommOp], after: Sequence[Wait] = (), label: str = "") -> tuple[Wait, ...]:
@@ -186,12 +186,10 @@ class CommStream:
         if self._stream is not None and work is not None:
             work.wait()
             work = None
-        if transfer is not None:
-            transfer.sent_bytes = self._sent
-            if work is None:
-                transfer.end(self._device)
-            else:
-                work.get_future().then(lambda _: transfer.end(self._device))
+        if transfer is not None and work is not None:
+            work.get_future().then(lambda _: transfer.end(self._device, op.sent_bytes))
+        elif transfer is not None:
+            transfer.end(self._device, op.sent_bytes)
         return work
 
     def record(self, event: torch.cuda.Event | None = None) -> torch.cuda.Event | None:

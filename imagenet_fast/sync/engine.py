@@ -64,6 +64,9 @@ class SyncEngine(Protocol):
     is_local: bool = False
     """True if the engine neither sends nor changes gradients, as on one rank: they stay where autograd has put them."""
 
+    elected: str = ""
+    """Its name among the candidates of ``auto``, if that has chosen it."""
+
     captures: bool = False
     """True while a step is captured in a CUDA graph: nothing of it runs or is counted."""
 
@@ -76,9 +79,22 @@ class SyncEngine(Protocol):
         """Adapt to new places of the pool's slots. Nothing is in flight when it is called."""
         return
 
-    def begin(self) -> None:
-        """Prepare for a step, which every rank begins. ``defers`` may change."""
-        return
+    def begin(self) -> SyncEngine:
+        """Return the engine that takes the next step, which every rank begins: itself, or one that it has chosen."""
+        return self
+
+    def go_on_as(self, elected: str) -> SyncEngine:
+        """Return the engine that loads a state of ``auto``, after it had chosen the engine ``elected``; empty: before.
+
+        Raises:
+            ValueError: It would be another one.
+        """
+        if elected not in ("", self.elected):
+            here = f"it has chosen {self.elected}; load" if self.elected else "is another engine; take auto, and load"
+            raise ValueError(
+                f"this state is of the time after auto had chosen {elected}, and here {here} it before the first step"
+            )
+        return self
 
     def start(self) -> None:
         """Prepare for changes to the pool: before the first gradient of a step, and before a new layout."""
@@ -154,10 +170,6 @@ class SyncEngine(Protocol):
 
 def refuse_state_of_another(engine: SyncEngine, state: dict[str, Any], keys: Set[str]) -> None:
     """Raise ValueError if a state that is to be loaded lacks one of ``keys``, because it is another engine's."""
-    if chosen := state.get("elected"):
-        raise ValueError(
-            f"this state is of the time after auto had chosen {chosen}, and here is another engine; take auto"
-        )
     if not keys <= state.keys():
         raise ValueError(
             f"this state is of another engine than {type(engine).__name__.lower()}; take that engine, with the same "

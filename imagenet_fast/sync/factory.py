@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import cast, get_args
+from typing import get_args
 
 import torch
 
@@ -52,7 +52,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
             mb = 16.0 if pool.values.is_cuda else 1.0
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=mb)
             candidates = _candidates(engine, steps_per_epoch, pool.topology.device)
-            return cast(SyncEngine, Auto(pool, declare(meanwhile), candidates))
+            return Auto(pool, declare(meanwhile), candidates)
         case _:
             return Scheduler(declare(engine), pool)
 

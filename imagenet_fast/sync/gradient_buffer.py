@@ -137,51 +137,11 @@ class GradientBuffer:
         return self.values.as_strided(slot.shape, torch.empty_like(like).stride(), slot.start).detach()  # else a view
 
 
-class ArrivalOrder:
-    """The order of gradients, learned in the first complete backward."""
-
-    def __init__(self) -> None:
-        """Begin to record, with no order known."""
-        self._came: list[ParamSlot] | None = []
-        self._learned: list[ParamSlot] | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """True if the order has been learned or fixed."""
-        return self._came is None
-
-    def fix(self) -> None:
-        """Keep the current order, and learn no other."""
-        self._came = self._learned = None
-
-    def restart(self) -> None:
-        """Forget a backward that was not complete."""
-        if self._came is not None:
-            self._came = []
-
-    def take_learned(self) -> list[ParamSlot] | None:
-        """Return, once, the learned order, if it differs from the current one; for the pool to adopt between steps."""
-        learned, self._learned = self._learned, None
-        return learned
-
-    def note(self, slot: ParamSlot) -> None:
-        """Record that backward has produced the gradient of ``slot``."""
-        if self._came is not None:
-            self._came.append(slot)
-
-    def agree(self, slots: Sequence[ParamSlot], topology: Topology) -> None:
-        """Adopt the order that the first rank saw. Every rank must call it, with the slots in their current order.
-
-        Gradients that backward did not produce are put last.
-        """
-        if self._came is None:
-            return
-        came, self._came = self._came, None
-        seen = set(came)
-        order = [slot.index for slot in [*came, *(slot for slot in slots if slot not in seen)]]
-        agreed = torch.tensor(order, device=topology.device)
-        if topology.size > 1:
-            dist.broadcast(agreed, topology.ranks[0], topology.group)
-        indices = agreed.tolist()
-        if indices != list(range(len(indices))):
-            self._learned = [slots[index] for index in indices]
+def agreed_order(came: Sequence[ParamSlot], topology: Topology) -> list[ParamSlot] | None:
+    """Return all slots in the order in which they came on the first rank; None if they have it. Every rank calls it."""
+    agreed = torch.tensor([slot.index for slot in came], device=topology.device)
+    if topology.size > 1:
+        dist.broadcast(agreed, topology.ranks[0], topology.group)
+    indices = agreed.tolist()
+    by_index = {slot.index: slot for slot in came}
+    return None if indices == sorted(indices) else [by_index[index] for index in indices]

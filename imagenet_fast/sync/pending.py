@@ -178,7 +178,8 @@ class PendingUpdate:
             RuntimeError: Operations are being recorded, as by torch.export, and the update would be among them.
         """
         with self._lock:
-            asked = [slot.param for slot in self._slots] if params is None else params
+            waiting = (slot.param for slot in self._slots if isinstance(slot.param, Pending))
+            asked = list(waiting) if params is None else params
             if len(self._begun) < len(self._slots):
                 slots = [self._slot_of[id(param)] for param in asked]
                 if due := [slot for slot in slots if slot not in self._begun]:

@@ -28,7 +28,7 @@ from imagenet_fast.sync.engine import SyncEngine, SyncStats
 from imagenet_fast.sync.factory import EngineSettings, build_engine
 from imagenet_fast.sync.fork import fork_settled
 from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
-from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
 from imagenet_fast.sync.pending import Pending, PendingUpdate, Readers, Update, settle_all
 from imagenet_fast.sync.per_param_step import InTurn, needs_all, settle_before_state, snapshot_step, step_scaled
@@ -105,7 +105,10 @@ class GradientPool:
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
         self.gradients.before_layout = self.settle
         self.lock = threading.RLock()  # autograd may run several threads
-        self.order = ArrivalOrder()
+        self.knows_order = False
+        """True once the order of gradients has been learned or loaded."""
+        self.learned: list[ParamSlot] | None = None
+        """The order that the next step adopts."""
         self.largest: float | None = None
         """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
         self.syncing = True
@@ -178,13 +181,14 @@ class GradientPool:
 
     def _adopt_learned(self) -> None:
         """Between steps, adopt what was learned of the order and of engines."""
-        if (order := self.order.take_learned()) is not None:
+        if self.learned is not None:
             self.settle()
             self.engine.start()  # it may still have to clear what it has sent, which it knows by its place in the pool
-            self.gradients.lay_out(order)
+            self.gradients.lay_out(self.learned)
+            self.learned = None
             self.engine.rebuild_buckets()
             self.generation += 1
-        self.engine.begin()
+        self.engine = self.engine.begin()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -282,7 +286,7 @@ class GradientPool:
     def repeats(self) -> bool:
         """True if the next step makes the calls of the last one on the same memory, until ``generation`` changes."""
         left = not self.engine.defers or (self.pending is not None and self.pending.is_whole)
-        return left and self.order.is_known and self.engine.is_steady
+        return left and self.knows_order and self.engine.is_steady
 
     def drop(self) -> None:
         """Drop the step, before ``finish`` or ``step``, as after an exception. All ranks must, or the next one fails.
@@ -313,8 +317,9 @@ class GradientPool:
             self._adopt_learned()
             if self.current.state is StepState.OPEN:
                 self.current = Step(self)
-            order = [slot.name for slot in self.slots] if self.order.is_known else None
-            return {"order": order, "engine": self.engine.state_dict(), "ranks": self.topology.size}
+            order = [slot.name for slot in self.slots] if self.knows_order else None
+            elected = {"elected": self.engine.elected} if self.engine.elected else {}
+            return {"order": order, "engine": self.engine.state_dict() | elected, "ranks": self.topology.size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; from one of another number of ranks if it has no residual.
@@ -327,9 +332,11 @@ class GradientPool:
         contract.check(self.current.state, "load_state_dict")
         self.settle()
         if state["order"] is not None and self.gradients.set_order(state["order"]):
-            self.order.fix()
+            self.knows_order, self.learned = True, None
             self.engine.rebuild_buckets()
-        self.engine.load_state_dict(state["engine"])
+        own = dict(state["engine"])
+        self.engine = self.engine.go_on_as(own.pop("elected", ""))
+        self.engine.load_state_dict(own)
         self.generation += 1
         self.current = Step(self)
 

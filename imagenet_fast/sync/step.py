@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.gradient_buffer import ArrivalOrder, GradientBuffer
+from imagenet_fast.sync.gradient_buffer import GradientBuffer, agreed_order
 from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.pending import PendingUpdate, Readers, Update
 
@@ -28,7 +28,8 @@ class Owner(Protocol):
 
     engine: SyncEngine
     gradients: GradientBuffer
-    order: ArrivalOrder
+    knows_order: bool
+    learned: list[ParamSlot] | None
     largest: float | None
     syncing: bool
     pending: PendingUpdate | None
@@ -94,7 +95,6 @@ class Step:
             self.state = StepState.SENDING
             self._take(slot, gradient)
             self._ready[slot.index] = True
-            pool.order.note(slot)
             # The last waits for ``end_backward``, or a rank's lone backward would pass; ``drop`` writes into it.
             self._push(pool.gradients.last)
         elif not pool.engine.sends_part:  # which adds a gradient to its residual, so takes one only once a step
@@ -125,7 +125,8 @@ class Step:
             self.found_inf = self._any_overflow()
             self.stats = pool.engine.finish()
             self.state = StepState.SENT
-            pool.order.agree(pool.gradients.slots, pool.gradients.topology)
+            if not pool.knows_order:
+                pool.knows_order, pool.learned = True, agreed_order([*self._taken], pool.gradients.topology)
         assert self.stats is not None
         return self.stats
 
@@ -188,7 +189,6 @@ class Step:
         self.stats = pool.engine.finish()
         self._wait()
         pool.engine.forget_nonfinite()
-        pool.order.restart()
         self.state = StepState.DONE
         _forget_gradients(pool.gradients.slots)
 

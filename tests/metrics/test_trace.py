@@ -68,7 +68,6 @@ def test_a_transfer_that_was_under_way_before_is_where_the_timeline_begins(tmp_p
     trace = Trace(model, torch.device("cpu"), tmp_path / "trace.json", range(1, 2))
     trace.end_step(SyncStats(None))
     model(torch.ones(1, 2)).sum().backward()
-    assert Transfer.record is not None
     Transfer.record += [Transfer("early", begun, time.perf_counter()), Transfer("over", begun, begun)]
     trace.end_step(SyncStats(Stopwatch(torch.device("cpu"))))
     spans = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]

@@ -99,7 +99,6 @@ def test_what_activations_cost_is_counted_and_timed() -> None:
         sent = [one.sent_bytes for one in Transfer.record if one.label == "activations"]
         assert sent == [4 * images * units for units in (36, 12, 12, 36)], "forth and back, to one other rank"
         assert stats.sent_bytes > sum(sent), "gradients of the other layers"
-        assert stats.exposed is not None
         assert stats.exposed.seconds() > 0
     Transfer.record = None
     pools.close()

@@ -138,9 +138,8 @@ def _elect(by_hand: bool) -> tuple[list[str], Tensor]:
             pool = pooled(model, sync.SparseSync(wire="fp32", dense_epochs=0.0))
         stats = take_step(model, pool, optimizer, images_of(step, 60_000))
         chosen += [prediction.engine for prediction in stats.decision if prediction.chosen]
-    engine = pool.engine if by_hand else pool.engine.now
-    assert isinstance(engine, Sparse)
-    assert 0 < len(engine.sent) < len(pool.gradients.values) // 32768
+    assert isinstance(pool.engine, Sparse)
+    assert 0 < len(pool.engine.sent) < len(pool.gradients.values) // 32768
     return chosen, weights_of(model)
 
 
@@ -164,7 +163,7 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
         for param, old, own in zip(model.parameters(), before, alone.parameters(), strict=True):
             mean = mean_over_ranks(own.grad)
             assert (old - 0.1 * mean - param.detach()).norm() <= 0.1 * (4e-2 * mean.norm() + 1e-6), step
-    assert pool.engine.chosen == "hybrid int8"
+    assert pool.engine.elected == "hybrid int8"
     pool.close()
 
 
@@ -219,7 +218,7 @@ def test_auto_changes_engines_between_steps_and_not_in_backward() -> None:
             loss.backward()
         dist.all_reduce(loss.detach())
         pool.step(optimizer)
-    assert pool.engine.chosen
+    assert pool.engine.elected
     same_on_ranks(weights_of(model))
 
 
