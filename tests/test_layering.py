@@ -152,10 +152,10 @@ LINES = {
     "imagenet_fast/parallel": 982,
     "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2050,
-    "imagenet_fast/sync": 4949,
-    "imagenet_fast/training": 3149,
-    "imagenet_fast": 32254,
-    "tests": 28680,
+    "imagenet_fast/sync": 4958,
+    "imagenet_fast/training": 3150,
+    "imagenet_fast": 32264,
+    "tests": 28699,
     "tests/sync": 6247,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

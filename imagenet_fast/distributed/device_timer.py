@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -40,10 +40,10 @@ def seconds_between(begin: Timestamp, end: Timestamp) -> float:
 class Stopwatch:
     """A stopwatch for ``with stopwatch(label):`` blocks, on the clock of the device that waits."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Create a stopwatch that has timed no block."""
+    def __init__(self, device: torch.device, blocks: Iterable[tuple[str, Timestamp, Timestamp]] = ()) -> None:
+        """Create a stopwatch that has timed these blocks."""
         self._device = device
-        self.blocks: list[tuple[str, Timestamp, Timestamp]] = []
+        self.blocks = list(blocks)
         """The label, begin and end of each block."""
 
     @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -77,9 +76,10 @@ class Pools:
         stats = [self._spent(), *(pool.end_backward() for pool in self._pools)]
         found = [pool.found_inf for pool in self._pools if pool.found_inf is not None]
         self.found_inf = self._largest(torch.stack(found).amax(0)) if found else None
-        exposed = Stopwatch(self._pools[0].topology.device)
-        exposed.blocks = [block for one in stats if one.exposed is not None for block in one.exposed.blocks]
-        sent_bytes, launches = (sum(map(attrgetter(name), stats)) for name in ("sent_bytes", "launches"))
+        watches = [one.exposed for one in stats]
+        blocks = [block for watch in watches if watch is not None for block in watch.blocks]
+        exposed = None if None in watches else Stopwatch(self._pools[0].topology.device, blocks)
+        sent_bytes, launches = sum(one.sent_bytes for one in stats), sum(one.launches for one in stats)
         self._stats = SyncStats(exposed, sent_bytes, launches, stats[-1].decision)
         return self._stats
 

@@ -16,7 +16,6 @@ from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.cost_model.priority_schedule import as_ready
 from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thresholds, waits_for
-from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_dtype, wire_for
 from imagenet_fast.sync.comm_stream import CommOp, Wait, launch
 from imagenet_fast.sync.engine import SyncEngine, SyncStats, refuse_state_of_another
@@ -95,7 +94,7 @@ class Scheduler(SyncEngine):
         self._arrived: dict[int, torch.cuda.Event] = {}  # by number of a message: awaited by graphs
         self._timetable: LayerTimer | None = None
         self._in_flight: dict[int, Sequence[Wait]] = {}  # by number of the message: what waits for it, if it has ops
-        self._stats = SyncStats(Stopwatch(self._device))
+        self._stats = SyncStats.of_step(self._device, self._step)
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
@@ -136,7 +135,7 @@ class Scheduler(SyncEngine):
             if self._step == self._plain_steps:
                 self._await(list(self._in_flight))
                 self.rebuild_buckets()
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._device))
+        stats, self._stats = self._stats, SyncStats.of_step(self._device, self._step)
         return stats
 
     def wait(self, slot: ParamSlot) -> None:
@@ -199,7 +198,7 @@ class Scheduler(SyncEngine):
         try:
             yield
         except BaseException:
-            self._in_flight, self._stats = before, SyncStats(Stopwatch(self._device))
+            self._in_flight, self._stats = before, SyncStats.of_step(self._device, self._step)
             raise
         finally:
             self.captures = False
@@ -209,7 +208,7 @@ class Scheduler(SyncEngine):
         self._step += 1
         if self.defers:
             # The graph has waited for those of the step before, which are counted with it.
-            self._in_flight, self._stats = {}, SyncStats(Stopwatch(self._device))
+            self._in_flight, self._stats = {}, SyncStats.of_step(self._device, self._step)
             for event, ready in enumerate(self._ready):
                 self._launch(self._plan.releases[event], [ready.wait])
 
@@ -330,11 +329,9 @@ class Scheduler(SyncEngine):
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
-        assert self._stats.exposed is not None
         for number in numbers:
-            for wait in self._in_flight.get(number, ()):
-                with self._stats.exposed(self._plan.labels[number]):
-                    wait()  # a message that is lost stays in flight
+            if waits := self._in_flight.get(number):
+                self._stats.wait(waits, self._plan.labels[number])  # a message that is lost stays in flight
             if self._in_flight.pop(number, None) is not None:
                 self._stats.count(sum(op.sent_bytes for op in self._plan.ops[number]))
 

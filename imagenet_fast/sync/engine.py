@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.distributed.device_timer import Stopwatch
+from imagenet_fast.sync.comm_stream import Transfer, Wait
 from imagenet_fast.sync.param_slot import ParamSlot
 
 Elements = dict[nn.Parameter, list[slice]]
 """The selected elements of each parameter, as slices in memory order."""
+
+_TIMED = 10
+"""On a GPU, whose host events keep busy, the waits of one step of so many are timed."""
 
 
 @dataclass
@@ -23,7 +27,7 @@ class SyncStats:
     """The cost of one step's synchronisation on this rank."""
 
     exposed: Stopwatch | None
-    """The time the step waited for communication; None where it cannot be measured."""
+    """The time the step waited for communication; None if it was not timed."""
     sent_bytes: int = 0
     """Bytes that this rank sent, computed from the operations that it called.
 
@@ -33,6 +37,18 @@ class SyncStats:
     """The number of messages sent."""
     decision: tuple[Prediction, ...] = ()
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
+
+    @classmethod
+    def of_step(cls, device: torch.device, step: int) -> SyncStats:
+        """Begin to count a step; time it on a CPU, for a timeline, or if it is one of ``_TIMED``."""
+        timed = device.type != "cuda" or Transfer.record is not None or step % _TIMED == 0
+        return cls(Stopwatch(device) if timed else None)
+
+    def wait(self, waits: Sequence[Wait], label: str) -> None:
+        """Wait for a message, in the step's time."""
+        with nullcontext() if self.exposed is None else self.exposed(label):
+            for wait in waits:
+                wait()
 
     def count(self, sent_bytes: int) -> None:
         """Count a message that was sent."""

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.messages import HIGH_PRIORITY
-from imagenet_fast.distributed.device_timer import Stopwatch
 from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.all_reduce import all_reduce, wire_dtype, wire_for
@@ -81,7 +80,7 @@ class Sparse(SyncEngine):
         self._slots: list[ParamSlot] = []
         self._velocity = pool.values.new_zeros(0)  # laid out as the pool
         self._step = 0
-        self._stats = SyncStats(Stopwatch(pool.values.device))
+        self._stats = SyncStats.of_step(pool.values.device, 0)
         self._agreed: Sequence[Wait] = ()  # on the scores, and so on the next step's chunks; empty where all are sent
         self._arrived: torch.cuda.Event | None = None  # when the ids of these are on the host
         pool.pad(settings.chunk)
@@ -184,7 +183,7 @@ class Sparse(SyncEngine):
             self._arrived = self._agreement[-1].stream.record()
         else:
             self._age()
-        stats, self._stats = self._stats, SyncStats(Stopwatch(self._pool.values.device))
+        stats, self._stats = self._stats, SyncStats.of_step(self._pool.values.device, self._step)
         return stats
 
     def spoil(self) -> None:
@@ -307,11 +306,8 @@ class Sparse(SyncEngine):
 
     def _await(self, messages: Iterable[_Message]) -> None:
         """Wait for messages, and count them."""
-        assert self._stats.exposed is not None
         for message in messages:
-            with self._stats.exposed(message.label):
-                for wait in message.waits:
-                    wait()
+            self._stats.wait(message.waits, message.label)
             with suppress(ValueError):  # a signal's handler has waited for it
                 self._messages.remove(message)
                 self._stats.count(sum(op.sent_bytes for op in message.ops))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
 from typing import Any, get_args
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from imagenet_fast import sync
 from imagenet_fast.checkpoint import tree
 from imagenet_fast.checkpoint.tree import HostCopy
+from imagenet_fast.distributed import device_timer
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
-from imagenet_fast.sync import EngineSettings, GradientPool, factory, network_benchmark, sparse
+from imagenet_fast.sync import EngineSettings, GradientPool, comm_stream, factory, network_benchmark, sparse
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
@@ -54,7 +55,7 @@ def engines(wire: Wire) -> dict[str, EngineSettings]:
 OPTIM = Lars(kind="lars", lr=0.1, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
 PAGEABLE = "aten::_to_copy between pageable memory and the GPU"
 MAY_WAIT = frozenset({
-    "aten::_to_copy in agree", f"{PAGEABLE} in agree",  # on the order of the first step
+    "aten::_to_copy in agreed_order", f"{PAGEABLE} in agreed_order",  # on the order of the first step
     f"{PAGEABLE} in lay_out", f"{PAGEABLE} in __init__",  # of the pool in that order, and of its messages
     "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first streams
     "aten::_to_copy in start",  # in sparse's first step, there are no ids of one before
@@ -308,6 +309,24 @@ def test_a_host_waits_for_what_others_say_of_unused_parameters_and_for_nothing_e
         found, met = _found([engines("bf16")[engine]], orders=2)
     assert found == {}
     assert met >= UNUSED
+
+
+@pytest.mark.parametrize("engine", ["lazy", "hybrid", "sparse"])
+@with_ranks(2)
+def test_one_step_of_ten_is_timed(engine: str) -> None:
+    timed, stamp = list[bool](), Mock(side_effect=device_timer.record_timestamp)
+    stamps = (patch.object(module, "record_timestamp", stamp) for module in (device_timer, comm_stream))
+    with unmeasured(), PretendedGpu() as gpu, next(stamps), next(stamps):
+        pool = GradientPool(model := gpu.move(Model()), engines("bf16")[engine])
+        for _ in range(12):
+            pool.zero_grad()
+            model(gpu.take(torch.ones(4, 3, 4, 4))).square().sum().backward()
+            timed.append(pool.end_backward().exposed is not None)
+            pool.update(lambda *_: None)
+            assert stamp.called <= (len(timed) in (1, 10, 11)), len(timed)  # what the 10th leaves counts with the 11th
+            stamp.reset_mock()
+        pool.close()
+    assert [step for step, is_timed in enumerate(timed) if is_timed] == [0, 10]
 
 
 @pytest.mark.parametrize("settings", [sync.LazySync(), sync.AutoSync()])
