@@ -152,10 +152,10 @@ LINES = {
     "imagenet_fast/parallel": 982,
     "imagenet_fast/plan": 1400,
     "imagenet_fast/recipe": 2050,
-    "imagenet_fast/sync": 4958,
-    "imagenet_fast/training": 3150,
-    "imagenet_fast": 32264,
-    "tests": 28699,
+    "imagenet_fast/sync": 4965,
+    "imagenet_fast/training": 3149,
+    "imagenet_fast": 32270,
+    "tests": 28700,
     "tests/sync": 6247,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

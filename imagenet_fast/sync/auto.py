@@ -67,7 +67,7 @@ class Auto(Scheduler):
             return self
         left, engine = self.state_dict(), self._become(*self._chosen)
         if left and self._chosen[0].build is None:
-            engine.load_state_dict(left)
+            engine.load_state_dict(left | {"learnt": None})
         return engine.begin()
 
     def go_on_as(self, elected: str) -> SyncEngine:

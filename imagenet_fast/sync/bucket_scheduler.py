@@ -94,7 +94,7 @@ class Scheduler(SyncEngine):
         self._arrived: dict[int, torch.cuda.Event] = {}  # by number of a message: awaited by graphs
         self._timetable: LayerTimer | None = None
         self._in_flight: dict[int, Sequence[Wait]] = {}  # by number of the message: what waits for it, if it has ops
-        self._stats = SyncStats.of_step(self._device, self._step)
+        self._stats = SyncStats.of_step(self._device, self._step, self.defers)
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
@@ -135,7 +135,7 @@ class Scheduler(SyncEngine):
             if self._step == self._plain_steps:
                 self._await(list(self._in_flight))
                 self.rebuild_buckets()
-        stats, self._stats = self._stats, SyncStats.of_step(self._device, self._step)
+        stats, self._stats = self._stats, SyncStats.of_step(self._device, self._step, self.defers)
         return stats
 
     def wait(self, slot: ParamSlot) -> None:
@@ -198,7 +198,7 @@ class Scheduler(SyncEngine):
         try:
             yield
         except BaseException:
-            self._in_flight, self._stats = before, SyncStats.of_step(self._device, self._step)
+            self._in_flight, self._stats = before, SyncStats.of_step(self._device, self._step, self.defers)
             raise
         finally:
             self.captures = False
@@ -208,7 +208,7 @@ class Scheduler(SyncEngine):
         self._step += 1
         if self.defers:
             # The graph has waited for those of the step before, which are counted with it.
-            self._in_flight, self._stats = {}, SyncStats.of_step(self._device, self._step)
+            self._in_flight, self._stats = {}, SyncStats.of_step(self._device, self._step, self.defers)
             for event, ready in enumerate(self._ready):
                 self._launch(self._plan.releases[event], [ready.wait])
 
@@ -222,8 +222,10 @@ class Scheduler(SyncEngine):
         return self._leaves
 
     def close(self) -> None:
-        """Wait for all messages."""
+        """Wait for all messages, and remove the hooks of a timer."""
         self._await(list(self._in_flight))
+        if self._timetable is not None:
+            self._timetable.close()
 
     def _time_steps(self) -> LayerTimer | None:
         """Begin to time steps, if a plan needs it."""
@@ -329,9 +331,8 @@ class Scheduler(SyncEngine):
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
-        for number in numbers:
-            if waits := self._in_flight.get(number):
-                self._stats.wait(waits, self._plan.labels[number])  # a message that is lost stays in flight
+        self._stats.wait((self._plan.labels[number], self._in_flight.get(number, ())) for number in numbers)
+        for number in numbers:  # those that are lost stay in flight
             if self._in_flight.pop(number, None) is not None:
                 self._stats.count(sum(op.sent_bytes for op in self._plan.ops[number]))
 

@@ -68,7 +68,7 @@ class Transfer:
 
     def end(self, device: torch.device, sent_bytes: int) -> None:
         """Note that it ends now."""
-        self.ended, self.sent_bytes = record_timestamp(device), sent_bytes
+        self.sent_bytes, self.ended = sent_bytes, record_timestamp(device)
 
 
 def launch(ops: Sequence[CommOp], after: Sequence[Wait] = (), label: str = "") -> tuple[Wait, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,8 +18,8 @@ from imagenet_fast.sync.param_slot import ParamSlot
 Elements = dict[nn.Parameter, list[slice]]
 """The selected elements of each parameter, as slices in memory order."""
 
-_TIMED = 10
-"""On a GPU, whose host events keep busy, the waits of one step of so many are timed."""
+_TIMED = 7
+"""On a GPU, whose host events keep busy, the waits of one step of so many are timed if each layer has its own."""
 
 
 @dataclass
@@ -39,16 +39,20 @@ class SyncStats:
     """The predictions that ``auto`` chose from, in the step after which it chose; else empty."""
 
     @classmethod
-    def of_step(cls, device: torch.device, step: int) -> SyncStats:
-        """Begin to count a step; time it on a CPU, for a timeline, or if it is one of ``_TIMED``."""
-        timed = device.type != "cuda" or Transfer.record is not None or step % _TIMED == 0
+    def of_step(cls, device: torch.device, step: int, defers: bool) -> SyncStats:
+        """Begin to count a step; on a GPU, time one of ``_TIMED`` if it defers, unless there is a timeline."""
+        timed = device.type != "cuda" or not defers or Transfer.record is not None or step % _TIMED == 3
         return cls(Stopwatch(device) if timed else None)
 
-    def wait(self, waits: Sequence[Wait], label: str) -> None:
-        """Wait for a message, in the step's time."""
-        with nullcontext() if self.exposed is None else self.exposed(label):
-            for wait in waits:
-                wait()
+    def wait(self, messages: Iterable[tuple[str, Sequence[Wait]]]) -> None:
+        """Wait for messages, given with their labels, and time it: for a timeline each, else all together."""
+        messages = [(label, waits) for label, waits in messages if waits]
+        if messages and Transfer.record is None:
+            messages = [("messages", [wait for _, waits in messages for wait in waits])]
+        for label, waits in messages:
+            with nullcontext() if self.exposed is None else self.exposed(label):
+                for wait in waits:
+                    wait()
 
     def count(self, sent_bytes: int) -> None:
         """Count a message that was sent."""

@@ -80,7 +80,7 @@ class Sparse(SyncEngine):
         self._slots: list[ParamSlot] = []
         self._velocity = pool.values.new_zeros(0)  # laid out as the pool
         self._step = 0
-        self._stats = SyncStats.of_step(pool.values.device, 0)
+        self._stats = SyncStats.of_step(pool.values.device, 0, self.defers)
         self._agreed: Sequence[Wait] = ()  # on the scores, and so on the next step's chunks; empty where all are sent
         self._arrived: torch.cuda.Event | None = None  # when the ids of these are on the host
         pool.pad(settings.chunk)
@@ -183,7 +183,7 @@ class Sparse(SyncEngine):
             self._arrived = self._agreement[-1].stream.record()
         else:
             self._age()
-        stats, self._stats = self._stats, SyncStats.of_step(self._pool.values.device, self._step)
+        stats, self._stats = self._stats, SyncStats.of_step(self._pool.values.device, self._step, self.defers)
         return stats
 
     def spoil(self) -> None:
@@ -306,8 +306,9 @@ class Sparse(SyncEngine):
 
     def _await(self, messages: Iterable[_Message]) -> None:
         """Wait for messages, and count them."""
+        messages = list(messages)
+        self._stats.wait((message.label, message.waits) for message in messages)
         for message in messages:
-            self._stats.wait(message.waits, message.label)
             with suppress(ValueError):  # a signal's handler has waited for it
                 self._messages.remove(message)
                 self._stats.count(sum(op.sent_bytes for op in message.ops))

@@ -258,6 +258,7 @@ class Step:
             view = gradient
         elif gradient is not view:
             self._came[slot] = gradient
+        self._taken.pop(slot, None)  # the last backward's order counts
         self._taken[slot] = view
         slot.param.grad = buffer.placeholders[slot.index]
 

@@ -168,8 +168,7 @@ class Meter:
         sent = sum(stats.sent_bytes for stats in interval.steps)
         ended = 0 < self._most <= streak
         exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
-        idle = len(interval.steps) * sum(exposed) / max(1, len(exposed))
-        own = [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - idle]
+        own = [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - sum(exposed)]
         rows = gather_rows(own)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
         waited, of_it, passed = rows.amax(0)[4:7].tolist()

@@ -122,7 +122,6 @@ def test_bytes_are_as_in_theory():
 
 
 def _bytes_sent() -> dict[str, list[int]]:
-    """Of each op that sends anything."""
     topology = lending(2)
     sent = {}
     for name, wire, collective, servers in (

@@ -63,14 +63,14 @@ def test_slots_tile_the_buffer_last_layer_first_on_64_byte_lines():
 
 @with_ranks(2)
 def test_slots_are_pushed_once_a_step_in_pool_order_and_final():
-    model = network()
-    pool = GradientPool(model, lambda gradients: Listener(gradients))
+    model, aside = network(), nn.Parameter(torch.ones(2))  # which the last backward does not reach
+    pool = GradientPool([("aside", aside), *model.named_parameters()], lambda own: Listener(own), model=model)
     pushed = pool.engine.pushed
     for _ in range(2):
         pushed.clear()
         pool.zero_grad()
         with pool.no_sync():
-            model(IMAGES).sum().backward()
+            (model(IMAGES).sum() + aside.sum()).backward()
         assert pushed == []
         model(IMAGES).sum().backward()
         assert len(pushed) == len(pool.slots) - 1, "all leave within backward but one, which tells of its end"

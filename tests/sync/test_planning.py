@@ -168,11 +168,13 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
 
 
 def test_a_timer_is_let_go_of_with_its_layout():
-    pool = pooled(Layers(), AutoSync())
+    pool = pooled(model := Layers(), AutoSync())
     timer = weakref.ref(pool.engine._timetable)
     pool.engine.rebuild_buckets()
     gc.collect()
     assert timer() is None
+    pool.load_state_dict({"order": None, "engine": {"elected": "ring"}})  # in whose place it needs none
+    assert {layer._compiled_call_impl for layer in model.children()} == {None}
     pool.close()
 
 

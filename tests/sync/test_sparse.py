@@ -267,8 +267,7 @@ def test_chunks_on_their_way_are_kept_until_they_have_landed() -> None:
     engine = pool.engine
     for step in range(2):  # in the first there is no telling who reads what
         gate = threading.Event()
-        packing = engine._topology.stream((), "packing")
-        packing.submit(CommOp(packing, lambda gate=gate: gate.wait() and None))
+        engine._measurement[0].stream.submit(CommOp(None, lambda gate=gate: gate.wait() and None))
         begin(model, pool, step)
         pool.end_backward()
         ops = [weakref.ref(op) for message in engine._messages for op in message.ops]
