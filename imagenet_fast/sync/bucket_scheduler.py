@@ -331,8 +331,9 @@ class Scheduler(SyncEngine):
 
     def _await(self, numbers: Sequence[int]) -> None:
         """Wait for messages, and add them to the step's statistics, unless a signal's handler does so meanwhile."""
-        self._stats.wait((self._plan.labels[number], self._in_flight.get(number, ())) for number in numbers)
-        for number in numbers:  # those that are lost stay in flight
+        if due := [number for number in numbers if number in self._in_flight]:
+            self._stats.wait([(self._plan.labels[number], self._in_flight.get(number, ())) for number in due])
+        for number in due:  # those that are lost stay in flight
             if self._in_flight.pop(number, None) is not None:
                 self._stats.count(sum(op.sent_bytes for op in self._plan.ops[number]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -44,13 +44,12 @@ class SyncStats:
         timed = device.type != "cuda" or not defers or Transfer.record is not None or step % _TIMED == 3
         return cls(Stopwatch(device) if timed else None)
 
-    def wait(self, messages: Iterable[tuple[str, Sequence[Wait]]]) -> None:
+    def wait(self, messages: Sequence[tuple[str, Sequence[Wait]]]) -> None:
         """Wait for messages, given with their labels, and time it: for a timeline each, else all together."""
-        messages = [(label, waits) for label, waits in messages if waits]
-        if messages and Transfer.record is None:
+        if Transfer.record is None:
             messages = [("messages", [wait for _, waits in messages for wait in waits])]
         for label, waits in messages:
-            with nullcontext() if self.exposed is None else self.exposed(label):
+            with nullcontext() if self.exposed is None or not waits else self.exposed(label):
                 for wait in waits:
                     wait()
 

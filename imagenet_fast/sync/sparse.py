@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -304,10 +304,9 @@ class Sparse(SyncEngine):
         """Return the messages in flight that may hold a part of ``slot``."""
         return [m for m in self._messages if m.begin < slot.stop and slot.start < m.end]
 
-    def _await(self, messages: Iterable[_Message]) -> None:
+    def _await(self, messages: Sequence[_Message]) -> None:
         """Wait for messages, and count them."""
-        messages = list(messages)
-        self._stats.wait((message.label, message.waits) for message in messages)
+        self._stats.wait([(message.label, message.waits) for message in messages])
         for message in messages:
             with suppress(ValueError):  # a signal's handler has waited for it
                 self._messages.remove(message)
