@@ -308,9 +308,9 @@ class Scheduler(SyncEngine):
         A message queues behind those of its own lane and collective, and waits for those that the plan names. All in
         flight share the wire.
         """
-        numbers = self._plan.releases[event]
-        if numbers:
-            self._pool.fill()
+        if not (numbers := self._plan.releases[event]):
+            return
+        self._pool.fill()
         if self.captures and self.defers:
             self._ready[event].record()
             self._in_flight |= dict.fromkeys(numbers, (_refuse_capture,))

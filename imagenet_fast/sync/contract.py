@@ -36,6 +36,8 @@ _POOL_OF_SCALER: Any = WeakKeyDictionary()
 class StepState(IntEnum):
     """How far a step has come."""
 
+    __hash__ = int.__hash__  # Enum's takes a microsecond
+
     OPEN = 0
     """No gradient of it has been sent; this rank may have accumulated some."""
     SENDING = 1
