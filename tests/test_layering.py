@@ -155,8 +155,8 @@ LINES = {
     "imagenet_fast/sync": 4966,
     "imagenet_fast/training": 3149,
     "imagenet_fast": 32271,
-    "tests": 28700,
-    "tests/sync": 6247,
+    "tests": 28698,
+    "tests/sync": 6245,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

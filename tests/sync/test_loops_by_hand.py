@@ -7,7 +7,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,8 +139,7 @@ def test_a_lost_message_stays_lost() -> None:
     in_flight = pool.engine._in_flight
     assert in_flight
     sent = dict(in_flight)
-    for number, message in sent.items():
-        in_flight[number] = replace(message, last=(_lost,))
+    in_flight |= dict.fromkeys(sent, (_lost,))
     for read in (lambda: model(loops.images(9)), model.state_dict) * 2:
         with pytest.raises(RuntimeError, match="closed by peer"):
             read()
