@@ -56,7 +56,7 @@ class Transfer:
     sent_bytes: int = 0
 
     record: ClassVar[list[Transfer] | None] = None
-    """Where operations are noted while a timeline is made; else None, as timing them would cost the host time."""
+    """The operations of the timeline that is being made. None if there is none: timing them costs the host time."""
 
     @classmethod
     def begin(cls, label: str, device: torch.device) -> Transfer | None:

@@ -19,7 +19,7 @@ Elements = dict[nn.Parameter, list[slice]]
 """The selected elements of each parameter, as slices in memory order."""
 
 _TIMED = 7
-"""On a GPU, whose host events keep busy, the waits of one step of so many are timed if each layer has its own."""
+"""Where each layer waits for its own messages on a GPU, one step of so many is timed: events cost the host time."""
 
 
 @dataclass
@@ -40,12 +40,12 @@ class SyncStats:
 
     @classmethod
     def of_step(cls, device: torch.device, step: int, defers: bool) -> SyncStats:
-        """Begin to count a step; on a GPU, time one of ``_TIMED`` if it defers, unless there is a timeline."""
+        """Begin to count a step of an engine, which ``defers`` or not, and decide whether its waits are timed."""
         timed = device.type != "cuda" or not defers or Transfer.record is not None or step % _TIMED == 3
         return cls(Stopwatch(device) if timed else None)
 
     def wait(self, messages: Sequence[tuple[str, Sequence[Wait]]]) -> None:
-        """Wait for messages, given with their labels, and time it: for a timeline each, else all together."""
+        """Wait for messages, each with its label. A timeline has the time of each, other steps have that of all."""
         if Transfer.record is None:
             messages = [("messages", [wait for _, waits in messages for wait in waits])]
         for label, waits in messages:

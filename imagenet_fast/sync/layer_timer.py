@@ -38,7 +38,6 @@ class LayerTimer:
         self._slots = list(slots)
         self._device = topology.device
         self._topology = topology
-        self.layers = layers
         self._steps = -_WARM_STEPS
         self._last = steps
         self._called: dict[nn.Module, Timestamp] = {}

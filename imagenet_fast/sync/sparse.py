@@ -45,7 +45,7 @@ class _Message:
     """Kept until the chunks are received: nothing else holds the memory that streams of a GPU still use."""
     label: str
     waits: Sequence[Wait]
-    """What waits for the last op."""
+    """The function that waits for the last op; none if there are no ops."""
 
 
 class Sparse(SyncEngine):
