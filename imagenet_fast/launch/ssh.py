@@ -24,11 +24,11 @@ pids=()
 {others}exec 3> >({first})
 pids+=("$!")
 
-trap 'told=yes; echo stop >&3' INT TERM
+trap 'echo stop >&3' INT TERM
 code=0
 for pid in "${{pids[@]}}"; do
-    # a signal ends the waiting, not the ranks
-    while told=; wait "$pid"; ended=$?; [ -n "$told" ]; do :; done
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid"; done # a signal ends the waiting, not the ranks
+    wait "$pid"; ended=$?
     [ "$ended" -le "$code" ] || code=$ended
 done
 exit "$code"
