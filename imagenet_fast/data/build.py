@@ -16,6 +16,8 @@ from imagenet_fast.data.device import Batch, Mixer, Normalizer
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
 from imagenet_fast.data.loader import ThreadLoader
 from imagenet_fast.data.order import EvalSampler, Order, TrainSampler
+from imagenet_fast.data.pixel_loader import PixelLoader, resident_on
+from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import ImageSource, SplitName, open_training, open_validation
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -139,8 +141,12 @@ def open_loader(
             return synthetic_images(order, data, device, seed)
         case ImageData():
             assert images is not None
+            threads = min(data.workers or cores, cores)
+            resident = resident_on(device, images, data, threads)
+            if resident is not None or (device.type == "cuda" and isinstance(images, Shards) and images.sides.any()):
+                return iter(PixelLoader(images, order, data, device, threads, resident))
             load = DaliLoader if data.loader == "dali" else ThreadLoader
-            return iter(load(images, order, data, device, min(data.workers or cores, cores)))
+            return iter(load(images, order, data, device, threads))
         case _:
             assert_never(data)
 
@@ -152,7 +158,7 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     """
     split, cpu = _split(data, root, "train"), torch.device("cpu")
     if isinstance(data, ImageData):
-        data = data.model_copy(update={"augment": False, "loader": "folder"})
+        data = data.model_copy(update={"augment": False, "loader": "folder", "resident": False})
     batch = min(split.images, _EXAMPLES_AT_ONCE)
     order = TrainSampler(split.images, Batching(1, batch, 1), 0, seed)
     batches = min(_EXAMPLES // batch, order.steps_per_epoch)

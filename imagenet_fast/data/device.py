@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from imagenet_fast.data.order import BatchIndices, bits
 from imagenet_fast.recipe.data_config import Data
+
+T = TypeVar("T")
 
 _GRAIN = 32_768
 """Number of values that a CPU normalises at a time.
@@ -29,23 +32,36 @@ class Batch(NamedTuple):
     indices: BatchIndices
 
 
-def copied(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield batches on ``device``.
+def copied(batches: Iterable[T], device: torch.device, move: Callable[[T, torch.device], Batch]) -> Iterator[Batch]:
+    """Yield ``move(batch, device)`` for each of the ``batches``.
 
-    To a GPU they are copied from pinned memory on a stream of their own, while the current stream still computes.
+    To a GPU they are moved from pinned memory on a stream of their own, each while the one before it is trained on.
     """
     if device.type != "cuda":
-        yield from batches
+        yield from (move(batch, device) for batch in batches)
         return
-    side = torch.cuda.Stream(device)
-    for images, labels, indices in batches:
+    side, moving = torch.cuda.Stream(device), deque[tuple[Batch, torch.cuda.Event]]()
+    for batch in batches:
         with torch.cuda.stream(side):
-            there = [values.to(device, non_blocking=True) for values in (images, labels)]
-        current = torch.cuda.current_stream(device)
-        current.wait_stream(side)
-        for values in there:
-            values.record_stream(current)  # their memory is not used again while this stream may read it
-        yield Batch(there[0], there[1], indices)
+            moving.append((move(batch, device), side.record_event()))
+        if len(moving) > 1:
+            yield _arrived(*moving.popleft(), device)
+    while moving:
+        yield _arrived(*moving.popleft(), device)
+
+
+def _arrived(batch: Batch, there: torch.cuda.Event, device: torch.device) -> Batch:
+    current = torch.cuda.current_stream(device)
+    current.wait_event(there)
+    for values in (batch.images, batch.labels):
+        values.record_stream(current)  # their memory is not used again while this stream may read it
+    return batch
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on ``device``, to which it is copied without waiting."""
+    images, labels = (values.to(device, non_blocking=True) for values in (batch.images, batch.labels))
+    return Batch(images, labels, batch.indices)
 
 
 class Normalizer:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from imagenet_fast.data.device import Batch, copied, empty
+from imagenet_fast.data.device import Batch, copied, empty, moved
 from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, bits, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, central_crop, decode, random_crop
 from imagenet_fast.data.source import ImageSource, patiently
@@ -43,6 +43,9 @@ NO_CLASS = -1
 """Label of an image that is missing."""
 
 _ATTEMPTS = 100
+
+Drawn = tuple[NDArray[np.float64], bool]
+"""The numbers [22] that were drawn for one image, and whether it is flipped."""
 
 Job = Iterator[None]
 """Part of the work on a batch, in steps; it may be abandoned after any step."""
@@ -170,7 +173,8 @@ class ThreadLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches without end. Raises UserError if a bad image must not or cannot be replaced."""
-        return copied(prefetched(map(self._begin, self._order), self._threads, self._data.prefetch), self._device)
+        filled = prefetched(map(self._begin, self._order), self._threads, self._data.prefetch)
+        return copied(filled, self._device, moved)
 
     def _begin(self, indices: BatchIndices) -> tuple[Batch, list[Job]]:
         """Allocate a batch and return it with the jobs that fill it."""
@@ -190,17 +194,17 @@ class ThreadLoader:
         sizes = resolution(self._data, self._order, indices)
         draws = repeat(None) if self._augmentation is None else zip(*self._augmentation.draw(indices), strict=True)
         for place, (index, drawn) in enumerate(zip(indices.images.tolist(), draws, strict=False)):
-            show = partial(self._show, sizes, drawn, pixels[place])
-            if (shown := self._policy.load_or_substitute(index, indices.epoch, show)) is not None:
-                _, labels[place] = shown
-            else:
-                pixels[place], labels[place] = 0, NO_CLASS
+            labels[place] = self.show(index, indices.epoch, sizes, drawn, pixels[place])
             yield
 
-    def _show(
-        self, sizes: Resolution, drawn: tuple[NDArray[np.float64], bool] | None, into: Pixels, index: int
-    ) -> None:
-        """Write image ``index`` to its place in a batch, as it is shown there."""
+    def show(self, index: int, epoch: int, sizes: Resolution, drawn: Drawn | None, into: Pixels) -> int:
+        """Write image ``index``, or what is shown for it if it is bad, to ``into`` and return the label."""
+        shown = self._policy.load_or_substitute(index, epoch, partial(self._show, sizes, drawn, into))
+        if shown is None:
+            into[:] = 0
+        return NO_CLASS if shown is None else shown[1]
+
+    def _show(self, sizes: Resolution, drawn: Drawn | None, into: Pixels, index: int) -> None:
         image = decode(self._images.read(index))
         if self._augmentation is None or drawn is None:
             into[:] = central_crop(image, sizes)

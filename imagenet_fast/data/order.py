@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -102,14 +103,19 @@ class TrainSampler:
         """Yield this rank's micro-batches without end."""
         epoch, begin = divmod(self.first_step, self.steps_per_epoch)
         split = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
-        while True:
-            order = np.argsort(bits("order", self.seed, epoch, of=np.arange(self.images)), kind="stable")
-            for step in range(begin, self.steps_per_epoch):
-                start = step * self.batching.global_batch
-                batch = order[start : start + self.batching.global_batch]
-                for images in batch.reshape(split)[self.rank % self.batching.readers]:
-                    yield BatchIndices(epoch, images, step / self.steps_per_epoch)
-            epoch, begin = epoch + 1, 0
+        with ThreadPoolExecutor(1, "order of images") as ahead:  # sorting a million numbers takes longer than a step
+            following = ahead.submit(self._order, epoch)
+            while True:
+                order, following = following.result(), ahead.submit(self._order, epoch + 1)
+                for step in range(begin, self.steps_per_epoch):
+                    start = step * self.batching.global_batch
+                    batch = order[start : start + self.batching.global_batch]
+                    for images in batch.reshape(split)[self.rank % self.batching.readers]:
+                        yield BatchIndices(epoch, images, step / self.steps_per_epoch)
+                epoch, begin = epoch + 1, 0
+
+    def _order(self, epoch: int) -> Indices:
+        return np.argsort(bits("order", self.seed, epoch, of=np.arange(self.images)), kind="stable")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,8 @@ NO_IMAGE = "it is no image"
 NO_MEMORY = re.compile(r"MemoryError|out of memory|insufficient memory|allocate memory|bad_alloc", re.IGNORECASE)
 """A pattern in the ``repr`` of errors by which Python, decoders, torch and the system say that memory is short."""
 
-_LONGEST = 8  # sides of what is seen of a strip, the longer one by the shorter one
+LONGEST = 8
+"""Most sides of what is seen of a strip: the longer one by the shorter one."""
 
 
 class ImageDecodeError(Exception):
@@ -65,11 +66,10 @@ def decode(encoded: bytes) -> Pixels:
         ImageDecodeError: If the bytes are no image, or not a whole one.
         MemoryError: If there is too little memory to tell.
     """
-    if (header := _PIXELS.match(encoded)) is not None:
-        width, height = map(int, header.groups())
-        values = np.frombuffer(encoded, dtype=np.uint8, offset=header.end())
-        if len(values) == 3 * height * width > 0:
-            return values.reshape(height, width, 3)  # as they lie in memory, read-only
+    height, width = stored_size(encoded, len(encoded))
+    if height:
+        values = np.frombuffer(encoded, dtype=np.uint8, offset=len(encoded) - 3 * height * width)
+        return values.reshape(height, width, 3)  # as they lie in memory, read-only
     plain = _plain(encoded)
     if _common_size(plain):
         try:
@@ -89,6 +89,14 @@ def kind_of(encoded: bytes) -> str:
 def store_pixels(pixels: Pixels) -> bytes:
     """Return pixels as a binary PPM, whose values ``decode`` takes as they lie in memory."""
     return b"P6\n%d %d\n255\n" % (pixels.shape[1], pixels.shape[0]) + pixels.tobytes()
+
+
+def stored_size(header: bytes, length: int) -> tuple[int, int]:
+    """Return the height and width of stored pixels of ``length`` bytes that begin with ``header``; 0 of others."""
+    if (found := _PIXELS.match(header)) is None:
+        return 0, 0
+    width, height = map(int, found.groups())
+    return (height, width) if found.end() + 3 * height * width == length and height and width else (0, 0)
 
 
 def _decode_slowly(encoded: bytes) -> Pixels:
@@ -212,14 +220,14 @@ def without_ends(image: Pixels) -> Pixels:
     A strip has too many pixels once its shorter side is enlarged, and few of them are in a crop.
     """
     height, width = image.shape[:2]
-    most = _LONGEST * min(height, width)
+    most = LONGEST * min(height, width)
     top, left = max(0, height - most) // 2, max(0, width - most) // 2
     return image[top : height - top, left : width - left]
 
 
 def is_strip(height: int, width: int) -> bool:
     """Return whether ``without_ends`` takes something away from an image of this size."""
-    return max(height, width) - _LONGEST * min(height, width) > 1
+    return max(height, width) - LONGEST * min(height, width) > 1
 
 
 def middle_of(sides: Sequence[int], size: int) -> tuple[int, ...]:

@@ -20,21 +20,24 @@ from numpy.typing import NDArray
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import SUFFIXES
 from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
-from imagenet_fast.data.pixels import ImageDecodeError
+from imagenet_fast.data.pixels import ImageDecodeError, Pixels, stored_size
 from imagenet_fast.errors import UserError
 
-COLUMNS = {"shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8"}
+COLUMNS = {
+    "shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8", "heights": "<i4",
+    "widths": "<i4",
+}  # fmt: skip
 """Columns of a shard index, with their dtypes.
 
 For each image: the number of its shard; the offset and the length of its bytes there; how many bytes before them its
-record, or its member's header, begins; and its label as stored.
+record, or its member's header, begins; its label as stored; and its height and width if its pixels are stored, else 0.
 """
 
 CLASSES = "classes.txt"
 """The file with the class names, one per line in the order of labels, for shards that only have numbers."""
 
-Row = tuple[int, int, int, int]
-"""Offset, length, ``before`` and label of one image, as in ``COLUMNS``."""
+Row = tuple[int, int, int, int, int, int]
+"""Offset, length, ``before``, label, height and width of one image, as in ``COLUMNS``."""
 
 Looked = tuple[list[Row], Collection[tuple[int, str]]]
 """The images of a shard in their order, and pairs of a label and its synset, where the shard names synsets."""
@@ -44,6 +47,7 @@ IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 
 _TAR = Kind("webdataset", COLUMNS)
 _DIGITS = 20  # more than any label has
+_HEADER = 64  # bytes; more than the header of stored pixels has
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
 _NAMES = f"images are named KEY.SUFFIX with one of {', '.join(IMAGES)}, and there is no dot in the name of a KEY"
 
@@ -63,6 +67,8 @@ class Shards:
         self._shards, self._offsets, self._lengths, self._before = (
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
         )
+        self.sides = np.stack((index.columns["heights"], index.columns["widths"]), 1)
+        """Height and width of each image whose pixels are stored, int32 [images, 2]; 0 of others."""
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
         if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
             raise UserError(
@@ -86,8 +92,8 @@ class Shards:
                 some = range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
                 bad += [index for index in some if self.name(index) in names]
         kept = copy(self)
-        for column in ("labels", "_shards", "_offsets", "_lengths", "_before"):
-            setattr(kept, column, np.delete(getattr(self, column), bad))
+        for column in ("labels", "sides", "_shards", "_offsets", "_lengths", "_before"):
+            setattr(kept, column, np.delete(getattr(self, column), bad, axis=0))
         return kept if bad else self
 
     def read(self, index: int) -> bytes:
@@ -104,11 +110,30 @@ class Shards:
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Ask the system to start reading these images: a file server is then waited for once, not once for each."""
-        for index in indices[np.lexsort((self._offsets[indices], self._shards[indices]))].tolist():
-            begin, length = int(self._offsets[index]), int(self._lengths[index])
-            with suppress(OSError):  # whoever reads the image meets it again, and can name the image or skip it
-                descriptor = self._open(self.files[self._shards[index]])
+        places = [column[indices] for column in (self._lengths, self._offsets, self._shards)]
+        order = np.lexsort(places)
+        with suppress(OSError):  # whoever reads the image meets it again, and can name the image or skip it
+            for length, begin, shard in zip(*(place[order].tolist() for place in places), strict=True):
+                descriptor = self._open(self.files[shard])
                 os.posix_fadvise(descriptor.number, begin, length, os.POSIX_FADV_WILLNEED)
+
+    def read_rows(self, indices: NDArray[np.int64], first: NDArray[np.int32], into: Sequence[Pixels]) -> list[int]:
+        """Read rows of stored pixels of each image, from its ``first`` on, to fill its memory.
+
+        Return the places of those among ``indices`` that could not be read.
+        """
+        heights, widths = self.sides[indices].astype(np.int64).T
+        begins = self._offsets[indices] + self._lengths[indices] - 3 * widths * (heights - first)
+        failed = []
+        places = zip(self._shards[indices].tolist(), begins.tolist(), into, strict=True)
+        for place, (shard, begin, memory) in enumerate(places):
+            try:
+                done = os.preadv(self._open(self.files[shard]).number, [memory.data], begin)
+            except OSError:
+                done = -1
+            if done < len(memory):
+                failed.append(place)
+        return failed
 
     def read_at(self, index: int, offset: int, length: int) -> bytes:
         """Return ``length`` bytes at ``offset`` of an image's shard. Raises ImageDecodeError if it ends before them."""
@@ -148,7 +173,7 @@ def indexes_of(
 
     def make(split: str, files: Sequence[Path]) -> Index:
         found = list(map_in_order(look, files))
-        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 4)
+        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 6)
         if not len(table):
             raise UserError(f"{root}: there is no image in the {len(files)} shard(s) of the {split} split")
         shards = np.repeat(np.arange(len(files)), [len(rows) for rows, _ in found])
@@ -248,15 +273,23 @@ def _samples(shard: Path) -> Looked:
             if key in found:
                 raise UserError(f"{shard}: {member.name} is the second of its key; give every sample its own")
             found[key] = content
-    for key in images.keys() ^ labels.keys():
-        there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
-        name = images[key].name if key in images else f"{key}.cls"
-        raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
-    rows = (
-        (member.offset_data, member.size, member.offset_data - member.offset, labels[key])
-        for key, member in images.items()
-    )
-    return sorted(rows), ()
+        for key in images.keys() ^ labels.keys():
+            there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
+            name = images[key].name if key in images else f"{key}.cls"
+            raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
+        rows = (
+            (member.offset_data, member.size, member.offset_data - member.offset, labels[key], *_sides(file, member))
+            for key, member in images.items()
+        )
+        return sorted(rows), ()
+
+
+def _sides(file: BinaryIO, member: tarfile.TarInfo) -> tuple[int, int]:
+    """Return the height and width of an image whose pixels are stored, else 0."""
+    if not member.name.lower().endswith(".ppm"):
+        return 0, 0
+    file.seek(member.offset_data)
+    return stored_size(file.read(_HEADER), member.size)
 
 
 def _key(name: str) -> tuple[str, str]:

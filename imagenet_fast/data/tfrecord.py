@@ -130,7 +130,7 @@ def _record(fetch: _Window, at: int, example: Span) -> tuple[Row, str]:
             raise ValueError(f"it has not one {_IMAGES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do")
     synset = features.get(_SYNSET, [])
     name = os.fsdecode(fetch(*synset[0])) if synset and not isinstance(synset[0], int) else ""
-    return (begin, end - begin, begin - at, number), name
+    return (begin, end - begin, begin - at, number, 0, 0), name
 
 
 class _Window:

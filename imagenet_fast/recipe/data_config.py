@@ -95,6 +95,11 @@ class ImageData(Table):
 
     With ``mixup`` too, each micro-batch is mixed in one of the two ways.
     """
+    resident: Literal["auto"] | bool = "auto"
+    """Whether all images live on the GPU, decoded: they must have one size.
+
+    ``auto``: on a GPU, if they do, all are sound, and they take up to a quarter of its free memory.
+    """
     workers: NonNegativeInt = 0
     """Decoding threads per rank, at most the cores that the rank may use; 0: as many as those cores."""
     prefetch: PositiveInt = 2

@@ -87,9 +87,9 @@ def positions(inner: Tensor, rows: Tensor | None = None) -> Positions:
     """The bytes of a tensor in its storage, or of some of its rows."""
     if rows is not None:
         numbers = rows.numpy() % max(1, len(inner))
-        whole = np.arange(inner.numel()).reshape(inner.shape)[numbers].ravel()
-        each = _elements(tuple(inner.shape), tuple(inner.stride()), inner.storage_offset())
-        return _bytes(each[whole], inner.element_size())
+        first, *rest = inner.stride()
+        row = _elements(tuple(inner.shape[1:]), tuple(rest), inner.storage_offset())
+        return _bytes(numbers.reshape(-1, 1) * first + row, inner.element_size())
     key = (inner.storage_offset(), tuple(inner.shape), tuple(inner.stride()), inner.element_size())
     if key not in _places:
         size = inner.element_size()

@@ -1,0 +1,216 @@
+"""Load stored pixels for a GPU, which resizes them: the CPU only copies the rows of each image that are shown.
+
+A set that fits lives on the GPU, decoded; then the CPU only says what is shown.
+
+Shards are read, not mapped: a mapping of a shard that is cut, or on a disk that fails, would end the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from imagenet_fast.data.crops import Sides, crops_of, resample
+from imagenet_fast.data.device import Batch, copied, empty
+from imagenet_fast.data.loader import Job, ThreadLoader, prefetched
+from imagenet_fast.data.order import BatchIndices, Order, augmentation_of, resolution
+from imagenet_fast.data.pixels import ImageDecodeError, Pixels, decode
+from imagenet_fast.data.shards import Shards
+from imagenet_fast.data.source import ImageSource
+from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.units import gigabytes
+
+_LARGEST = 512
+"""Sides, in pixels, of images up to which the GPU resizes them; the CPU resizes larger ones."""
+
+_MULTIPLE = 16
+"""Sides of tiles are multiples of this, as a GPU's fast products of matrices want."""
+
+_MOST, _SHARE = 4 << 30, 0.25
+"""The most bytes, and the most of a GPU's free memory, that images take by themselves."""
+
+_SAMPLE = 16  # images by which it is judged how many bytes all take
+
+
+class Resident(NamedTuple):
+    """All images of a split on a device."""
+
+    pixels: Tensor
+    """Their pixels one after another, uint8, and some bytes more than the longest row has."""
+    begins: NDArray[np.int64]
+    """The first byte of each, [images]."""
+    sides: Sides
+    """Their heights and widths, [images, 2]."""
+
+
+@dataclass
+class _Tiles:
+    """A batch of n images before they are resized."""
+
+    indices: BatchIndices
+    labels: Tensor
+    places: Tensor
+    """What is shown of each tile, as ``resample`` takes it."""
+    rows: Tensor
+    """Where a tile's first row begins in ``pixels``, the bytes from row to row, and how many rows; int64 [3, n]."""
+    pixels: Tensor
+    """Rows of images one after another, uint8; of resident images all rows, on the device."""
+    height: int = 0
+    width: int = 0
+    """Pixels of each tile."""
+
+
+class PixelLoader:
+    """Endless batches in ``order``, whose pixels are within two grey levels of ``ThreadLoader``'s."""
+
+    def __init__(
+        self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int,
+        resident: Resident | None = None,
+    ) -> None:  # fmt: skip
+        """Read ``images``, which are in shards unless they are ``resident``, with ``threads``; ``device`` resizes."""
+        every = resident or images
+        assert isinstance(every, Resident | Shards)
+        self._every = every
+        self._labels = images.labels
+        self._order = order
+        self._data = data
+        self._augmentation = augmentation_of(data, order)
+        self._device = device
+        self._threads = threads
+        self._slowly = ThreadLoader(images, order, data, device, threads)
+        """Loads images that are not stored as pixels, could not be read, or are large."""
+        self._unread: set[int] = set()
+        """Indices of images that could not be read."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield batches without end. Raises UserError if a bad image must not or cannot be replaced."""
+        filled = prefetched(map(self._begin, self._order), self._threads, self._data.prefetch)
+        return copied(filled, self._device, self._resized)
+
+    def _begin(self, indices: BatchIndices) -> tuple[_Tiles, list[Job]]:
+        """Allocate a batch and return it with the job that fills it; no pinned memory may be allocated elsewhere."""
+        images, count, pinned = indices.images, len(indices.images), self._device.type == "cuda"
+        size = resolution(self._data, self._order, indices).size
+        if isinstance(self._every, Resident):
+            sides, stored, pixels = self._every.sides[images], np.ones(count, np.bool_), self._every.pixels
+        else:
+            sides = self._every.sides[images]
+            stored = ((sides > 0) & (sides <= _LARGEST)).all(1) & ~np.isin(images, list(self._unread))
+            sides[~stored] = size
+            pixels = empty((_length(sides),), torch.uint8, pinned)
+        labels, places = empty((count,), torch.int64, pinned), empty((2, count, 3 + size), torch.int32, pinned)
+        batch = _Tiles(indices, labels, places, empty((3, count), torch.int64, pinned), pixels)
+        return batch, [self._fill(batch, sides, stored)]
+
+    def _fill(self, batch: _Tiles, sides: Sides, stored: NDArray[np.bool_]) -> Job:
+        """Read what is shown of the ``stored`` images, in one step, and load the others, one per step."""
+        indices, size = batch.indices, batch.places.shape[2] - 3
+        crops = crops_of(sides, resolution(self._data, self._order, indices), self._augmentation, indices)
+        crops.leave(~stored)
+        first, count = crops.needed()
+        row_bytes = 3 * sides[:, 1].astype(np.int64)
+        batch.labels.numpy()[:] = self._labels[indices.images]
+        if isinstance(self._every, Resident):
+            begins = self._every.begins[indices.images] + first[:, 0] * row_bytes
+        else:
+            ends = np.cumsum(count[:, 0] * row_bytes)
+            begins = ends - count[:, 0] * row_bytes
+            memory = batch.pixels.numpy()
+            parts = [memory[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+            self._every.readahead(indices.images)
+            read = np.flatnonzero(stored)
+            if failed := self._every.read_rows(indices.images[read], first[read, 0], [parts[row] for row in read]):
+                self._unread.update(indices.images[read[failed]].tolist())
+                stored[read[failed]], sides[read[failed]] = False, size
+                batch.pixels = empty((_length(sides),), torch.uint8)
+                yield from self._fill(batch, sides, stored)
+                return
+            yield from self._fill_others(batch, np.flatnonzero(~stored).tolist(), parts)
+        batch.height, batch.width = (-(-count.max(0) // _MULTIPLE) * _MULTIPLE).tolist()
+        batch.rows.numpy()[:] = begins + 3 * first[:, 1], row_bytes, count[:, 0]
+        batch.places.numpy()[:] = crops.places(first)
+        yield
+
+    def _fill_others(self, batch: _Tiles, rows: list[int], parts: list[Pixels]) -> Job:
+        """Load the crops of the images in these rows of a batch into their ``parts``."""
+        indices = batch.indices
+        sizes = resolution(self._data, self._order, indices)
+        draws = self._augmentation.draw(indices) if self._augmentation is not None and rows else None
+        for row in rows:
+            drawn = None if draws is None else (draws[0][row], bool(draws[1][row]))
+            crop = parts[row].reshape(sizes.size, sizes.size, 3)
+            batch.labels[row] = self._slowly.show(int(indices.images[row]), indices.epoch, sizes, drawn, crop)
+            yield
+
+    def _resized(self, batch: _Tiles, device: torch.device) -> Batch:
+        """Return a batch on the device, resized there; nothing waits."""
+        labels, places, pixels, rows = (
+            values.to(device, non_blocking=True) for values in (batch.labels, batch.places, batch.pixels, batch.rows)
+        )
+        begins, row_bytes, last = rows[0, :, None], rows[1, :, None], rows[2, :, None] - 1
+        starts = begins + row_bytes * torch.minimum(torch.arange(batch.height, device=device), last)
+        wide = 3 * batch.width
+        every_row = pixels.as_strided((len(pixels) - wide + 1, wide), (1, 1))  # one begins at each byte
+        tiles = every_row[starts].view(*starts.shape, batch.width, 3)
+        return Batch(resample(tiles, places), labels, batch.indices)
+
+
+def _length(sides: Sides) -> int:
+    """Return the bytes of images of these sides, and of one row of a tile."""
+    return 3 * int(sides.prod(1, dtype=np.int64).sum() + sides.max() + _MULTIPLE)
+
+
+def resident_on(device: torch.device, images: ImageSource, data: ImageData, threads: int) -> Resident | None:
+    """Return all images on ``device`` if ``data.resident`` wants them there, decoded with ``threads``; else None.
+
+    Raises:
+        UserError: They are to be there, and one is large or not sound.
+    """
+    if data.resident is False or (data.resident == "auto" and device.type != "cuda"):
+        return None
+    try:
+        if data.resident == "auto":
+            sample = np.linspace(0, len(images) - 1, _SAMPLE).astype(int).tolist()
+            mean = sum(_whole(images, index).nbytes for index in sample) / _SAMPLE
+            if len(images) * mean > min(_MOST, _SHARE * torch.cuda.mem_get_info(device)[0]):
+                return None
+        with ThreadPoolExecutor(threads, "resident images") as pool:
+            every = list(pool.map(lambda index: _whole(images, index), range(len(images))))
+    except _Unfit as error:
+        if data.resident is True:
+            raise UserError(f"{error}, so images cannot live on the device; --set data.resident=false") from None
+        return None
+    sides = np.array([pixels.shape[:2] for pixels in every], np.int32)
+    ends = np.cumsum(3 * sides.prod(1, dtype=np.int64))
+    pixels = np.empty(_length(sides), np.uint8)
+    np.concatenate([image.reshape(-1) for image in every], out=pixels[: ends[-1]])
+    there = torch.from_numpy(pixels).to(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams read them
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{len(images)} images live on the device: {gigabytes(len(pixels))}", file=sys.stderr)
+    return Resident(there, np.concatenate(([0], ends[:-1])), sides)
+
+
+class _Unfit(Exception):
+    """Error for an image that cannot live on a device. The message says which one and why."""
+
+
+def _whole(images: ImageSource, index: int) -> Pixels:
+    try:
+        pixels = decode(images.read(index))
+    except (ImageDecodeError, OSError) as error:
+        raise _Unfit(f"{images.name(index)} cannot be decoded ({error})") from None
+    if max(pixels.shape) > _LARGEST:
+        raise _Unfit(f"{images.name(index)} has more than {_LARGEST} pixels a side")
+    return pixels
