@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,6 @@ from imagenet_fast.data.pixels import (
     encode,
     is_strip,
     middle_of,
-    random_crop,
     scaled_size,
     to_common_format,
     without_ends,
@@ -70,7 +69,6 @@ class DaliLoader:
         self._order = order
         self._data = data
         self._augmentation = augmentation_of(data, order)
-        self._pads = self._augmentation is not None and self._augmentation.padding is not None
         self._policy = BadImagePolicy(images, order, data)
         self._decoded: set[int] = set()
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
@@ -119,16 +117,12 @@ class DaliLoader:
             numbers, given.flips[places] = self._augmentation.draw(batch)
         for row, place in enumerate(places):
             load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
-            if numbers is not None and self._pads:
-                load = partial(self._cropped, given.sizes, numbers[row].tolist())
             shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
             image, labels[place] = shown or (_black(), NO_CLASS)
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
             whole = scaled_size(image.height, image.width, given.sizes.shorter)
             if self._augmentation is None or numbers is None:
                 given.sides[place], given.places[place] = whole, middle_of(whole, given.sizes.size)
-            elif self._pads:
-                given.places[place] = 0
             else:
                 window = self._augmentation.window(image.height, image.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
@@ -142,13 +136,6 @@ class DaliLoader:
     def _from_pixels(self, index: int) -> EncodedImage:
         pixels = decode(self._images.read(index))
         return encode(without_ends(pixels) if self._augmentation is None else pixels)
-
-    def _cropped(self, sizes: Resolution, numbers: list[float], index: int) -> EncodedImage:
-        """Return a crop of a padded image, which is small, and which DALI cannot pad by its mirror image."""
-        assert self._augmentation is not None
-        crop = np.empty((sizes.size, sizes.size, 3), dtype=np.uint8)
-        random_crop(decode(self._images.read(index)), sizes, self._augmentation, numbers, into=crop)
-        return encode(crop)
 
     def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""

@@ -11,11 +11,7 @@ from imagenet_fast.recipe.base import Table
 
 
 class DaliDecoding(Table):
-    """Settings of DALI's JPEG decoder on a GPU; ignored on a CPU.
-
-    DALI's own cache of decoded images is not offered: it is keyed by file name, which DALI is not given here, and it
-    stores whole images.
-    """
+    """Settings of DALI's JPEG decoder on a GPU; ignored on a CPU."""
 
     hw_decoder_load: Annotated[float, Field(ge=0, le=1)] = 0.65
     """Share of the JPEGs, from 0 to 1, decoded by the GPU's hardware decoder, if it has one."""
@@ -70,7 +66,7 @@ class ImageData(Table):
     ``resized``: a window that covers a share of ``crop_area`` and has one of several aspect ratios. ``window``:
     AlexNet's crop, a square of ``image_size`` from the central square of an image whose shorter side is ``resize``.
     ``padded``: CIFAR's crop, a square of ``image_size`` from anywhere in an image whose shorter side is ``resize``,
-    with ``crop_padding`` pixels more on each side.
+    with ``crop_padding`` pixels more on each side; for ``loader`` = ``folder``.
     """
     crop_padding: NonNegativeInt = 0
     """Pixels by which ``crop`` = ``padded`` enlarges each side of an image, with its mirror image; below ``resize``.
@@ -142,6 +138,8 @@ class ImageData(Table):
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
         smallest = self.resize * min(self.training_sizes) // self.image_size
+        if self.crop == "padded" and self.loader == "dali":
+            raise ValueError("crop 'padded' is for loader 'folder'; --set data.loader=folder")
         if self.crop == "padded" and self.crop_padding >= smallest:
             raise ValueError(
                 f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "
