@@ -104,7 +104,7 @@ class DaliLoader:
     def _begin(self, batch: BatchIndices) -> tuple[_DaliBatch, list[Job]]:
         """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
         sizes = resolution(self._data, self._order, batch)
-        given = _DaliBatch(batch, sizes, self._augmentation is not None, pinned=self._device.type == "cuda")
+        given = _DaliBatch(batch, sizes, pinned=self._device.type == "cuda")
         places = range(len(batch.images))
         return given, [self._fill(given, places[part]) for part in shared_out(len(places), self._readers)]
 
@@ -114,7 +114,8 @@ class DaliLoader:
         self._images.readahead(batch.images)
         numbers, labels = None, given.labels.numpy()
         if self._augmentation is not None:
-            numbers, given.flips[places] = self._augmentation.draw(batch)
+            numbers, flips = self._augmentation.draw(batch)
+            given.sides[places, 1] = np.where(flips, -given.sizes.size, given.sizes.size)
         for row, place in enumerate(places):
             load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
             shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
@@ -210,26 +211,23 @@ def is_installed() -> bool:
 class _DaliBatch:
     """One batch of inputs for DALI's graph, allocated empty and filled by jobs."""
 
-    def __init__(self, batch: BatchIndices, sizes: Resolution, crops: bool, pinned: bool) -> None:
+    def __init__(self, batch: BatchIndices, sizes: Resolution, pinned: bool) -> None:
         count = len(batch.images)
         self.batch = batch
         self.sizes = sizes
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
         self.labels = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.sides = np.full((count, 2), sizes.size, dtype=np.float32)
-        """Height and width that each whole image or window is resized to."""
+        """Height and width that each whole image or window is resized to; a negative width mirrors it."""
         self.places, self.extents = np.full((2, count, 2), sizes.size, dtype=np.int32)
         """Windows: top and left, height and width. They apply before resizing if they are drawn by their area."""
-        self.flips = np.empty(count, dtype=np.int32)
         self.decoded = False
         """True if the images are passed as pixels, because DALI could not decode the files."""
-        self._crops = crops
 
     @property
     def samples(self) -> tuple[Any, ...]:
         """Inputs of the graph, in order."""
-        windows = (self.encoded, self.sides, self.places, self.extents)
-        return (*windows, self.flips) if self._crops else windows
+        return self.encoded, self.sides, self.places, self.extents
 
 
 @cache
@@ -244,7 +242,7 @@ def _define(
     augmentation: Augmentation | None,
     gpu: bool,
 ) -> None:
-    """Define the graph: decode a window and resize it; or decode the image, resize and crop it. Then flip it."""
+    """Define the graph: decode a window, resize and mirror it at once; or decode the image, resize and crop it."""
     from nvidia.dali import fn, types
 
     decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
@@ -259,9 +257,8 @@ def _define(
         }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
     with pipeline:
-        inputs = 4 if augmentation is None else 5
-        given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
-        encoded, sides, place, extent = given[:4]
+        given: Any = fn.external_source(source=samples, num_outputs=4, no_copy=not gpu)
+        encoded, sides, place, extent = given
         if augmentation is not None:
             if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
                 images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
@@ -271,6 +268,4 @@ def _define(
         else:
             images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
             images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
-        if augmentation is not None:
-            images = fn.flip(images, horizontal=given[4])
         pipeline.set_outputs(images)
