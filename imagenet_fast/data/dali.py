@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from functools import cache
 from itertools import chain
@@ -85,19 +85,20 @@ class DaliLoader:
             UserError: If a bad image must not or cannot be replaced, or if DALI fails for another reason.
         """
         with closing(prefetched(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
-            given: deque[_DaliBatch] = deque()
-            pipeline = self._pipeline(read, given)
+            source = _Source(read)
+            pipeline = self._pipeline(source)
             while True:
                 try:
                     (images,) = pipeline.run(*self._stream())
                 except RuntimeError as error:
+                    if error is source.error:
+                        raise
                     self._raise_unless_bad_image(str(error))
-                    again = list(given)
-                    given.clear()
-                    self._decode(again, str(error))
-                    pipeline = self._pipeline(chain(again, read), given)
+                    self._decode(source.given, str(error))
+                    source = _Source(chain(source.given, read))
+                    pipeline = self._pipeline(source)
                     continue
-                batch = given.popleft()
+                batch = source.given.popleft()
                 labels = batch.labels.to(self._device, non_blocking=True)
                 yield Batch(self._to_torch(images).permute(0, 3, 1, 2), labels, batch.batch)
 
@@ -143,33 +144,26 @@ class DaliLoader:
         if NO_MEMORY.search(error):
             where = "the GPU" if self._device.type == "cuda" else "the node"
             raise UserError(
-                f"DALI found no memory left on {where} ({error.splitlines()[0]}); take a smaller data.prefetch "
+                f"DALI found no memory left on {where} ({_cause(error)}); take a smaller data.prefetch "
                 f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=folder"
             ) from None
         if re.search(r"cudaError|CUDA (runtime|driver) API error", error):
             raise UserError(
-                f"DALI cannot use the GPU ({error.splitlines()[0]}); run `imagenet-fast doctor`, or "
-                "--set data.loader=folder"
+                f"DALI cannot use the GPU ({_cause(error)}); run `imagenet-fast doctor`, or --set data.loader=folder"
             ) from None
 
-    def _decode(self, batches: list[_DaliBatch], error: str) -> None:
+    def _decode(self, batches: Iterable[_DaliBatch], error: str) -> None:
         """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode."""
         if all(batch.decoded for batch in batches):
-            raise UserError(f"DALI fails ({error.splitlines()[0]}); --set data.loader=folder") from None
+            raise UserError(f"DALI fails ({_cause(error)}); --set data.loader=folder") from None
         for batch in batches:
             batch.decoded = True
             self._decoded.update(batch.batch.images.tolist())
             for _ in self._fill(batch, range(len(batch.encoded))):
                 pass
 
-    def _pipeline(self, batches: Iterator[_DaliBatch], given: deque[_DaliBatch]) -> Pipeline:
-        """Build a pipeline that takes ``batches`` and appends each to ``given``; on a CPU it does not copy them."""
-
-        def source() -> Iterator[tuple[Any, ...]]:
-            for batch in batches:
-                given.append(batch)
-                yield batch.samples
-
+    def _pipeline(self, source: _Source) -> Pipeline:
+        """Build a pipeline that takes the batches of ``source``; on a CPU it does not copy them."""
         order, gpu = self._order, self._device.type == "cuda"
         pipeline = self._make_pipeline(
             batch_size=order.batching.micro_batch if isinstance(order, TrainSampler) else order.batch,
@@ -177,7 +171,7 @@ class DaliLoader:
             device_id=self._device.index if gpu else None,
             prefetch_queue_depth=self._data.prefetch,
         )
-        _define(pipeline, source(), self._data, self._augmentation, gpu)
+        _define(pipeline, source, self._data, self._augmentation, gpu)
         pipeline.build()
         return pipeline
 
@@ -224,10 +218,30 @@ class _DaliBatch:
         self.decoded = False
         """True if the images are passed as pixels, because DALI could not decode the files."""
 
-    @property
-    def samples(self) -> tuple[Any, ...]:
-        """Inputs of the graph, in order."""
-        return self.encoded, self.sides, self.places, self.extents
+
+class _Source:
+    """Batches on their way into DALI's graph, which iterates over its inputs: images, sides, places and extents."""
+
+    def __init__(self, batches: Iterable[_DaliBatch]) -> None:
+        self._batches = batches
+        self.given: deque[_DaliBatch] = deque()
+        """Batches that DALI has taken and not yet returned; the loader takes them off."""
+        self.error: RuntimeError | None = None
+        """What ended the batches: an error of a reader or of pinning memory, which comes out as if it were DALI's."""
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        try:
+            for batch in self._batches:
+                self.given.append(batch)
+                yield batch.encoded, batch.sides, batch.places, batch.extents
+        except RuntimeError as error:
+            self.error = error
+            raise
+
+
+def _cause(error: str) -> str:
+    """Return the line of DALI's error that says what happened, after those that say where."""
+    return re.sub(r"(?s).*encountered:\s*", "", error).splitlines()[0]
 
 
 @cache
@@ -237,7 +251,7 @@ def _black() -> EncodedImage:
 
 def _define(
     pipeline: Pipeline,
-    samples: Iterator[tuple[Any, ...]],
+    source: _Source,
     data: ImageData,
     augmentation: Augmentation | None,
     gpu: bool,
@@ -257,7 +271,7 @@ def _define(
         }
     resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
     with pipeline:
-        given: Any = fn.external_source(source=samples, num_outputs=4, no_copy=not gpu)
+        given: Any = fn.external_source(source=source, num_outputs=4, no_copy=not gpu)
         encoded, sides, place, extent = given
         if augmentation is not None:
             if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU

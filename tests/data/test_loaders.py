@@ -187,7 +187,7 @@ def test_dali_is_given_pixels_of_what_it_cannot_decode(tmp_path: Path, augment: 
 
 def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
     for error, told in (
-        ("Error in mixed operator: CUDA out of memory\nmore", "DALI found no memory left on the node (Error in mixed"),
+        ("Critical error:\n\nencountered:\n\nCUDA out of memory\nmore", "left on the node (CUDA out of memory); take"),
         ("std::bad_alloc", "(std::bad_alloc); take a smaller data.prefetch (2 now) or fewer images a batch"),
         ("CUDA runtime API error cudaErrorECCUncorrectable (214)", "DALI cannot use the GPU (CUDA runtime API error"),
     ):
@@ -195,6 +195,19 @@ def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, mon
             train = opened(image_dir, "dali").train
             patch.setattr("nvidia.dali.Pipeline.run", Mock(side_effect=RuntimeError(error)))
             assert told in refusal_of(collect, train, 1)
+
+
+@pytest.mark.parametrize(
+    ("failing", "error"), [("dali.resolution", "invalid argument"), ("folders.ImageFolder.readahead", "out of memory")]
+)
+def test_an_error_on_the_way_to_dali_keeps_its_words(image_dir: Path, failing: str, error: str, monkeypatch):
+    """Of allocating a batch, or of a thread that reads: it is not DALI's, nor a lack of the GPU's memory."""
+    train = opened(image_dir, "dali").train
+    collect(train, 2)
+    told = f"CUDA error: {error} while pinning host memory"
+    monkeypatch.setattr(f"imagenet_fast.data.{failing}", Mock(side_effect=RuntimeError(told)))
+    with pytest.raises(RuntimeError, match=f"^{told}$"):
+        collect(train, 9)
 
 
 def test_a_folder_that_cannot_be_trained_on_is_refused(tmp_path: Path):
