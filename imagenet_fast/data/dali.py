@@ -54,7 +54,7 @@ class DaliLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files."""
+        """Import DALI, which decodes on ``device`` with the help of CPU threads; two or three more read files."""
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -74,7 +74,7 @@ class DaliLoader:
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
         self._device = device
         self._threads = threads
-        self._readers = max(2, threads)  # threads that read files; they mostly wait, perhaps for a network
+        self._readers = min(max(2, threads), 3)  # threads that read: 16 took twice the CPU time (docs/notes/gpu.md)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches without end.
