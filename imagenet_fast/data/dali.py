@@ -18,15 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.device import Batch
 from imagenet_fast.data.loader import NO_CLASS, BadImagePolicy, Job, prefetched, shared_out
-from imagenet_fast.data.order import (
-    Augmentation,
-    BatchIndices,
-    Order,
-    Resolution,
-    TrainSampler,
-    augmentation_of,
-    resolution,
-)
+from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, resolution
 from imagenet_fast.data.pixels import (
     NO_MEMORY,
     EncodedImage,
@@ -163,17 +155,47 @@ class DaliLoader:
                 pass
 
     def _pipeline(self, source: _Source) -> Pipeline:
-        """Build a pipeline that takes the batches of ``source``; on a CPU it does not copy them."""
-        order, gpu = self._order, self._device.type == "cuda"
+        """Build a pipeline that takes the batches of ``source``."""
+        order = self._order
         pipeline = self._make_pipeline(
             batch_size=order.batching.micro_batch if isinstance(order, TrainSampler) else order.batch,
             num_threads=self._threads,
-            device_id=self._device.index if gpu else None,
+            device_id=self._device.index if self._device.type == "cuda" else None,
             prefetch_queue_depth=self._data.prefetch,
         )
-        _define(pipeline, source, self._data, self._augmentation, gpu)
+        with pipeline:
+            pipeline.set_outputs(self._graph(source))
         pipeline.build()
         return pipeline
+
+    def _graph(self, source: _Source) -> Any:
+        """Define the graph: decode a window, resize and mirror it at once; or decode the image, resize and crop it."""
+        from nvidia.dali import fn, types
+
+        gpu, settings = self._device.type == "cuda", self._data.dali
+        decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
+        if gpu:
+            decoding |= {
+                "affine": False,  # ranks share the node's cores: DALI would tie the threads of all to the same ones
+                "jpeg_fancy_upsampling": settings.fancy_upsampling,
+                "hw_decoder_load": settings.hw_decoder_load,
+                "device_memory_padding": settings.device_padding_mb * 2**20,
+                "host_memory_padding": settings.host_padding_mb * 2**20,
+                "preallocate_width_hint": settings.preallocate_width,
+                "preallocate_height_hint": settings.preallocate_height,
+            }
+        resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
+        # `given` keeps a batch until its output is out; at that point DALI reuses the memory of its parallel sources.
+        inputs: Any = fn.external_source(source=source, num_outputs=4, no_copy=True)
+        encoded, sides, place, extent = inputs
+        if self._augmentation is None:
+            images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
+            return fn.slice(images, start=place, shape=extent, axes=[0, 1])
+        if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
+            images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
+        else:
+            images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
+        return fn.resize(images, size=sides, **resize)
 
     def _to_torch(self, batch: Any) -> Tensor:
         """Return DALI's output as a tensor: the same memory on a CPU, a copy on a GPU.
@@ -247,39 +269,3 @@ def _cause(error: str) -> str:
 @cache
 def _black() -> EncodedImage:
     return encode(np.zeros((1, 1, 3), dtype=np.uint8))
-
-
-def _define(
-    pipeline: Pipeline,
-    source: _Source,
-    data: ImageData,
-    augmentation: Augmentation | None,
-    gpu: bool,
-) -> None:
-    """Define the graph: decode a window, resize and mirror it at once; or decode the image, resize and crop it."""
-    from nvidia.dali import fn, types
-
-    decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
-    if gpu:
-        decoding |= {
-            "jpeg_fancy_upsampling": True,  # the same chroma as libjpeg, and so as the CPU loaders
-            "hw_decoder_load": data.dali.hw_decoder_load,
-            "device_memory_padding": data.dali.device_padding_mb * 2**20,
-            "host_memory_padding": data.dali.host_padding_mb * 2**20,
-            "preallocate_width_hint": data.dali.preallocate_width,
-            "preallocate_height_hint": data.dali.preallocate_height,
-        }
-    resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
-    with pipeline:
-        given: Any = fn.external_source(source=source, num_outputs=4, no_copy=not gpu)
-        encoded, sides, place, extent = given
-        if augmentation is not None:
-            if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
-                images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
-            else:
-                images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
-            images = fn.resize(images, size=sides, **resize)
-        else:
-            images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
-            images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
-        pipeline.set_outputs(images)

@@ -15,6 +15,11 @@ class DaliDecoding(Table):
 
     hw_decoder_load: Annotated[float, Field(ge=0, le=1)] = 0.65
     """Share of the JPEGs, from 0 to 1, decoded by the GPU's hardware decoder, if it has one."""
+    fancy_upsampling: bool = True
+    """Whether chroma is upsampled as by libjpeg, and so by the CPU loaders.
+
+    If not, as in NVIDIA's submissions to MLPerf, the GPU has less to do, and colours at edges differ from theirs.
+    """
     device_padding_mb: NonNegativeInt = 16
     """GPU memory, in MiB, that nvJPEG reserves per thread.
 
@@ -23,10 +28,7 @@ class DaliDecoding(Table):
     host_padding_mb: NonNegativeInt = 8
     """Pinned host memory, in MiB, that nvJPEG reserves; twice per thread."""
     preallocate_width: NonNegativeInt = 0
-    """Width, in pixels, of the largest image for which the hardware decoder allocates memory at the start.
-
-    0: no hint; the decoder finds the size out as images are read.
-    """
+    """Width, in pixels, of the largest image, for which the hardware decoder allocates memory at once; 0: no hint."""
     preallocate_height: NonNegativeInt = 0
     """Height, in pixels, of that image; 0: no hint."""
 

@@ -197,6 +197,15 @@ def test_what_is_no_fault_of_an_image_is_told_as_what_it_is(image_dir: Path, mon
             assert told in refusal_of(collect, train, 1)
 
 
+@pytest.mark.parametrize("augment", [True, False])
+def test_dali_knows_all_settings_of_the_graph_for_a_gpu(image_dir: Path, augment: bool, monkeypatch):
+    """It looks at their names without one."""
+    monkeypatch.setattr("nvidia.dali.Pipeline.build", Mock())
+    data, order = image_data("dali", augment=augment), TrainSampler(40, ALONE, 0, seed=1)
+    loader = dali.DaliLoader(scan_split(image_dir, "train"), order, data, torch.device("cuda", 0), 1)
+    loader._pipeline(dali._Source([]))
+
+
 @pytest.mark.parametrize(
     ("failing", "error"), [("dali.resolution", "invalid argument"), ("folders.ImageFolder.readahead", "out of memory")]
 )
