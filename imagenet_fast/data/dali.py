@@ -176,7 +176,7 @@ class DaliLoader:
         decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
         if gpu:
             decoding |= {
-                "affine": False,  # ranks share the node's cores: DALI would tie the threads of all to the same ones
+                "affine": False,  # DALI would tie each thread to a core, and ranks share the cores
                 "jpeg_fancy_upsampling": settings.fancy_upsampling,
                 "hw_decoder_load": settings.hw_decoder_load,
                 "device_memory_padding": settings.device_padding_mb * 2**20,
@@ -185,7 +185,7 @@ class DaliLoader:
                 "preallocate_height_hint": settings.preallocate_height,
             }
         resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
-        # `given` keeps a batch until its output is out; at that point DALI reuses the memory of its parallel sources.
+        # No copy, for mixed decoders too: `given` keeps a batch until its output is out, as long as DALI asks for.
         inputs: Any = fn.external_source(source=source, num_outputs=4, no_copy=True)
         encoded, sides, place, extent = inputs
         if self._augmentation is None:
