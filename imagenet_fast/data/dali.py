@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +18,7 @@ from torch.utils.dlpack import from_dlpack
 
 from imagenet_fast.data.device import Batch
 from imagenet_fast.data.loader import NO_CLASS, BadImagePolicy, Job, prefetched, shared_out
-from imagenet_fast.data.order import (
-    Augmentation,
-    BatchIndices,
-    Order,
-    Resolution,
-    TrainSampler,
-    augmentation_of,
-    resolution,
-)
+from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, resolution
 from imagenet_fast.data.pixels import (
     NO_MEMORY,
     EncodedImage,
@@ -34,7 +26,6 @@ from imagenet_fast.data.pixels import (
     encode,
     is_strip,
     middle_of,
-    random_crop,
     scaled_size,
     to_common_format,
     without_ends,
@@ -55,7 +46,7 @@ class DaliLoader:
     """
 
     def __init__(self, images: ImageSource, order: Order, data: ImageData, device: torch.device, threads: int) -> None:
-        """Import DALI, which decodes on ``device`` with the help of CPU threads; at least two more read files."""
+        """Import DALI, which decodes on ``device`` with the help of CPU threads; two or three more read files."""
         try:
             from nvidia.dali import Pipeline
             from nvidia.dali.plugin.pytorch import feed_ndarray
@@ -70,13 +61,12 @@ class DaliLoader:
         self._order = order
         self._data = data
         self._augmentation = augmentation_of(data, order)
-        self._pads = self._augmentation is not None and self._augmentation.padding is not None
         self._policy = BadImagePolicy(images, order, data)
         self._decoded: set[int] = set()
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
         self._device = device
         self._threads = threads
-        self._readers = max(2, threads)  # threads that read files; they mostly wait, perhaps for a network
+        self._readers = min(max(2, threads), 3)  # threads that read: 16 took twice the CPU time (docs/notes/gpu.md)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches without end.
@@ -87,26 +77,27 @@ class DaliLoader:
             UserError: If a bad image must not or cannot be replaced, or if DALI fails for another reason.
         """
         with closing(prefetched(map(self._begin, self._order), self._readers, self._data.prefetch)) as read:
-            given: deque[_DaliBatch] = deque()
-            pipeline = self._pipeline(read, given)
+            source = _Source(read)
+            pipeline = self._pipeline(source)
             while True:
                 try:
                     (images,) = pipeline.run(*self._stream())
                 except RuntimeError as error:
+                    if error is source.error:
+                        raise
                     self._raise_unless_bad_image(str(error))
-                    again = list(given)
-                    given.clear()
-                    self._decode(again, str(error))
-                    pipeline = self._pipeline(chain(again, read), given)
+                    self._decode(source.given, str(error))
+                    source = _Source(chain(source.given, read))
+                    pipeline = self._pipeline(source)
                     continue
-                batch = given.popleft()
+                batch = source.given.popleft()
                 labels = batch.labels.to(self._device, non_blocking=True)
                 yield Batch(self._to_torch(images).permute(0, 3, 1, 2), labels, batch.batch)
 
     def _begin(self, batch: BatchIndices) -> tuple[_DaliBatch, list[Job]]:
         """Allocate a batch and return it with the jobs that fill it, at most one per reader thread."""
         sizes = resolution(self._data, self._order, batch)
-        given = _DaliBatch(batch, sizes, self._augmentation is not None, pinned=self._device.type == "cuda")
+        given = _DaliBatch(batch, sizes, pinned=self._device.type == "cuda")
         places = range(len(batch.images))
         return given, [self._fill(given, places[part]) for part in shared_out(len(places), self._readers)]
 
@@ -116,19 +107,16 @@ class DaliLoader:
         self._images.readahead(batch.images)
         numbers, labels = None, given.labels.numpy()
         if self._augmentation is not None:
-            numbers, given.flips[places] = self._augmentation.draw(batch)
+            numbers, flips = self._augmentation.draw(batch)
+            given.sides[places, 1] = np.where(flips, -given.sizes.size, given.sizes.size)
         for row, place in enumerate(places):
             load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
-            if numbers is not None and self._pads:
-                load = partial(self._cropped, given.sizes, numbers[row].tolist())
             shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
             image, labels[place] = shown or (_black(), NO_CLASS)
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
             whole = scaled_size(image.height, image.width, given.sizes.shorter)
             if self._augmentation is None or numbers is None:
                 given.sides[place], given.places[place] = whole, middle_of(whole, given.sizes.size)
-            elif self._pads:
-                given.places[place] = 0
             else:
                 window = self._augmentation.window(image.height, image.width, numbers[row].tolist())
                 given.places[place], given.extents[place] = window[:2], window[2:]
@@ -143,55 +131,71 @@ class DaliLoader:
         pixels = decode(self._images.read(index))
         return encode(without_ends(pixels) if self._augmentation is None else pixels)
 
-    def _cropped(self, sizes: Resolution, numbers: list[float], index: int) -> EncodedImage:
-        """Return a crop of a padded image, which is small, and which DALI cannot pad by its mirror image."""
-        assert self._augmentation is not None
-        crop = np.empty((sizes.size, sizes.size, 3), dtype=np.uint8)
-        random_crop(decode(self._images.read(index)), sizes, self._augmentation, numbers, into=crop)
-        return encode(crop)
-
     def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""
         if NO_MEMORY.search(error):
             where = "the GPU" if self._device.type == "cuda" else "the node"
             raise UserError(
-                f"DALI found no memory left on {where} ({error.splitlines()[0]}); take a smaller data.prefetch "
+                f"DALI found no memory left on {where} ({_cause(error)}); take a smaller data.prefetch "
                 f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=folder"
             ) from None
         if re.search(r"cudaError|CUDA (runtime|driver) API error", error):
             raise UserError(
-                f"DALI cannot use the GPU ({error.splitlines()[0]}); run `imagenet-fast doctor`, or "
-                "--set data.loader=folder"
+                f"DALI cannot use the GPU ({_cause(error)}); run `imagenet-fast doctor`, or --set data.loader=folder"
             ) from None
 
-    def _decode(self, batches: list[_DaliBatch], error: str) -> None:
+    def _decode(self, batches: Iterable[_DaliBatch], error: str) -> None:
         """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode."""
         if all(batch.decoded for batch in batches):
-            raise UserError(f"DALI fails ({error.splitlines()[0]}); --set data.loader=folder") from None
+            raise UserError(f"DALI fails ({_cause(error)}); --set data.loader=folder") from None
         for batch in batches:
             batch.decoded = True
             self._decoded.update(batch.batch.images.tolist())
             for _ in self._fill(batch, range(len(batch.encoded))):
                 pass
 
-    def _pipeline(self, batches: Iterator[_DaliBatch], given: deque[_DaliBatch]) -> Pipeline:
-        """Build a pipeline that takes ``batches`` and appends each to ``given``; on a CPU it does not copy them."""
-
-        def source() -> Iterator[tuple[Any, ...]]:
-            for batch in batches:
-                given.append(batch)
-                yield batch.samples
-
-        order, gpu = self._order, self._device.type == "cuda"
+    def _pipeline(self, source: _Source) -> Pipeline:
+        """Build a pipeline that takes the batches of ``source``."""
+        order = self._order
         pipeline = self._make_pipeline(
             batch_size=order.batching.micro_batch if isinstance(order, TrainSampler) else order.batch,
             num_threads=self._threads,
-            device_id=self._device.index if gpu else None,
+            device_id=self._device.index if self._device.type == "cuda" else None,
             prefetch_queue_depth=self._data.prefetch,
         )
-        _define(pipeline, source(), self._data, self._augmentation, gpu)
+        with pipeline:
+            pipeline.set_outputs(self._graph(source))
         pipeline.build()
         return pipeline
+
+    def _graph(self, source: _Source) -> Any:
+        """Define the graph: decode a window, resize and mirror it at once; or decode the image, resize and crop it."""
+        from nvidia.dali import fn, types
+
+        gpu, settings = self._device.type == "cuda", self._data.dali
+        decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
+        if gpu:
+            decoding |= {
+                "affine": False,  # DALI would tie each thread to a core, and ranks share the cores
+                "jpeg_fancy_upsampling": settings.fancy_upsampling,
+                "hw_decoder_load": settings.hw_decoder_load,
+                "device_memory_padding": settings.device_padding_mb * 2**20,
+                "host_memory_padding": settings.host_padding_mb * 2**20,
+                "preallocate_width_hint": settings.preallocate_width,
+                "preallocate_height_hint": settings.preallocate_height,
+            }
+        resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
+        # No copy, for mixed decoders too: `given` keeps a batch until its output is out, as long as DALI asks for.
+        inputs: Any = fn.external_source(source=source, num_outputs=4, no_copy=True)
+        encoded, sides, place, extent = inputs
+        if self._augmentation is None:
+            images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
+            return fn.slice(images, start=place, shape=extent, axes=[0, 1])
+        if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
+            images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
+        else:
+            images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
+        return fn.resize(images, size=sides, **resize)
 
     def _to_torch(self, batch: Any) -> Tensor:
         """Return DALI's output as a tensor: the same memory on a CPU, a copy on a GPU.
@@ -223,67 +227,45 @@ def is_installed() -> bool:
 class _DaliBatch:
     """One batch of inputs for DALI's graph, allocated empty and filled by jobs."""
 
-    def __init__(self, batch: BatchIndices, sizes: Resolution, crops: bool, pinned: bool) -> None:
+    def __init__(self, batch: BatchIndices, sizes: Resolution, pinned: bool) -> None:
         count = len(batch.images)
         self.batch = batch
         self.sizes = sizes
         self.encoded: list[NDArray[np.uint8]] = [np.empty(0, dtype=np.uint8)] * count
         self.labels = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.sides = np.full((count, 2), sizes.size, dtype=np.float32)
-        """Height and width that each whole image or window is resized to."""
+        """Height and width that each whole image or window is resized to; a negative width mirrors it."""
         self.places, self.extents = np.full((2, count, 2), sizes.size, dtype=np.int32)
         """Windows: top and left, height and width. They apply before resizing if they are drawn by their area."""
-        self.flips = np.empty(count, dtype=np.int32)
         self.decoded = False
         """True if the images are passed as pixels, because DALI could not decode the files."""
-        self._crops = crops
 
-    @property
-    def samples(self) -> tuple[Any, ...]:
-        """Inputs of the graph, in order."""
-        windows = (self.encoded, self.sides, self.places, self.extents)
-        return (*windows, self.flips) if self._crops else windows
+
+class _Source:
+    """Batches on their way into DALI's graph, which iterates over its inputs: images, sides, places and extents."""
+
+    def __init__(self, batches: Iterable[_DaliBatch]) -> None:
+        self._batches = batches
+        self.given: deque[_DaliBatch] = deque()
+        """Batches that DALI has taken and not yet returned; the loader takes them off."""
+        self.error: RuntimeError | None = None
+        """What ended the batches: an error of a reader or of pinning memory, which comes out as if it were DALI's."""
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        try:
+            for batch in self._batches:
+                self.given.append(batch)
+                yield batch.encoded, batch.sides, batch.places, batch.extents
+        except RuntimeError as error:
+            self.error = error
+            raise
+
+
+def _cause(error: str) -> str:
+    """Return the line of DALI's error that says what happened, after those that say where."""
+    return re.sub(r"(?s).*encountered:\s*", "", error).splitlines()[0]
 
 
 @cache
 def _black() -> EncodedImage:
     return encode(np.zeros((1, 1, 3), dtype=np.uint8))
-
-
-def _define(
-    pipeline: Pipeline,
-    samples: Iterator[tuple[Any, ...]],
-    data: ImageData,
-    augmentation: Augmentation | None,
-    gpu: bool,
-) -> None:
-    """Define the graph: decode a window and resize it; or decode the image, resize and crop it. Then flip it."""
-    from nvidia.dali import fn, types
-
-    decoding = {"device": "mixed" if gpu else "cpu", "output_type": types.RGB, "adjust_orientation": False}
-    if gpu:
-        decoding |= {
-            "jpeg_fancy_upsampling": True,  # the same chroma as libjpeg, and so as the CPU loaders
-            "hw_decoder_load": data.dali.hw_decoder_load,
-            "device_memory_padding": data.dali.device_padding_mb * 2**20,
-            "host_memory_padding": data.dali.host_padding_mb * 2**20,
-            "preallocate_width_hint": data.dali.preallocate_width,
-            "preallocate_height_hint": data.dali.preallocate_height,
-        }
-    resize = {"interp_type": types.INTERP_TRIANGULAR}  # with DALI's antialiasing, the same as PIL's bilinear filter
-    with pipeline:
-        inputs = 4 if augmentation is None else 5
-        given: Any = fn.external_source(source=samples, num_outputs=inputs, no_copy=not gpu)
-        encoded, sides, place, extent = given[:4]
-        if augmentation is not None:
-            if gpu:  # an nvJPEG before 13.2, such as torchvision brings along, would leave windows to the CPU
-                images = fn.slice(fn.decoders.image(encoded, **decoding), start=place, shape=extent, axes=[0, 1])
-            else:
-                images = fn.decoders.image_slice(encoded, start=place, shape=extent, axes=[0, 1], **decoding)
-            images = fn.resize(images, size=sides, **resize)
-        else:
-            images = fn.resize(fn.decoders.image(encoded, **decoding), size=sides, **resize)
-            images = fn.slice(images, start=place, shape=extent, axes=[0, 1])
-        if augmentation is not None:
-            images = fn.flip(images, horizontal=given[4])
-        pipeline.set_outputs(images)

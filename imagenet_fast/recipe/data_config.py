@@ -11,14 +11,15 @@ from imagenet_fast.recipe.base import Table
 
 
 class DaliDecoding(Table):
-    """Settings of DALI's JPEG decoder on a GPU; ignored on a CPU.
-
-    DALI's own cache of decoded images is not offered: it is keyed by file name, which DALI is not given here, and it
-    stores whole images.
-    """
+    """Settings of DALI's JPEG decoder on a GPU; ignored on a CPU."""
 
     hw_decoder_load: Annotated[float, Field(ge=0, le=1)] = 0.65
     """Share of the JPEGs, from 0 to 1, decoded by the GPU's hardware decoder, if it has one."""
+    fancy_upsampling: bool = True
+    """Whether chroma is upsampled as by libjpeg, and so by the CPU loaders.
+
+    If not, as in NVIDIA's submissions to MLPerf, the GPU has less to do, and colours at edges differ from theirs.
+    """
     device_padding_mb: NonNegativeInt = 16
     """GPU memory, in MiB, that nvJPEG reserves per thread.
 
@@ -27,10 +28,7 @@ class DaliDecoding(Table):
     host_padding_mb: NonNegativeInt = 8
     """Pinned host memory, in MiB, that nvJPEG reserves; twice per thread."""
     preallocate_width: NonNegativeInt = 0
-    """Width, in pixels, of the largest image for which the hardware decoder allocates memory at the start.
-
-    0: no hint; the decoder finds the size out as images are read.
-    """
+    """Width, in pixels, of the largest image, for which the hardware decoder allocates memory at once; 0: no hint."""
     preallocate_height: NonNegativeInt = 0
     """Height, in pixels, of that image; 0: no hint."""
 
@@ -70,7 +68,7 @@ class ImageData(Table):
     ``resized``: a window that covers a share of ``crop_area`` and has one of several aspect ratios. ``window``:
     AlexNet's crop, a square of ``image_size`` from the central square of an image whose shorter side is ``resize``.
     ``padded``: CIFAR's crop, a square of ``image_size`` from anywhere in an image whose shorter side is ``resize``,
-    with ``crop_padding`` pixels more on each side.
+    with ``crop_padding`` pixels more on each side; for ``loader`` = ``folder``.
     """
     crop_padding: NonNegativeInt = 0
     """Pixels by which ``crop`` = ``padded`` enlarges each side of an image, with its mirror image; below ``resize``.
@@ -147,6 +145,8 @@ class ImageData(Table):
         if not self.crop_area[0] <= self.crop_area[1] <= 1:
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
         smallest = self.resize * min(self.training_sizes) // self.image_size
+        if self.crop == "padded" and self.loader == "dali":
+            raise ValueError("crop 'padded' is for loader 'folder'; --set data.loader=folder")
         if self.crop == "padded" and self.crop_padding >= smallest:
             raise ValueError(
                 f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "

@@ -234,6 +234,7 @@ def test_what_makes_no_sense_is_refused():
         ({"eval_size": 31}, "eval_size (31) is too small"),
         ({"mixup": -1}, "mixup"),
         ({"crop": "krizhevsky"}, "crop"),
+        ({"loader": "dali", "crop": "padded"}, "crop 'padded' is for loader 'folder'; --set data.loader=folder"),
         ({"crop": "padded", "crop_padding": 56}, "(56) must be less than an image's shorter side of 56 pixels"),
         ({"crop": "padded", "crop_padding": 42, "sizes": [[1, 36]]}, "shorter side of 42 pixels"),
     ):
