@@ -19,6 +19,8 @@ from torchvision.models import resnet18
 
 import tests
 from imagenet_fast.data.build import build_loaders
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.errors import UserError
@@ -31,6 +33,7 @@ from imagenet_fast.training.init_weights import build_initial_model, load_initia
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from imagenet_fast.training.train_step import build_step, seed_step
 from tests.conftest import tables
+from tests.data.small import image_data
 
 
 @pytest.fixture
@@ -134,6 +137,7 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(
     """Without a word of windows that it leaves to the CPU: torchvision's nvJPEG is loaded, and cannot cut them."""
     pytest.importorskip("nvidia.dali", reason="DALI is too large to travel to a lent GPU")
     table = {"dataset": "digits", "loader": "dali", "image_size": 48, "resize": 56, "augment": augment, "workers": 1}
+    table["resident"] = False
     data = parse_recipe("test", tables(data=table)).data
     assert isinstance(data, ImageData)
     batches = []
@@ -144,6 +148,23 @@ def test_dali_decodes_on_the_gpu_what_it_decodes_on_the_cpu(
         assert torch.equal(labels.cpu(), reference_labels)
         assert (ours.cpu() - reference).abs().mean() < 0.08
     assert "WARNING" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_gpu_resizes_stored_pixels_as_the_cpu_does(
+    world: DistContext, image_dir: Path, tmp_path: Path, resident: bool
+):
+    """Within two grey levels, of which one is 0.02 when normalised."""
+    settings = Settings(format="pixels", resize=None, quality=None, shard_size=10**9)
+    prepare(image_dir, tmp_path / "pixels", settings, subset=True)
+    batches = []
+    for device, lives_there in ((world.device, resident), (torch.device("cpu"), False)):
+        data = image_data(resident=lives_there)
+        loaders = build_loaders(data, tmp_path / "pixels", Batching(1, 8, 1), 0, 2, device, seed=1)
+        batches.append([*islice(loaders.train, 9), *loaders.next_evaluation()])
+    for (ours, labels), (reference, reference_labels) in zip(*batches, strict=True):
+        assert torch.equal(labels.cpu(), reference_labels)
+        assert (ours.cpu() - reference).abs().max() < 0.04
 
 
 def replayed(ones: Tensor) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,123 @@
+"""Time the roads of stored pixels: what a batch costs the host, and on a GPU, how many images a second come.
+
+    python -m experiments.pixels [--batch 128] [--seconds 5]
+
+The host's figures are CPU time of the one thread that fills a batch, by the road to the GPU (`PixelLoader`) and by the
+CPU's (`ThreadLoader`) in turn, into memory that was used before, as pinned memory is. On a GPU follow the batches of
+`PixelLoader` that are read and resident, and how long the GPU takes to resize one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from imagenet_fast.data import pixel_loader
+from imagenet_fast.data.loader import Job, ThreadLoader
+from imagenet_fast.data.order import BatchIndices, TrainSampler
+from imagenet_fast.data.pixel_loader import PixelLoader, resident_on
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.prepare.write import Settings
+from imagenet_fast.data.source import ImageSource, open_training
+from imagenet_fast.data.throughput import made_photos, measure
+from imagenet_fast.recipe.batching import Batching
+from imagenet_fast.recipe.data_config import ImageData
+
+IMAGES = 1024
+SIZES = (224, 88)
+CPU = torch.device("cpu")
+
+
+def main() -> None:
+    """Make photos, store their pixels, and print a line for each road."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--batch", type=int, default=128, help="Images of a batch.")
+    parser.add_argument("--seconds", type=float, default=5, help="Seconds for each road.")
+    options = parser.parse_args()
+    with TemporaryDirectory(prefix="imagenet-fast-") as folder, made_photos(IMAGES, 256) as (photos, about):
+        prepare(
+            photos, Path(folder), Settings(format="pixels", resize=256, quality=None, shard_size=2**26), subset=True
+        )
+        images = open_training(Path(folder))
+        print(f"{about}, 256 pixels on the shorter side, {options.batch} a batch")
+        for size in SIZES:
+            data = ImageData(
+                dataset="imagenet", loader="folder", image_size=size, resize=size * 8 // 7, on_bad_image="skip"
+            )
+            order = TrainSampler(len(images), Batching(1, options.batch, 1), 0, seed=1)
+            on_the_host(images, order, data, options.seconds)
+            if torch.cuda.is_available():
+                on_a_gpu(images, order, data, options.seconds)
+
+
+def on_the_host(images: ImageSource, order: TrainSampler, data: ImageData, seconds: float) -> None:
+    """Print the CPU time of a thread that fills a batch by either road, medians of batches in turn."""
+    kept: dict[torch.dtype, Tensor] = {}
+
+    def used_before(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
+        count = int(np.prod(shape))
+        if dtype not in kept or len(kept[dtype]) < count:
+            kept[dtype] = torch.zeros(2 * count, dtype=dtype)
+        return kept[dtype][:count].view(*shape)
+
+    begins: dict[str, Callable[[BatchIndices], tuple[object, Iterable[Job]]]] = {
+        load.__name__: load(images, order, data, CPU, 1)._begin for load in (PixelLoader, ThreadLoader)
+    }
+    spent: dict[str, list[float]] = {name: [] for name in begins}
+    batches, end = iter(order), time.perf_counter() + seconds
+    with patch.object(pixel_loader, "empty", used_before):
+        while time.perf_counter() < end:
+            indices = next(batches)
+            for name, begin in begins.items():
+                start = time.thread_time()
+                for job in begin(indices)[1]:
+                    for _ in job:
+                        pass
+                spent[name].append((time.thread_time() - start) / len(indices.images))
+    for name, each in spent.items():
+        print(f"to {data.image_size} pixels, host, {name}: {1e6 * median(each):.1f} us an image ({len(each)} batches)")
+
+
+def on_a_gpu(images: ImageSource, order: TrainSampler, data: ImageData, seconds: float) -> None:
+    """Print the images a second that are read, and resident, and the GPU's time to resize a batch."""
+    device, batch = torch.device("cuda", 0), order.batching.micro_batch
+    resident = resident_on(device, images, data.model_copy(update={"resident": True}), threads=4)
+    for name, there in (("read", None), ("resident", resident)):
+        load: Callable[[int], Iterator[object]] = partial(_batches, images, order, data, device, there)
+        for threads in (1, 2, 4):
+            rate, of_core = measure(load(threads), batch, seconds / 6, device)
+            print(f"to {data.image_size} pixels, {name}, {threads} threads: {rate:.0f} images/s, {of_core:.0f} a core")
+    loader = PixelLoader(images, order, data, device, 1, resident)
+    tiles, jobs = loader._begin(next(iter(order)))
+    for job in jobs:
+        list(job)
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        loader._resized(tiles, device)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    print(f"to {data.image_size} pixels: {median(times):.2f} ms for the GPU to resize a batch")
+
+
+def _batches(
+    images: ImageSource, order: TrainSampler, data: ImageData, device: torch.device,
+    resident: pixel_loader.Resident | None, threads: int,
+) -> Iterator[object]:  # fmt: skip
+    return iter(PixelLoader(images, order, data, device, threads, resident))
+
+
+if __name__ == "__main__":
+    main()
