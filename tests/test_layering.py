@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4965,
     "imagenet_fast/training": 3149,
     "imagenet_fast": 32270,
-    "tests": 28698,
+    "tests": 28755,
     "tests/sync": 6245,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
