@@ -58,6 +58,8 @@ pipeline --micro-batches 1,4,4 -> --micro-batches 1,4,4 names 4 twice; leave one
 pipeline --schedules gpipe,gpipe -> --schedules gpipe,gpipe names gpipe twice; leave one out
 data --loaders dali,folder,dali -> --loaders dali,folder,dali names dali twice; leave one out
 data --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
+step --data /nowhere -> --data /nowhere is not read without a loader; give --loader folder, or leave --data out
+step --loader folder --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
 """
 """Options of `bench`, and what is said to them."""
 COMMANDS = list(dict.fromkeys(re.findall(r"^\w+", REFUSED, re.MULTILINE)))
