@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All that one GPU can tell of this checkout: what a step costs the GPU and the host, launched and replayed from a CUDA
-# graph, and what DALI decodes, in 8 minutes; and its tests, in 7. Needs torch from 2.11, pyproject.toml's packages (not
-# DALI) and pytest; no network.
+# graph, and what loaders give alone and beside it, in 8 minutes; and its tests, in 7. Needs torch from 2.11,
+# pyproject.toml's packages (not DALI) and pytest; no network.
 #
 #     scripts/gpu-check.sh [speed|tests] [REPORT]   # default: both, gpu-check.md; PYTHON=... chooses the interpreter
 #     scripts/gpu-check.sh --dry-run ...            # the same on a CPU, as small as it goes
@@ -63,7 +63,7 @@ section() {
     } >"$report"
 }
 
-section "environment" 25 bash -c "git log -1 --format=%h; '$python' -m torch.utils.collect_env || exit
+section "environment" 20 bash -c "git log -1 --format=%h; '$python' -m torch.utils.collect_env || exit
     nvidia-smi --query-gpu=power.limit,clocks.max.sm,clocks.max.memory --format=csv || true"
 
 # The limits of this half add up to 8 minutes. The most decisive sections come first: what norms of our own save, and
@@ -73,7 +73,8 @@ if [ "$half" != tests ]; then
     norms=("$python" -m experiments.norms)
     step=("${imagenet_fast[@]}" bench step --rounds 30 --graph)
     photos=(--model resnet50 --image-size 224)
-    loaded=(--batch 128 --seconds 5)
+    loaded=(--batch 128 --seconds 3)
+    fed=("${imagenet_fast[@]}" bench step --rounds 2 --steps 10 --graph "${photos[@]}" --batch 128)
     if [ -n "$dry" ]; then
         step=("${imagenet_fast[@]}" bench step --rounds 1 --steps 1)
         section "resnet18, 2 images, with our norms and torch's" 40 "${norms[@]}" steps
@@ -81,22 +82,25 @@ if [ "$half" != tests ]; then
         section "resnet18, 2 images" 40 "${step[@]}" --model resnet18 --image-size 32 --batch 2 --sync 'lazy,dear'
         section "cifar10-94's network, 2 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 2
         loaded=(--image-size 32 --batch 2 --workers 1 --seconds 0.1)
+        fed=("${step[@]}" --model resnet18 --image-size 32 --batch 2 --workers 1)
     else
         section "resnet50, 128 images, with our norms and torch's" 65 "${norms[@]}" steps 128
         section "resnet50, 128 images, compiled" 90 "${step[@]}" "${photos[@]}" --batch 128 --compile
         section "resnet50, 40 images, with our norms and torch's" 45 "${norms[@]}" steps 40
-        section "resnet50, 64 images" 20 "${step[@]}" "${photos[@]}" --batch 64
         section "norms by shape, 128 images" 40 "${norms[@]}" shapes 128
         section "resnet50, 128 images, other engines" 45 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
         section "resnet50, 16 images" 20 "${step[@]}" "${photos[@]}" --batch 16
-        section "alexnet, 512 images" 25 "${step[@]}" --model alexnet --image-size 224 --batch 512
-        section "cifar10-94's network, 512 images" 25 "${step[@]}" --model cifarnet --image-size 32 --batch 512
+        section "alexnet, 512 images" 20 "${step[@]}" --model alexnet --image-size 224 --batch 512
+        section "cifar10-94's network, 512 images" 20 "${step[@]}" --model cifarnet --image-size 32 --batch 512
     fi
     demo=("${imagenet_fast[@]}" train --recipe demo)
     [ -z "$dry" ] || demo+=(--set epochs=1 --set target_top1=1)
     section "demo, replayed" 25 "${demo[@]}" --out "$parts/replayed"
     section "demo, launched" 25 "${demo[@]}" --set graph=false --out "$parts/launched"
-    section "loaders" 30 "${imagenet_fast[@]}" bench data --rounds 1 --loaders synthetic,dali "${loaded[@]}"
+    section "loaders" 30 "${imagenet_fast[@]}" bench data --rounds 1 --loaders pixels,dali "${loaded[@]}"
+    loader=dali
+    "$python" -c 'import nvidia.dali' 2>/dev/null || loader=pixels
+    section "resnet50, 128 images, from $loader" 35 "${fed[@]}" --loader "$loader"
 fi
 
 if [ "$half" != speed ]; then

@@ -142,7 +142,7 @@ LINES = {
     "imagenet_fast/cli": 1671,
     "imagenet_fast/compare": 708,
     "imagenet_fast/cost_model": 1231,
-    "imagenet_fast/data": 4621,
+    "imagenet_fast/data": 4639,
     "imagenet_fast/distributed": 2329,
     "imagenet_fast/doctor": 313,
     "imagenet_fast/launch": 1280,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2050,
     "imagenet_fast/sync": 4965,
     "imagenet_fast/training": 3149,
-    "imagenet_fast": 32252,
-    "tests": 28718,
+    "imagenet_fast": 32270,
+    "tests": 28755,
     "tests/sync": 6245,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

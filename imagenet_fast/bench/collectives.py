@@ -110,17 +110,10 @@ def bench_collectives(
     rounds: int,
     block_s: float,
 ) -> list[AllReduceTime]:
-    """Time all-reduces of several sizes by several collectives.
+    """Time all-reduces of ``sizes`` in bytes by several collectives, each at every size in each round.
 
-    Args:
-        lab: The ranks.
-        sizes: Message sizes in bytes.
-        collectives: The collectives; None means all that are possible here.
-        wire: Dtype of the messages.
-        device: "cpu", or "cuda" for a GPU per rank with NCCL. None means "cuda" if there is no rate and each rank can
-            have a GPU.
-        rounds: Number of rounds; each round times every collective at every size.
-        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
+    None for ``collectives`` means all that are possible here; for the ``device``, "cuda" (NCCL) if there is no rate and
+    each rank can have a GPU, else "cpu". In a round each all-reduce is repeated for about ``block_s``.
 
     Raises:
         UserError: An argument is wrong, or the network or enough memory is not available.
@@ -216,18 +209,9 @@ def measure(
     block_s: float,
     gpus: bool,
 ) -> Blocks:
-    """Time all collectives on this rank as ``time_in_turns`` does.
+    """Time all collectives on this rank as ``time_in_turns`` does, with messages on its GPU if there are ``gpus``.
 
-    Args:
-        sizes: Message sizes in bytes; each is rounded up so that it can be cut evenly.
-        collectives: The collectives.
-        wire: The dtype of the messages.
-        rounds: Number of rounds.
-        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
-        gpus: Whether messages are on this rank's GPU.
-
-    Returns:
-        This rank's blocks by collective and size in bytes, after rounding.
+    Sizes are rounded up so that they can be cut evenly. Returns this rank's blocks by collective and such a size.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     topology, dtype = Topology(device), wire_dtype(wire)

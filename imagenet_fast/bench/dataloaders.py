@@ -8,44 +8,38 @@ are not timed, because they may have been prefetched.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, assert_never
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, RandomSampler
-from torchvision.datasets import ImageFolder
+from torchvision import datasets
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import v2
 
 from imagenet_fast.data import dali
-from imagenet_fast.data.build import open_loader
-from imagenet_fast.data.folders import scan_split
+from imagenet_fast.data.folders import ImageFolder
 from imagenet_fast.data.loader import Job, prefetched
-from imagenet_fast.data.order import TrainSampler
-from imagenet_fast.data.pixels import ImageDecodeError, decode
-from imagenet_fast.data.prepare.run import prepare
-from imagenet_fast.data.prepare.write import Settings
-from imagenet_fast.data.source import find_split, open_training
-from imagenet_fast.data.throughput import made_photos, measure, training_batches
+from imagenet_fast.data.pixels import ImageDecodeError, decode, kind_of
+from imagenet_fast.data.source import ImageSource
+from imagenet_fast.data.throughput import images_to_time, measure, stored_pixels, training_batches
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import end_with_starter, start_fork_server
 from imagenet_fast.netlab.timing import in_turns
 from imagenet_fast.progress import measurement_bar
-from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import SyntheticData
 
 _SEED = 1
 _HELD = 1024
 """Number of encoded images kept in memory and decoded repeatedly."""
 
-Loader = Literal["synthetic", "folder", "pixels", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
+Loader = Literal["folder", "pixels", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,8 @@ class LoadingRate(Row):
     """The loader."""
     images: str
     """The images that were read."""
+    reads: str = field(metadata=column("reads"))
+    """Their format, with the median width and height in pixels of the first ones, as they are stored."""
     image_size: int
     """Side of the crops, in pixels."""
     batch: int
@@ -78,102 +74,97 @@ class LoadingRate(Row):
 
 
 def bench_loading(
-    loaders: Sequence[Loader],
-    root: Path | None,
-    image_size: int,
-    batch: int,
-    workers: int,
-    seconds: float,
-    rounds: int = 1,
-    resize: int | None = None,
-) -> list[LoadingRate]:
+    loaders: Sequence[Loader], root: Path | None, image_size: int, batch: int, workers: int, seconds: float,
+    rounds: int = 1, resize: int | None = None,
+) -> list[LoadingRate]:  # fmt: skip
     """Time training batches of each loader, on this node's GPU if it has one.
 
-    If DALI is not installed, its loaders are left out with a warning.
+    A loader that cannot be timed here, or not on these images, is left out with a warning.
 
-    Args:
-        loaders: The loaders to time.
-        root: Directory of the images; None means temporary photos made here.
-        image_size: Side of the images in pixels.
-        batch: Images per batch.
-        workers: Number of threads, or of processes if the loader uses these.
-        seconds: Time for each loader in each round, approximately.
-        rounds: Number of rounds.
-        resize: Shorter side of the photos in pixels, as `data prepare --resize` leaves them; None: 375.
+    They read the images in ``root``, in any format, or temporary photos made here, shrunk to a shorter side of
+    ``resize`` pixels as by `data prepare --resize`. ``workers`` are threads, or processes if a loader uses these. Each
+    loader is timed for about ``seconds`` in each round.
 
     Raises:
-        UserError: ``resize`` is given for images in ``root``, there are fewer images than a batch needs, or no loader
-            is left.
+        UserError: ``resize`` is given with ``root``, there are fewer images than a batch, or no loader is left.
     """
-    if root is not None and root.is_dir() and find_split(root, "train").shards:
-        raise UserError(f"--data {root} holds shards, and bench data reads class folders; give such a directory")
     if root is not None and resize is not None:
         raise UserError(f"--resize shrinks the photos that are made here; run `data prepare --resize` on {root} first")
-    chosen = [loader for loader in loaders if dali.is_installed() or not loader.startswith("dali")]
-    if not chosen:
-        raise UserError(f"--loaders {','.join(loaders)} needs DALI; `pip install nvidia-dali-cuda130`, or name others")
-    if len(chosen) < len(loaders):
-        warn("DALI's loaders are left out, since it is not installed; `pip install nvidia-dali-cuda130`")
     device, _ = prepare_device(0)
-    with ExitStack() as folders:
-        if root is None:
-            folder, about = folders.enter_context(made_photos(2 * batch, resize))
-            about += f", {resize} pixels on the shorter side" if resize is not None else ""
-        else:
-            folder, about = root, f"images in {root}"
-        stored = Path(folders.enter_context(TemporaryDirectory(prefix="imagenet-fast-")))
+    with images_to_time(root, batch, resize) as (images, about, folder):
+        decoded = _described(images).startswith("ppm")
+        about = f"decoded {about}" if decoded else about
+        chosen = _possible(loaders, images, decoded)
+        sources = dict.fromkeys(chosen, images)
         if "pixels" in chosen:
-            side = max(256, image_size * 8 // 7)
-            settings = Settings(format="pixels", resize=side, quality=None, shard_size=2**30)
-            prepare(folder, stored, settings, subset=True)
+            sources["pixels"] = stored_pixels(images, 2 * batch, image_size, folder)
+        reads = {loader: _described(source) for loader, source in sources.items()}
 
         def timed(loader: Loader) -> tuple[float, float]:
-            source = stored if loader == "pixels" else folder
-            return measure(_open(loader, source, image_size, batch, workers, device), batch, seconds, device)
+            batches = _open(loader, sources[loader], image_size, batch, workers, device)
+            return measure(batches, batch, seconds, device, workers)
 
         with measurement_bar() as show:
             measured = in_turns(chosen, rounds, timed, show)
 
     def row(loader: Loader) -> LoadingRate:
         rates, by_core = zip(*measured[loader], strict=True)
-        return LoadingRate(
-            loader, about, image_size, batch, workers, median(rates), min(rates), max(rates), median(by_core)
-        )
+        speeds = median(rates), min(rates), max(rates), median(by_core)
+        return LoadingRate(loader, about, reads[loader], image_size, batch, workers, *speeds)
 
     return list(map(row, measured))
 
 
+def _described(images: ImageSource) -> str:
+    """Return the format of the first 16 images and their median width and height, such as ``jpg, 500 x 375``."""
+    sizes, kind = [], ""
+    for index in range(min(len(images), 16)):
+        with suppress(ImageDecodeError):
+            encoded = images.read(index)
+            sizes.append(decode(encoded).shape[1::-1])
+            kind = kind_of(encoded)
+    width, height = map(int, np.median(sizes or [(0, 0)], axis=0))
+    return f"{kind}, {width} x {height}"
+
+
+def _possible(loaders: Sequence[Loader], images: ImageSource, decoded: bool) -> list[Loader]:
+    """Return the loaders that can be timed on ``images``, and warn of the others. Raises UserError if there is none."""
+    why: dict[Loader, str] = {}
+    if not dali.is_installed():
+        why |= dict.fromkeys(("dali", "dali-bare"), "DALI is not installed (`pip install nvidia-dali-cuda130`)")
+    if not isinstance(images, ImageFolder):
+        why |= dict.fromkeys(("dali-bare", "torchvision-pil", "torchvision-io"), "it reads class folders, not shards")
+    if decoded:
+        why |= dict.fromkeys(("pixels", "decoding"), "the images are decoded already, and folder reads them so")
+    possible = [loader for loader in loaders if loader not in why]
+    if not possible:
+        raise UserError(f"--loaders {','.join(loaders)} cannot be timed: {why[loaders[0]]}; name others")
+    for loader in loaders:
+        if loader in why:
+            warn(f"{loader} is left out: {why[loader]}")
+    return possible
+
+
 def _open(
-    loader: Loader, folder: Path, image_size: int, batch: int, workers: int, device: torch.device
+    loader: Loader, images: ImageSource, image_size: int, batch: int, workers: int, device: torch.device
 ) -> Iterator[Any]:
     """Return an iterator over the batches of ``loader``."""
     match loader:
-        case "synthetic":
-            order = TrainSampler(2 * batch, Batching(1, batch, 1), 0, seed=1)
-            made_up = SyntheticData(
-                loader="synthetic", image_size=image_size, train_images=2 * batch, val_images=1, classes=1000
-            )
-            return open_loader(made_up, None, order, 1, device, seed=1)
         case "folder" | "dali" | "pixels":
-            images = open_training(folder)
-            if len(images) < batch:
-                raise UserError(f"{folder} holds {len(images)} images, fewer than a batch; --batch {len(images)}")
-            return training_batches(
-                "dali" if loader == "dali" else "folder", images, image_size, batch, workers, device
-            )
+            return training_batches(loader, images, image_size, batch, workers, device)
         case "dali-bare":
-            return _bare_dali(folder, image_size, batch, workers, device)
+            return _bare_dali(images, image_size, batch, workers, device)
         case "torchvision-pil" | "torchvision-io":
-            return _torchvision(folder, image_size, batch, workers, by_pillow=loader == "torchvision-pil")
+            assert isinstance(images, ImageFolder)
+            return _torchvision(images.folder, image_size, batch, workers, by_pillow=loader == "torchvision-pil")
         case "decoding":
-            return _decoding(folder, batch, workers)
+            return _decoding(images, batch, workers)
         case _:
             assert_never(loader)
 
 
-def _decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
+def _decoding(images: ImageSource, batch: int, workers: int) -> Iterator[None]:
     """Decode the first images whole, from memory, endlessly: no loader that decodes whole images can be faster."""
-    images = scan_split(root, "train")
     held = [images.read(index) for index in range(min(len(images), _HELD))]
 
     def decode_every(offset: int, share: int) -> Job:
@@ -182,8 +173,8 @@ def _decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
                 decode(held[number % len(held)])
             except ImageDecodeError as error:
                 raise UserError(
-                    f"{images.name(number % len(held))} cannot be decoded ({error}); `imagenet-fast data verify` "
-                    "finds such files; take them away to measure"
+                    f"{images.name(number % len(held))} cannot be decoded ({error}); run `imagenet-fast data verify`, "
+                    "after which such images are left out"
                 ) from None
             yield
 
@@ -197,17 +188,17 @@ def _decoding(root: Path, batch: int, workers: int) -> Iterator[None]:
     return prefetched(batches(), workers, depth=2)
 
 
-def _torchvision(root: Path, image_size: int, batch: int, workers: int, by_pillow: bool) -> Iterator[Any]:
+def _torchvision(folder: Path, image_size: int, batch: int, workers: int, by_pillow: bool) -> Iterator[Any]:
     """Yield endless random batches as torchvision's classification reference makes them, up to uint8 tensors.
 
     ``by_pillow``: Pillow decodes and crops; otherwise torchvision's own decoder and tensor transforms do.
     """
     crop_and_flip = [v2.RandomResizedCrop(image_size, antialias=True), v2.RandomHorizontalFlip()]
     if by_pillow:
-        images = ImageFolder(root / "train", v2.Compose([*crop_and_flip, v2.PILToTensor()]))
+        images = datasets.ImageFolder(folder, v2.Compose([*crop_and_flip, v2.PILToTensor()]))
     else:
         read = partial(decode_image, mode=ImageReadMode.RGB)
-        images = ImageFolder(root / "train", v2.Compose(crop_and_flip), loader=read)
+        images = datasets.ImageFolder(folder, v2.Compose(crop_and_flip), loader=read)
     start_fork_server(__name__)
     order = RandomSampler(images, replacement=True, num_samples=2**40, generator=torch.Generator().manual_seed(_SEED))
     batches: DataLoader[Any] = DataLoader(
@@ -223,22 +214,21 @@ def _torchvision(root: Path, image_size: int, batch: int, workers: int, by_pillo
         ) from None
 
 
-def _bare_dali(root: Path, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:
+def _bare_dali(images: ImageSource, image_size: int, batch: int, workers: int, device: torch.device) -> Iterator[None]:
     """Run a pipeline of DALI's own reader, crop and flip, endlessly; its batches stay in DALI's memory."""
     from nvidia.dali import Pipeline, fn, types
 
     gpu = device.type == "cuda"
-    source = scan_split(root, "train")
     pipeline = Pipeline(batch, workers, device.index if gpu else None, prefetch_queue_depth=2, seed=_SEED)
     with pipeline:
-        files = [source.name(index) for index in range(len(source))]
-        encoded, labels = fn.readers.file(files=files, labels=source.labels.tolist(), random_shuffle=True)
-        images = fn.decoders.image_random_crop(
+        files = [images.name(index) for index in range(len(images))]
+        encoded, labels = fn.readers.file(files=files, labels=images.labels.tolist(), random_shuffle=True)
+        crops = fn.decoders.image_random_crop(
             encoded, device="mixed" if gpu else "cpu", output_type=types.RGB, adjust_orientation=False,
             random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3],
         )  # fmt: skip
-        images = fn.resize(images, size=[image_size, image_size], interp_type=types.INTERP_TRIANGULAR)
-        pipeline.set_outputs(fn.flip(images, horizontal=fn.random.coin_flip()), labels)
+        crops = fn.resize(crops, size=[image_size, image_size], interp_type=types.INTERP_TRIANGULAR)
+        pipeline.set_outputs(fn.flip(crops, horizontal=fn.random.coin_flip()), labels)
     pipeline.build()
     while True:
         pipeline.run()

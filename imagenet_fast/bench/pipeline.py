@@ -104,16 +104,10 @@ def bench_pipeline(
     device: str | None,
     rounds: int,
 ) -> list[PipelineTime]:
-    """Measure every schedule with every number of micro-batches that it can take.
+    """Measure every schedule with every number of micro-batches that it can take, on so many ranks of this node.
 
-    Args:
-        recipe: The recipe, with synthetic data.
-        stages: Number of ranks, all on this node.
-        micro_batches: Numbers of micro-batches to try; each must divide the batch.
-        schedules: Names of the schedules.
-        sleep_s: Seconds that each rank sleeps for a micro-batch's forward; it sleeps twice that for its backward.
-        device: "cpu", or "cuda" for one GPU per rank; None means "cuda" if there are enough GPUs.
-        rounds: Number of rounds.
+    A rank sleeps ``sleep_s`` seconds for a micro-batch's forward, and twice that for its backward. None for the
+    ``device`` means "cuda" if there is a GPU for each rank, else "cpu".
 
     Raises:
         UserError: Nothing can be measured.

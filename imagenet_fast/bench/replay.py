@@ -32,11 +32,7 @@ def gradients_of(profile: Profile) -> Gradients:
 def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
     """Build the sleeping model of a profile.
 
-    It takes any tensor that requires a gradient, and returns a copy of it.
-
-    Args:
-        profile: Provides the times of the layers.
-        gradients: The gradients that backward yields, as from ``gradients_of``.
+    It takes any tensor that requires a gradient, and returns a copy of it; backward yields the ``gradients``.
     """
     pace = Pace()
     return nn.Sequential(

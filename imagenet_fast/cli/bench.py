@@ -8,12 +8,15 @@ Options of several commands:
     compute: Compute time of a replayed step in seconds. Default: the profile's.
     wire: Wire dtype. For int8 or fp8 name engines, as lazy:int8.
     keys: ENGINE.KEY=VALUE changes a key of an engine; --set ENGINE.KEY=VALUE is the same.
+    sync: Engines. NAME:WIRE sets the wire dtype of one.
     sizes: Message sizes in bytes; K, M and G are powers of 1024. B..C is a range that doubles, or grows by N.
     device: cpu (gloo) or cuda (NCCL). Default: cuda if there is a GPU for each rank.
     steps: Timed steps of each engine in a round.
     seconds: Time for each all-reduce in a round; it is repeated 200 times at most.
     image_size: Side of the images in pixels.
     batch: Images in a batch.
+    data: Directory of the images: train/<class>/* and val/<class>/*, or shards. Default: photos that are made here.
+    workers: Number of threads or processes of a loader. Default: one per core.
     precision: Precision. Default: bf16, or fp32 on a CPU without instructions for bf16.
     rounds: Number of rounds; each measures everything once.
 """
@@ -57,26 +60,30 @@ def bench_step(
     sync: opt.Names[str] = "lazy",
     compile: bool = False,
     graph: bool = False,
+    loader: Literal["folder", "pixels", "dali"] | None = None,
+    data: opt.Directory[Path | None] = None,
+    workers: opt.Count[int | None] = None,
     rounds: opt.Count[int] = 60,
     steps: opt.Count[int] = 2,
     json_file: opt.Json = None,
 ) -> None:
-    """Time our training step beside a plain PyTorch loop, in alternating rounds.
-
-    It uses one rank and synthetic data.
+    """Time our training step beside a plain PyTorch loop, on one rank and synthetic data.
 
     Args:
         sync: Engines to time beside the plain loop.
         compile: Compile both loops with torch.compile, block by block.
         graph: Time each loop replayed from a CUDA graph as well.
+        loader: Time our loops on this loader's images, too, and it alone; pixels is folder on two batches, decoded.
         steps: Steps of each loop in a round.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
     from imagenet_fast.bench.train_step import step_recipe
 
+    if data is not None and loader is None:
+        raise UserError(f"--data {data} is not read without a loader; give --loader folder, or leave --data out")
     engines = listed("--sync", sync, str)
     variants = [step_recipe(model, image_size, batch, precision, compile, engine) for engine in engines]
-    opt.show_rows(measure(variants, rounds, steps, graph), json_file)
+    opt.show_rows(measure(variants, rounds, steps, graph, loader, data, workers), json_file)
 
 
 @bench_app.command("sync")
@@ -99,11 +106,9 @@ def bench_sync(
     """Time a training step under each engine, beside DDP and the least time possible.
 
     The step is replayed from a layer profile: ranks sleep instead of computing,
-    and send real gradients. All ranks run on this node, over its loopback
-    interface or, with --rate, over a simulated network with links of that rate.
+    and send real gradients.
 
     Args:
-        sync: Engines to measure. NAME:WIRE sets the wire dtype of one.
         trace: Write a timeline of each engine to this directory, for ui.perfetto.dev.
     """
     from imagenet_fast.bench.engines import bench_sync as measure
@@ -136,7 +141,6 @@ def bench_count(
         ranks: Total numbers of ranks.
         nproc: Ranks on each node. They share one link.
         link: Rate of each node's link, by which engines plan.
-        sync: Engines to count. NAME:WIRE sets the wire dtype of one.
     """
     from imagenet_fast.bench.comm_volume import bench_count as count
     from imagenet_fast.recipe.load import parse_engines
@@ -246,8 +250,7 @@ def bench_pipeline(
 ) -> None:
     """Measure pipeline schedules: bubble, speed and, on GPUs, memory.
 
-    The bubble is the share of time in which ranks wait for each other; the
-    formula's value is beside it. Memory is the most that a step allocates.
+    The bubble is the share of time in which ranks wait for each other.
 
     Args:
         stages: Number of stages; each is a rank on this node.
@@ -311,11 +314,8 @@ def bench_data(
     """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone.
 
     Args:
-        loaders: Loaders to time: folder, pixels (folder on decoded images), dali, dali-bare, torchvision-pil,
-            torchvision-io, decoding, synthetic.
-        data: Directory of the images: train/<class>/*. Default: photos that are made here.
+        loaders: Loaders to time; pixels is folder on two batches of decoded images.
         resize: Without --data: shrink the photos to this shorter side first, as data prepare --resize does.
-        workers: Number of threads or processes. Default: one per core.
         seconds: Time for each loader in a round.
     """
     from imagenet_fast.bench.dataloaders import Loader, bench_loading

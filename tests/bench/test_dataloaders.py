@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import get_args
 
@@ -15,10 +16,12 @@ from PIL import Image
 from imagenet_fast.bench.dataloaders import Loader, bench_loading
 from imagenet_fast.data.folders import ImageFolder
 from imagenet_fast.data.loader import THREADS
-from imagenet_fast.data.throughput import make_photos
+from imagenet_fast.data.prepare.run import prepare
+from imagenet_fast.data.source import open_training
+from imagenet_fast.data.throughput import make_photos, measure
 from tests.bench.small import benched
 from tests.conftest import refusal_of
-from tests.data.small import scan
+from tests.data.small import CPU, FORMATS, WHOLE, as_format, scan
 
 
 @pytest.fixture
@@ -61,7 +64,9 @@ def test_photos_may_be_shrunk_first(tmp_path: Path, refusal: Callable[..., str],
     train, val = scan(tmp_path)
     assert {Image.open(name).size for name in (train.name(0), train.name(1), val.name(0))} == {(160, 120)}
     (rate,) = bench_loading(["folder"], None, image_size=32, batch=2, workers=1, seconds=0, resize=120)
-    assert rate.images.endswith(", 120 pixels on the shorter side")
+    assert rate.reads == "jpg, 160 x 120"
+    (rate,) = bench_loading(["folder"], None, image_size=32, batch=2, workers=1, seconds=0, resize=512)
+    assert rate.reads == "jpg, 500 x 375", "they are not enlarged"
     said = refusal("bench", "data", "--data", str(tmp_path), "--resize", "120")
     assert f"run `data prepare --resize` on {tmp_path} first" in said
 
@@ -84,10 +89,47 @@ def test_made_photos_go_only_when_no_thread_reads_them(noise: None, monkeypatch,
 
 def test_where_dali_is_not_installed_it_is_left_out(noise: None, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    (rate,) = bench_loading(["dali", "synthetic"], None, image_size=32, batch=2, workers=1, seconds=0)
-    assert rate.loader == "synthetic"
-    assert "warning: DALI's loaders are left out" in capsys.readouterr().err
-    assert "--loaders dali needs DALI; `pip install" in refusal_of(bench_loading, ["dali"], None, 32, 2, 1, 0)
+    (rate,) = bench_loading(["dali", "folder"], None, image_size=32, batch=2, workers=1, seconds=0)
+    assert rate.loader == "folder"
+    assert "warning: dali is left out: DALI is not installed (`pip install" in capsys.readouterr().err
+    assert "DALI is not installed (`pip install" in refusal_of(bench_loading, ["dali"], None, 32, 2, 1, 0)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_is_read_and_its_first_images_become_pixels(form: str, tmp_path: Path, noise: None, monkeypatch):
+    make_photos(tmp_path / "folders", 20, side=64)
+    root = as_format(tmp_path / "folders", form, tmp_path / "shards")
+    read: set[int] = set()
+    kind = type(open_training(root))
+    quick = kind.read
+    monkeypatch.setattr(kind, "read", lambda images, index: (read.add(index), quick(images, index))[1])
+    (rate,) = bench_loading(["pixels"], root, image_size=32, batch=2, workers=1, seconds=0)
+    assert read == {*range(16)}, "some to say what they are, and two batches to be stored"
+    assert (rate.images, rate.reads) == (f"images in {root}", "ppm, 85 x 64")
+    rates = bench_loading(["folder", "decoding"], root, image_size=32, batch=2, workers=1, seconds=0)
+    assert [rate.reads for rate in rates] == ["jpg, 85 x 64", "jpg, 85 x 64"]
+
+
+def test_stored_pixels_are_read_as_they_are(tmp_path: Path, noise: None, capsys):
+    make_photos(tmp_path / "folders", 3)
+    prepare(
+        tmp_path / "folders", tmp_path / "out",
+        WHOLE.model_copy(update={"format": "pixels", "resize": 64, "shard_size": 2**20}), subset=True,
+    )  # fmt: skip
+    names: list[Loader] = ["folder", "pixels", "decoding", "torchvision-io"]
+    (rate,) = bench_loading(names, tmp_path / "out", image_size=32, batch=2, workers=1, seconds=0)
+    assert (rate.loader, rate.reads) == ("folder", "ppm, 85 x 64")
+    assert rate.title.startswith(f"decoded images in {tmp_path / 'out'}; to 32 pixels")
+    assert capsys.readouterr().err.count(" is left out: ") == 3
+    said = refusal_of(bench_loading, names[3:], tmp_path / "out", 32, 2, 1, 0)
+    assert said == "--loaders torchvision-io cannot be timed: it reads class folders, not shards; name others"
+
+
+def test_more_batches_come_before_the_clock_than_a_loader_has_ready():
+    for workers, ready in ((1, 6), (8, 18)):
+        batches = count()
+        measure(batches, 1, 0, CPU, workers)
+        assert next(batches) == ready + 1
 
 
 def cut_off(root: Path) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -46,7 +45,7 @@ pipeline --image-size 32 --micro-batches 2,32 -> see one value a channel
 pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet makes 8 stages, not 9; lower parallel.pipeline or --stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> makes 8 stages, not 10
-data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among synthetic, folder, pixels
+data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among folder, pixels, dali
 profile here.txt -> here.txt does not end in .json
 step --graph -> --graph replays steps from CUDA graphs, and there is no GPU; leave it out
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
@@ -57,7 +56,10 @@ collectives --collectives ring,native,ring -> --collectives ring,native,ring nam
 collectives --sizes 1MB,4KB,1m -> names 1m twice (1MB and 1m are the same); leave one out
 pipeline --micro-batches 1,4,4 -> --micro-batches 1,4,4 names 4 twice; leave one out
 pipeline --schedules gpipe,gpipe -> --schedules gpipe,gpipe names gpipe twice; leave one out
-data --loaders dali,synthetic,dali -> --loaders dali,synthetic,dali names dali twice; leave one out
+data --loaders dali,folder,dali -> --loaders dali,folder,dali names dali twice; leave one out
+data --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
+step --data /nowhere -> --data /nowhere is not read without a loader; give --loader folder, or leave --data out
+step --loader folder --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
 """
 """Options of `bench`, and what is said to them."""
 COMMANDS = list(dict.fromkeys(re.findall(r"^\w+", REFUSED, re.MULTILINE)))
@@ -75,9 +77,3 @@ def test_what_cannot_be_measured(command: str, refusal: Callable[..., str]):
         called = get_command(app).commands["bench"].commands[command]  # type: ignore[attr-defined]
         called = called.commands[words[1]] if command == "published" else called
         assert set(re.findall(r"--[a-z-]+", said)) <= {option for known in called.params for option in known.opts}
-
-
-def test_shards_are_refused_by_bench_data(refusal: Callable[..., str], tmp_path: Path):
-    for split in ("train", "val"):
-        (tmp_path / f"{split}-000.tar").write_bytes(b"")
-    assert "holds shards, and bench data reads class folders" in refusal("bench", "data", "--data", str(tmp_path))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.bench.train_step import bench_step, step_recipe
+from imagenet_fast.data.throughput import make_photos
 from imagenet_fast.metrics.tables import table
 from tests.bench.small import benched
 
@@ -24,6 +25,19 @@ def test_a_step_is_timed_beside_the_plain_loop(precision: str):
     assert [str(column.header) for column in table(rows).columns] == [
         "loop", "ms/step", "fastest ms", "slowest ms", "img/s", "vs plain", "warm-up s",
     ]  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("loader", ["folder", "pixels"])
+def test_a_step_is_timed_beside_a_loader(loader: str, tmp_path: Path):
+    make_photos(tmp_path, 4, side=64)
+    rows = bench_step([step_recipe("resnet18", 32, 2, "fp32")], 1, 1, loader=loader, data=tmp_path, workers=1)  # type: ignore[arg-type]
+    names = ["plain PyTorch", "ours, lazy", f"ours, lazy, from {loader}", f"{loader} alone"]
+    assert [row.loop for row in rows] == names
+    _, own, fed, alone = rows
+    assert fed.ratio_to_synthetic == pytest.approx(fed.step_s / own.step_s)
+    assert fed.ratio_to_loader == pytest.approx(fed.step_s / alone.step_s)
+    assert all(row.ratio_to_synthetic is row.ratio_to_loader is None for row in rows if row is not fed)
 
 
 @pytest.mark.ci

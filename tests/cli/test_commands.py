@@ -77,15 +77,20 @@ IN_PROCESS = (
     ),
     ("bench profile {out}/mine.json --model resnet18 --image-size 32 --batch 2 --precision fp32 --steps 1", "layers"),
     (
-        "bench data --data {images} --loaders folder,synthetic,decoding --image-size 32 --batch 2 --workers 1 "
+        "bench data --data {images} --loaders folder,decoding --image-size 32 --batch 2 --workers 1 "
         "--seconds 0 --rounds 1 --png {out}/a.png",
-        "synthetic",
+        "decoding",
     ),
 )
 
 SLOW = ("plan rows --json {out}/rows.json", "measured between shaped hosts, nothing fitted: 60 rows")
 
-IN_A_FORK = (("bench step --sync lazy --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1", "ours, lazy"),)
+IN_A_FORK = (
+    (
+        "bench step --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --loader folder --workers 1",
+        "folder alone",
+    ),
+)
 """Commands whose memory would stay with all later tests."""
 
 
