@@ -89,7 +89,6 @@ if [ "$half" != tests ]; then
         section "resnet50, 40 images, with our norms and torch's" 45 "${norms[@]}" steps 40
         section "norms by shape, 128 images" 40 "${norms[@]}" shapes 128
         section "resnet50, 128 images, other engines" 45 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
-        section "resnet50, 16 images" 20 "${step[@]}" "${photos[@]}" --batch 16
         section "alexnet, 512 images" 20 "${step[@]}" --model alexnet --image-size 224 --batch 512
         section "cifar10-94's network, 512 images" 20 "${step[@]}" --model cifarnet --image-size 32 --batch 512
     fi
@@ -98,9 +97,8 @@ if [ "$half" != tests ]; then
     section "demo, replayed" 25 "${demo[@]}" --out "$parts/replayed"
     section "demo, launched" 25 "${demo[@]}" --set graph=false --out "$parts/launched"
     section "loaders" 30 "${imagenet_fast[@]}" bench data --rounds 1 --loaders pixels,dali "${loaded[@]}"
-    loader=dali
-    "$python" -c 'import nvidia.dali' 2>/dev/null || loader=pixels
-    section "resnet50, 128 images, from $loader" 35 "${fed[@]}" --loader "$loader"
+    section "resnet50, 128 images, from stored pixels" 35 "${fed[@]}" --loader pixels
+    section "stored pixels" 20 "$python" -m experiments.pixels ${dry:+--batch 2 --seconds 0.1}
 fi
 
 if [ "$half" != speed ]; then

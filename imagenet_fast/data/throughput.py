@@ -40,7 +40,7 @@ def training_batches(
     """Return an iterator over training batches for a single rank, in bytes; there must be ``batch`` images."""
     data = ImageData(
         dataset="imagenet", loader="folder" if loader == "pixels" else loader, image_size=image_size,
-        resize=image_size * 8 // 7, workers=threads, on_bad_image="skip",
+        resize=image_size * 8 // 7, workers=threads, on_bad_image="skip", resident=False,
     )  # fmt: skip
     order = TrainSampler(len(images), Batching(1, batch, 1), 0, seed=1)
     return open_loader(data, images, order, threads, device, seed=1)
