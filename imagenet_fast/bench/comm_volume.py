@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from imagenet_fast.bench.fake_step import Call, count_step, fake_ranks
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankPool
@@ -100,19 +99,9 @@ def bench_count(
     return rows
 
 
-def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel:
-    """Return the assumed cost of a hierarchical all-reduce of n bytes on each rank.
-
-    The ranks of a node share its link, which carries 2 (H-1)/H n bytes for H nodes. Transfers inside a node take no
-    time. The latency is that of a tree over the nodes. On a single node only the latency remains.
-    """
-    layout = RankLayout((ranks_per_node,) * nodes)
-    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).link("hierarchical")
-
-
 def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_node: int, bits_per_s: int) -> Count:
     nodes = ranks // ranks_per_node
-    link = stated_link(nodes, ranks_per_node, bits_per_s)
+    link = StatedNetwork(RankLayout((ranks_per_node,) * nodes), PAYLOAD * bits_per_s / 8).link("hierarchical")
     # The first two nodes include the busiest: a parameter server is on the first. If the number of nodes is not a power
     # of two, the second has the extra work of a butterfly.
     steps = []

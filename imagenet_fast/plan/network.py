@@ -99,7 +99,9 @@ def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> f
         case "butterfly":
             return _grid_share(each, ranks, layout.row) * butterfly_bytes(layout.column)
         case "parameter_server":
-            return _server_share(each, ranks, min(servers, ranks))
+            servers = min(servers, ranks)
+            here = sum(1 for number in range(servers) if number * ranks // servers < each)  # on the first node
+            return each * (servers - here) / servers + here * (ranks - each) / servers
         case _:
             return _grid_share(each, ranks, row_of(collective, layout))
 
@@ -111,12 +113,6 @@ def _grid_share(each: int, ranks: int, width: int) -> float:
     """
     here, column = each // width, ranks // width
     return (here * (column - here) + column - 1) / column
-
-
-def _server_share(each: int, ranks: int, servers: int) -> float:
-    """Return ``nic_share`` of parameter servers, for the first node, which has a server."""
-    here = sum(1 for number in range(servers) if number * ranks // servers < each)
-    return each * (servers - here) / servers + here * (ranks - each) / servers
 
 
 @cache

@@ -265,7 +265,15 @@ def _by_table(files: list[SourceFile], place: Path) -> Source:
             f"{place} does not say of which class its images are; put {DEVKIT}, or Kaggle's {_SOLUTION}, beside it"
         )
     table, read = found
-    return replace(_looked_up(files, place, table, read(table)), taken=[table])
+    classes, by_class = read(table), defaultdict[str, list[SourceFile]](list)
+    for file in sorted(files, key=lambda file: file.name):
+        if is_image_name(file.name):
+            name = classes.get(file.name.rpartition(".")[0], "")
+            if not _WNID.fullmatch(name):
+                raise UserError(f"{table} has no class for '{shown(file.name)}' in {place}; fetch both again")
+            by_class[name].append(file)
+    others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
+    return Source(_listed_classes("val", by_class), others, taken=[table])
 
 
 def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:
@@ -275,18 +283,6 @@ def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:
             if (table := folder / name).is_file():
                 return table, read
     return None
-
-
-def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dict[str, str]) -> Source:
-    by_class: dict[str, list[SourceFile]] = defaultdict(list)
-    for file in sorted(files, key=lambda file: file.name):
-        if is_image_name(file.name):
-            name = classes.get(file.name.rpartition(".")[0], "")
-            if not _WNID.fullmatch(name):
-                raise UserError(f"{table} has no class for '{shown(file.name)}' in {held_by}; fetch both again")
-            by_class[name].append(file)
-    others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
-    return Source(_listed_classes("val", by_class), others)
 
 
 def _solution(table: Path) -> dict[str, str]:
