@@ -150,10 +150,8 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
 
     Tasks of those steps have no terminal.
     """
-    return "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0" and _has_terminal()
-
-
-def _has_terminal() -> bool:
+    if "SLURM_PTY_PORT" not in environment or environment["SLURM_PROCID"] != "0":
+        return False
     try:
         os.close(os.open("/dev/tty", os.O_RDWR))
     except OSError:
