@@ -150,8 +150,10 @@ def _is_shell(environment: Mapping[str, str]) -> bool:
 
     Tasks of those steps have no terminal.
     """
-    if "SLURM_PTY_PORT" not in environment or environment["SLURM_PROCID"] != "0":
-        return False
+    return "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0" and _has_terminal()
+
+
+def _has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDWR))
     except OSError:

@@ -127,12 +127,3 @@ def expected_max(ranks: int) -> float:
         below = (math.erfc(-x / math.sqrt(2)) / 2) ** ranks
         total += width * (1 - below if x > 0 else -below)
     return total
-
-
-def straggling(sigma: float, ranks: int) -> float:
-    """Return the factor on a step's compute: all ranks wait for the slowest, whose time is 1 + sigma x the maximum.
-
-    Each rank's time is normal around 1 with the standard deviation ``sigma``, drawn anew in each step. Deferred
-    updates hide none of this wait: no rank can begin step n + 2 before the slowest has ended step n.
-    """
-    return 1.0 if ranks == 1 else 1 + sigma * expected_max(ranks)

@@ -132,9 +132,9 @@ class TrainState:
     @torch.no_grad()
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Continue from values of ``shared`` and ``own``; on other ranks than before, from what is ``joined``."""
-        self._fill(self.model, shared["model"])
+        self.model.load_state_dict(self._parts(shared["model"]))
         if self.average is not None:
-            self._fill(self.average.module, shared["average"])
+            self.average.module.load_state_dict(self._parts(shared["average"]))
             _copy(own["average"], dict(self.average.module.named_buffers()))
             self.average.load_state_dict(own["averaged"])
         parts = self._parts(shared["velocity"])
@@ -150,9 +150,6 @@ class TrainState:
         _copy(own["buffers"], dict(self.model.named_buffers()))
         self.sent_bytes = own["sent_bytes"]
         self.sync.load_state_dict(own["sync"])
-
-    def _fill(self, model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-        model.load_state_dict(self._parts(whole))
 
     def _parts(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return whole if self.division is None else self.division.parts(whole)

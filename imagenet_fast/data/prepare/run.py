@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -76,7 +75,7 @@ def prepare(
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
-        output.alone_in(out), _writing(out), ThreadPoolExecutor(workers or usable_cores()) as pool,
+        output.alone_in(out), in_sentences(out), ThreadPoolExecutor(workers or usable_cores()) as pool,
         progress_bars("bytes") as bars,
     ):  # fmt: skip
         work = _Work(pool, bars, threading.Event())
@@ -88,17 +87,6 @@ def prepare(
             if isinstance(error, KeyboardInterrupt):
                 print("stopped; run the same command again to continue", file=sys.stderr)
             raise
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Raise UserError for an error of writing."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
-        ) from None
 
 
 @dataclass(frozen=True)

@@ -129,16 +129,13 @@ def in_tars(split: SplitName, tars: list[Path]) -> Source:
                     "one class in parts, number the tars: train-0.tar, train-1.tar"
                 )
             parts[of.name].append(of)
-    classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
+    classes = [SourceClass(split, name, partial(_all_of, of), sum(o.size for o in of)) for name, of in parts.items()]
     whole = reduce(Source.__add__, found.values())
     return replace(whole, classes=classes, taken=whole.taken + tars)
 
 
-def _joined(parts: list[SourceClass]) -> SourceClass:
-    def files() -> list[SourceFile]:
-        return [file for of in parts for file in of.listed()]
-
-    return SourceClass(parts[0].split, parts[0].name, files, sum(of.size for of in parts))
+def _all_of(parts: list[SourceClass]) -> list[SourceFile]:
+    return [file for of in parts for file in of.listed()]
 
 
 def _in_tar(split: SplitName, tar: Path) -> Source:
