@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from imagenet_fast.bench.fake_step import Call, count_step, fake_ranks
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
-from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankPool
@@ -100,19 +99,9 @@ def bench_count(
     return rows
 
 
-def stated_link(nodes: int, ranks_per_node: int, bits_per_s: float) -> LinkModel:
-    """Return the assumed cost of a hierarchical all-reduce of n bytes on each rank.
-
-    The ranks of a node share its link, which carries 2 (H-1)/H n bytes for H nodes. Transfers inside a node take no
-    time. The latency is that of a tree over the nodes. On a single node only the latency remains.
-    """
-    layout = RankLayout((ranks_per_node,) * nodes)
-    return StatedNetwork(layout, PAYLOAD * bits_per_s / 8).link("hierarchical")
-
-
 def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_node: int, bits_per_s: int) -> Count:
     nodes = ranks // ranks_per_node
-    link = stated_link(nodes, ranks_per_node, bits_per_s)
+    link = StatedNetwork(RankLayout((ranks_per_node,) * nodes), PAYLOAD * bits_per_s / 8).link("hierarchical")
     # The first two nodes include the busiest: a parameter server is on the first. If the number of nodes is not a power
     # of two, the second has the extra work of a butterfly.
     steps = []
@@ -120,24 +109,19 @@ def _count(profile: Profile, settings: EngineSettings, ranks: int, ranks_per_nod
         with fake_ranks(rank, ranks):
             steps.append(count_step(profile, settings, ranks_per_node, link))
     busiest = max(steps, key=lambda step: (len(step.calls), _messages(step.calls)))
+    leaving = [0] * min(nodes, 2)
+    for rank, step in enumerate(steps):
+        node = rank // ranks_per_node
+        sent = (message for call in step.calls for message in call)
+        leaving[node] += sum(count * size for to, count, size in sent if to // ranks_per_node != node)
     return Count(
         settings.kind, settings.wire, busiest.collective, profile.model, ranks, ranks_per_node,
         len(busiest.calls), _messages(busiest.calls),
         min((size for call in busiest.calls for _, _, size in call), default=None), busiest.kernels, busiest.updates,
-        max(_nic_bytes([step.calls for step in steps], ranks_per_node)),
+        max(leaving),
         2 * (nodes - 1) / nodes * busiest.averaged_bytes if nodes > 1 else 0.0,
     )  # fmt: skip
 
 
 def _messages(calls: Sequence[Call]) -> int:
     return sum(count for call in calls for _, count, _ in call)
-
-
-def _nic_bytes(by_rank: Sequence[Sequence[Call]], ranks_per_node: int) -> list[int]:
-    """Return the bytes that each node sends to others, given the calls of all its ranks."""
-    leaving = [0] * (len(by_rank) // ranks_per_node)
-    for rank, calls in enumerate(by_rank):
-        node = rank // ranks_per_node
-        for call in calls:
-            leaving[node] += sum(count * size for to, count, size in call if to // ranks_per_node != node)
-    return leaving

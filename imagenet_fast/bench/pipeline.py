@@ -83,16 +83,9 @@ class PipelineTime(Row):
         return f"{self.model}, {self.stages} ranks in a pipeline"
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One schedule and number of micro-batches, measured on one rank."""
-
-    slept: list[tuple[float, list[Busy]]]
-    """Seconds per step, and this rank's passes, by round."""
-    computed_s: list[float]
-    """Seconds per step of the model itself, by round."""
-    activation_bytes: int
-    """Peak bytes that its steps allocated on the GPU; 0 on a CPU."""
+_Measured = tuple[list[tuple[float, list[Busy]]], list[float], int]
+"""One schedule and number of micro-batches on one rank: by round, seconds per step and passes of sleeping stages; by
+round, seconds per step of the model itself; and the peak bytes that its steps allocated on a GPU, 0 on a CPU."""
 
 
 def bench_pipeline(
@@ -140,14 +133,14 @@ def bench_pipeline(
 
 def _row(recipe: Recipe, stages: int, schedule: str, micro_batches: int, of_ranks: Sequence[_Measured]) -> PipelineTime:
     """Summarise one run from the measurements of all ranks; the slowest rank counts."""
+    slept_by_rank, computed_by_rank, kept = zip(*of_ranks, strict=True)
     slept = sorted(
         (max(step_s for step_s, _ in of_round), turn, [busy for _, own in of_round for busy in own])
-        for turn, of_round in enumerate(zip(*(measured.slept for measured in of_ranks), strict=True))
+        for turn, of_round in enumerate(zip(*slept_by_rank, strict=True))
     )
     step_s, _, timeline = slept[(len(slept) - 1) // 2]
     busy_s = sum(busy.end_s - busy.begin_s for busy in timeline) / stages
-    slowest = [max(of_round) for of_round in zip(*(measured.computed_s for measured in of_ranks), strict=True)]
-    kept = tuple(measured.activation_bytes for measured in of_ranks)
+    slowest = [max(of_round) for of_round in zip(*computed_by_rank, strict=True)]
     return PipelineTime(
         recipe.model.kind, schedule, stages, micro_batches, step_s, 1 - busy_s / step_s,
         (stages - 1) / (chunks_of(schedule) * micro_batches + stages - 1),
@@ -178,7 +171,7 @@ def _measure(
             torch.cuda.reset_peak_memory_stats()
         computed_s = [step() for _ in range(rounds)]
         kept = torch.cuda.max_memory_allocated() - before if gpus else 0
-        measured.append(_Measured(slept, computed_s, kept))
+        measured.append((slept, computed_s, kept))
     return measured
 
 

@@ -1,23 +1,21 @@
 """Write a tree of dicts, lists, tuples, tensors and plain values as the bytes of a safetensors file, and read it.
 
-The same bits are restored: integers of any size, floats with the payload of a NaN, strings and bytes, keys that are not
-strings, and the order of keys. Tensors are restored with their strides, so with their memory format. If one tensor is
+The same values are restored: integers of any size, floats, strings, keys that are not strings, and the order of keys.
+Tensors are restored with their strides, so with their memory format. If one tensor is
 in two places, it is one tensor again. A tensor that does not fill its memory, such as a slice or an expanded one, is
 restored dense, in the same order of dimensions. Subclasses of dict become dicts, parameters become tensors.
 
 Format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, the header in
 JSON, and the tensors without a gap. The header's metadata has the outline of the tree, in which what JSON lacks is an
-object with one key: ``$tensor``, ``$float``, ``$bytes``, ``$tuple``, ``$dict``. The library's own writer is not used.
+object with one key: ``$tensor``, ``$tuple``, ``$dict``. The library's own writer is not used.
 Before version 0.8 it holds the GIL while it writes, so training would wait. It also neither syncs nor gives the error
 number or a checksum.
 """
 
 from __future__ import annotations
 
-import base64
 import errno
 import json
-import math
 import struct
 from collections.abc import Container, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -29,7 +27,7 @@ from torch import Tensor
 from imagenet_fast.errors import first_line
 
 Tree: TypeAlias = Any
-"""None, bool, int, float, str, bytes, Tensor, and lists, tuples and dicts of trees.
+"""None, bool, int, float, str, Tensor, and lists, tuples and dicts of trees.
 
 Keys of dicts are anything but tensors, lists and dicts.
 """
@@ -142,12 +140,8 @@ def flatten_tree(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
 
     def outline(value: Any, path: str) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, int, float, str):
             return value
-        if kind is float:
-            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-        if kind is bytes:
-            return {"$bytes": base64.b64encode(value).decode()}
         if kind is list:
             return [outline(inner, f"{path}/{place}") for place, inner in enumerate(value)]
         if kind is tuple:
@@ -205,10 +199,6 @@ def unflatten_tree(outline: Any, flat: Mapping[str, Tensor], device: torch.devic
                 if name not in tensors:
                     tensors[name] = _restored(value, flat[name]).to(device if "accelerator" in value else "cpu")
                 return tensors[name]
-            case {"$float": bits}:
-                return struct.unpack(">d", bytes.fromhex(bits))[0]
-            case {"$bytes": text}:
-                return base64.b64decode(text, validate=True)
             case {"$tuple": inner}:
                 return tuple(tree(item) for item in inner)
             case {"$dict": pairs}:

@@ -166,7 +166,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         """Write the files of which ``copied`` tells, in the thread, and hear or say what comes of the checkpoint."""
         folder, lost = folders.unfinished(self._root, stamp.step), f"the checkpoint of step {stamp.step} was given up"
         try:
-            _yield_cores()
+            with suppress(OSError):  # a process may be forbidden to; on Linux each thread has a niceness
+                thread = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _PRIORITY))
             board = Board(self._store, f"checkpoint/{number}", self._pause)
             part = copied if "failure" in copied else self._tried(lambda: self._write(folder, copied["content"]))
             board.post(f"part/{self._place.rank}", part)
@@ -265,11 +267,3 @@ def _tidied(attempt: Callable[[], object]) -> None:
         attempt()
     except OSError as error:
         warn(f"{error.filename} cannot be removed ({error.strerror}); remove it by hand")
-
-
-def _yield_cores() -> None:
-    """Give this thread a niceness of ``_PRIORITY`` or more, so that training goes first; on Linux threads have one."""
-    thread = threading.get_native_id()
-    with suppress(OSError):  # a process may be forbidden to
-        now = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, max(now, _PRIORITY))  # only root may lower it

@@ -107,7 +107,7 @@ def plan_fastest(
         write: Write the best one's recipe to this file.
     """
     from imagenet_fast.metrics.tables import table
-    from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, first_exact, published_trainings, remarks
+    from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, published_trainings, remarks
     from imagenet_fast.plan.sweep import draw_fastest
 
     if sweep is not None and (write is not None or sweep.startswith("nic")):
@@ -117,7 +117,7 @@ def plan_fastest(
     places = _places(cluster, gpus, None, sweep, png)
     machine = places[0][0]
     predicted = _each(places, lambda machine, count: (count, *fastest_ways(machine, known, count, cheapest)))
-    swept = [(count, first_exact(ways)) for count, ways, _ in predicted]
+    swept = [(count, next(way for way in ways if way.exact)) for count, ways, _ in predicted]
     if sweep is None:
         ((_, found, left_out),) = predicted
         below = [*remarks(machine, found, left_out, cheapest)]
@@ -128,7 +128,7 @@ def plan_fastest(
     print()
     print(*below, sep="\n")
     if write is not None:
-        write.write_text(as_recipe(known, first_exact(found), machine.name), encoding="utf-8")
+        write.write_text(as_recipe(known, swept[0][1], machine.name), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
     opt.draw_png(png, partial(draw_fastest, swept, machine.name))
 

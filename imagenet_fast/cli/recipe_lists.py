@@ -12,7 +12,6 @@ from rich.text import Text
 from imagenet_fast.metrics.tables import compact_table, number
 from imagenet_fast.recipe.key_reference import Key
 from imagenet_fast.recipe.load import load_recipe, shipped
-from imagenet_fast.recipe.schema import Recipe
 
 
 def recipe_table() -> Table:
@@ -21,18 +20,13 @@ def recipe_table() -> Table:
     Before the ranks stands their layout: ``tp4`` is four shards, ``pp4`` four stages, ``dp`` data parallelism alone.
     """
     recipes = {name: load_recipe(path) for name, path in shipped("recipe").items()}
-    return compact_table(
-        ("recipe", "model", "optim", "engine"),
-        ("ranks", "batch", "epochs", "target"),
-        (_row(name, recipe) for name, recipe in recipes.items()),
-    )
-
-
-def _row(name: str, recipe: Recipe) -> tuple[str, ...]:
-    layout = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
-    numbers = (f"{layout} {recipe.ranks}", str(recipe.global_batch), str(recipe.epochs))
-    target = number(recipe.target_top1, "g", " %")
-    return name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, *numbers, target
+    rows = []
+    for name, recipe in recipes.items():
+        layout = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
+        numbers = (f"{layout} {recipe.ranks}", str(recipe.global_batch), str(recipe.epochs))
+        target = number(recipe.target_top1, "g", " %")
+        rows.append((name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, *numbers, target))
+    return compact_table(("recipe", "model", "optim", "engine"), ("ranks", "batch", "epochs", "target"), rows)
 
 
 def key_list(keys: Iterable[Key]) -> Group:

@@ -72,7 +72,10 @@ def contestants(
     runs: list[Contestant] = []
     doubts: list[str] = []
     for engine, layout, seed in product(engines, asked, seeded):
-        settled = _own(engine, overrides) + ([f"seed={seed}"] if seed is not None else [])
+        others = set(all_engines()) - {engine}
+        kept = [override for override in overrides if override.partition(".")[0] not in others]
+        settled = [re.sub(rf"^{engine}\.", "sync.", override) for override in kept]
+        settled += [f"seed={seed}"] if seed is not None else []
         names = [engine] if layout is None or len(engines) > 1 else []
         if layout is None:
             recipe = load_recipe(path, engine, settled, doubts.append)
@@ -86,13 +89,6 @@ def contestants(
     for doubt in dict.fromkeys(doubts):
         warn(doubt)
     return runs
-
-
-def _own(engine: str, overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that apply to ``engine``: those of all, and its own with ``sync.`` for ``ENGINE.``."""
-    others = set(all_engines()) - {engine}
-    kept = [override for override in overrides if override.partition(".")[0] not in others]
-    return [re.sub(rf"^{engine}\.", "sync.", override) for override in kept]
 
 
 @dataclass(frozen=True)

@@ -56,20 +56,19 @@ def distinct_names(runs: Sequence[PastRun]) -> list[str]:
 
 def summaries(runs: Sequence[PastRun]) -> list[RunSummary]:
     """Return one row per run."""
-    return [_summary(name, run) for name, run in zip(distinct_names(runs), runs, strict=True)]
-
-
-def _summary(name: str, run: PastRun) -> RunSummary:
-    wait_pct = run.last("data_wait_pct", "end")
-    sent_MB = run.by_step("sync", "sent_MB", SETTLING_STEPS) or run.by_step("sync", "sent_MB")
-    link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
-    return RunSummary(
-        name, run.status, str(run.folder),
-        run.last("top1", "eval"), run.last("top1_mirror", "eval"), run.last("top1_shift", "eval"),
-        run.last("loss", "train"), run.last("time_to_accuracy_s", "end"), run.last("step"), run.step_s,
-        run.last("images_per_s", "end") or None, wait_pct if wait_pct and wait_pct > BEARABLE_WAIT_PCT else None,
-        fmean(sent_MB) if sent_MB else None, fmean(link_MB) if link_MB else None,
-    )  # fmt: skip
+    rows = []
+    for name, run in zip(distinct_names(runs), runs, strict=True):
+        wait_pct = run.last("data_wait_pct", "end")
+        sent_MB = run.by_step("sync", "sent_MB", SETTLING_STEPS) or run.by_step("sync", "sent_MB")
+        link_MB = run.by_step("sync", "link_MB", SETTLING_STEPS)
+        rows.append(RunSummary(
+            name, run.status, str(run.folder),
+            run.last("top1", "eval"), run.last("top1_mirror", "eval"), run.last("top1_shift", "eval"),
+            run.last("loss", "train"), run.last("time_to_accuracy_s", "end"), run.last("step"), run.step_s,
+            run.last("images_per_s", "end") or None, wait_pct if wait_pct and wait_pct > BEARABLE_WAIT_PCT else None,
+            fmean(sent_MB) if sent_MB else None, fmean(link_MB) if link_MB else None,
+        ))  # fmt: skip
+    return rows
 
 
 def draw_curves(runs: Sequence[PastRun], png: Path) -> None:

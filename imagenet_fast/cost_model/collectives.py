@@ -124,7 +124,8 @@ def cost_of(collective: Collective, layout: RankLayout, servers: int = 1) -> flo
         case "butterfly":
             return butterfly_bytes(layout.column)
         case "parameter_server":
-            return server_bytes(layout.size, servers)
+            ranks, servers = layout.size, min(servers, layout.size)  # a server sends its own parts and its answers
+            return 1.0 if ranks == 1 else (servers + ranks - 2) / servers * ranks / (2 * (ranks - 1))
         case _:
             return 1.0
 
@@ -133,14 +134,6 @@ def butterfly_bytes(ranks: int) -> float:
     """Return what the busiest rank sends of a long message, in units of a ring: 1 for a power of two."""
     core = 2 ** (ranks.bit_length() - 1)
     return 1.0 if core == ranks else (1 + 2 * (core - 1) / core) / (2 * (ranks - 1) / ranks)
-
-
-def server_bytes(ranks: int, servers: int) -> float:
-    """Return what a server sends, its own parts and its answers, in units of what each rank sends in a ring."""
-    servers = min(servers, ranks)
-    if ranks == 1:
-        return 1.0
-    return ((servers - 1) + (ranks - 1)) / servers * ranks / (2 * (ranks - 1))
 
 
 def row_of(collective: Collective, layout: RankLayout) -> int:

@@ -21,6 +21,7 @@ from imagenet_fast.recipe.sync_config import (
     PowerSgdSync,
     RingSync,
     SparseSync,
+    engines,
 )
 
 DeclaredSettings = AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync
@@ -120,20 +121,20 @@ def _declared(settings: DeclaredSettings) -> Engine:
             return hybrid(settings)
         case DearSync():
             return dear(settings)
-        case SparseSync():
-            return _sparse(settings)
-        case PowerSgdSync():
-            return _compressed(settings)
+        case SparseSync():  # for the cost model, which also needs the share that is sent
+            fuse, collective = fusion_bytes(settings.threshold_mb), chosen_collective(settings.collective)
+            return Engine(settings.wire, settings.awaits, fuse, collective=collective)
+        case PowerSgdSync():  # the engine named by ``timing``, but its low-rank factors are sent
+            timing = engines()[settings.timing].model_validate({"wire": settings.wire})
+            engine = _declared(timing)  # type: ignore[arg-type]
+            if settings.timing != "allreduce":
+                engine = replace(engine, bucket_bytes=fusion_bytes(settings.bucket_mb))
+            own = chosen_collective(settings.collective) or engine.collective
+            return replace(engine, collective=own, powersgd_rank=settings.rank)
         case DdpSync():
             return _ddp(settings)
         case _:
             assert_never(settings)
-
-
-def _sparse(settings: SparseSync) -> Engine:
-    """Declare the engine that the cost model uses for ``sparse``, which also needs the share that is sent."""
-    collective = chosen_collective(settings.collective)
-    return Engine(settings.wire, settings.awaits, fusion_bytes(settings.threshold_mb), collective=collective)
 
 
 def _ddp(settings: DdpSync) -> Engine:
@@ -148,23 +149,3 @@ def _ddp(settings: DdpSync) -> Engine:
         settings.wire, "backward", fuse, first_bucket_scale=first, collective="native",
         powersgd_rank=settings.powersgd_rank,
     )  # fmt: skip
-
-
-def _compressed(settings: PowerSgdSync) -> Engine:
-    """Declare PowerSGD: the engine named by ``timing``, but its low-rank factors are sent."""
-    engine = _declared(_timing_of(settings))
-    collective = chosen_collective(settings.collective) or engine.collective
-    return replace(engine, collective=collective, powersgd_rank=settings.rank)
-
-
-def _timing_of(settings: PowerSgdSync) -> AllReduceSync | LazySync | HybridSync | DearSync:
-    """Return the settings of the engine whose messages PowerSGD compresses."""
-    match settings.timing:
-        case "allreduce":
-            return AllReduceSync(wire=settings.wire)
-        case "lazy":
-            return LazySync(wire=settings.wire, threshold_mb=settings.bucket_mb)
-        case "hybrid":
-            return HybridSync(wire=settings.wire, fuse_mb=settings.bucket_mb)
-        case "dear":
-            return DearSync(wire=settings.wire, bucket_mb=settings.bucket_mb)

@@ -152,7 +152,7 @@ def _arrivals(
     received, begun = [math.inf] * len(messages), [0.0] * len(messages)
     events = [(moment, _RELEASED, -1) for moment in sorted(set(released))]
     wire, processor = _Wire(), 0.0
-    while events or wire.busy:
+    while events or wire.next_through < math.inf:
         if not events or wire.next_through <= events[0][0]:
             now, number = wire.end()
             link, codec, size = messages[number].link, messages[number].codec, messages[number].task.message
@@ -188,10 +188,6 @@ class _Wire:
         """Seconds of the whole wire that a message in flight from the beginning would have had."""
         self._ends: list[tuple[float, int]] = []
         """A heap: for each message, the value of ``_served`` at which it has passed."""
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._ends)
 
     @property
     def next_through(self) -> float:

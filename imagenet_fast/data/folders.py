@@ -136,12 +136,6 @@ def class_folders(split: Path) -> list[str]:
     return contents.folders
 
 
-def read_file(path: str) -> bytes:
-    """Return the bytes of a file; none of a pipe, which would be waited for."""
-    with open(path, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-        return file.read() or b""
-
-
 @dataclass(frozen=True)
 class ImageFolder:
     """One split in class folders.
@@ -178,8 +172,9 @@ class ImageFolder:
         return replace(self, names=files.tobytes(), ends=np.cumsum(lengths[kept]), labels=self.labels[kept])
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image ``index``."""
-        return read_file(self.name(index))
+        """Return the encoded bytes of image ``index``; none of a pipe, which would be waited for."""
+        with open(self.name(index), "rb", 0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            return file.read() or b""
 
     def digest(self) -> str:
         """Return a digest of the names and labels of all images."""

@@ -276,15 +276,8 @@ def random_crop(
         return
     image = _scaled(image, resolution.shorter)
     window = augmentation.padded_window(image.shape[0], image.shape[1], resolution.size, numbers)
-    into[:] = window.of(mirror_padded(image, augmentation.padding))
-
-
-def mirror_padded(image: Pixels, padding: int) -> Pixels:
-    """Enlarge each side of an image by ``padding`` pixels of its mirror image, without repeating its outermost ones."""
-    height, width, channels = image.shape
-    padded = np.empty((height + 2 * padding, width + 2 * padding, channels), dtype=np.uint8)
-    cv2.copyMakeBorder(image, padding, padding, padding, padding, cv2.BORDER_REFLECT_101, dst=padded)
-    return padded
+    around = (augmentation.padding,) * 4  # pixels of its mirror image, without the outermost ones again
+    into[:] = window.of(cv2.copyMakeBorder(image, *around, cv2.BORDER_REFLECT_101))
 
 
 def central_crop(image: Pixels, resolution: Resolution) -> Pixels:

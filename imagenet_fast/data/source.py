@@ -98,11 +98,15 @@ class Found(NamedTuple):
 
 
 @contextmanager
-def in_sentences() -> Iterator[None]:
-    """Raise a UserError for every OSError; decorates functions."""
+def in_sentences(written: Path | None = None) -> Iterator[None]:
+    """Raise a UserError for every OSError; decorates functions. Only what was ``written`` can have failed, if given."""
     try:
         yield
     except OSError as error:
+        if written is not None:
+            raise UserError(
+                f"{written} cannot be written to ({error.strerror}); put that right, and the same command goes on"
+            ) from None
         what = shown(os.fsdecode(error.filename)) if error.filename else "the data"
         raise UserError(f"{what} cannot be read ({error.strerror}); put that right, and start again") from None
 

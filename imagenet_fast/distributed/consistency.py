@@ -95,8 +95,10 @@ def compare_ranks(
     }
     if found := _first_of(told, device, group):
         raise ValueError(found)
-    buffers = {} if model is None else _other_buffers(model)
-    checksums = [(name, f"of checksum {_digest(buffer)}") for name, buffer in buffers.items()]
+    norms = nn.modules.batchnorm._NormBase  # whose statistics may differ
+    others = [] if model is None else [m for m in model.named_modules() if not isinstance(m[1], norms)]
+    buffers = [pair for path, module in others for pair in module.named_buffers(path, recurse=False)]
+    checksums = [(name, f"of checksum {_digest(buffer)}") for name, buffer in buffers]
     if found := _first_of({"buffers": checksums}, device, group):
         warnings.warn(found, stacklevel=4)
     if (unmade := next((name for name, param in named.items() if param.is_meta), None)) is not None:
@@ -138,12 +140,6 @@ def _traits(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
         yield name, f"on {param.device.type}"
         yield name, f"in memory with strides {strides}"
         yield name, "trained" if param.requires_grad else "frozen"
-
-
-def _other_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of ``model``, without the statistics of norms."""
-    others = (m for m in model.named_modules() if not isinstance(m[1], nn.modules.batchnorm._NormBase))
-    return {name: buffer for path, module in others for name, buffer in module.named_buffers(path, recurse=False)}
 
 
 def _text(value: Any) -> str:

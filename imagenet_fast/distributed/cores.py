@@ -111,7 +111,8 @@ def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
     try:
         node = int((root / f"sys/bus/pci/devices/{place}/numa_node").read_text(encoding="utf-8"))
         listed = (root / f"sys/devices/system/node/node{node}/cpulist").read_text(encoding="utf-8")  # node -1: unknown
-        cores = _cores_in(listed) & allowed
+        ranges = [part.partition("-") for part in listed.strip().split(",")]  # of "0-2,8"
+        cores = {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)} & allowed
     except (OSError, ValueError):
         return set()
     if cores:
@@ -120,12 +121,6 @@ def bind_to_numa_node(gpu: torch.device, root: Path = Path("/")) -> set[int]:
                 if os.sched_getaffinity(thread) == allowed:  # not a thread that was bound before
                     os.sched_setaffinity(thread, cores)
     return cores
-
-
-def _cores_in(listed: str) -> set[int]:
-    """Parse a kernel list of cores: "0-2,8" as 0, 1, 2, 8."""
-    ranges = [part.partition("-") for part in listed.strip().split(",")]
-    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
 
 
 def _cgroups(root: Path) -> Iterator[Path]:

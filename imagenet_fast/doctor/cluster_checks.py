@@ -5,18 +5,19 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.report import CheckResult, by_host, check, write_results
+from imagenet_fast.netlab.timing import time_repetitions
 from imagenet_fast.recipe.job import DoctorJob
 
 _SHORT, _LONG, _LONG_ON_GPUS = 2**13, 2**25, 2**27  # bytes; a fast network needs long messages to be full
@@ -64,11 +65,7 @@ def _network(world: DistContext) -> Iterator[CheckResult]:
 
 def _seconds(size: int, repeats: int, world: DistContext) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes: the median of several rounds after a first."""
-    values, rounds = torch.zeros(size // 4, device=world.device), []
-    for _ in range(1 + _ROUNDS):
-        dist.barrier()
-        begun = record_timestamp(world.device)
-        for _ in range(repeats):
-            dist.all_reduce(values)
-        rounds.append(seconds_between(begun, record_timestamp(world.device)) / repeats)
-    return median(rounds[1:])
+    once = partial(dist.all_reduce, torch.zeros(size // 4, device=world.device))
+    wait = torch.get_device_module(world.device).synchronize
+    rounds = [time_repetitions(once, repeats, dist.barrier, wait, warm_up=False) for _ in range(1 + _ROUNDS)]
+    return median(block.latency_s for block in rounds[1:])

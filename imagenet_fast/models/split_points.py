@@ -33,7 +33,9 @@ def segments_of(model: nn.Module, stages: int = 1) -> list[Segment]:
     """
     pieces: list[Segment] = [{}]
     for name, layer in _layers(model):
-        if _may_begin(layer) and any(_has_parameters(before) for before in pieces[-1].values()):
+        first = next(module for module in layer.modules() if not any(True for _ in module.children()))
+        may_begin = _has_parameters(layer) and not getattr(first, "inplace", False)
+        if may_begin and any(_has_parameters(before) for before in pieces[-1].values()):
             pieces.append({})
         pieces[-1][name] = layer
     params = [p for piece in pieces for layer in piece.values() for p in layer.parameters()]
@@ -81,11 +83,6 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the children as ``named_children`` does, but a module used in two places twice."""
     everything = module.named_modules(remove_duplicate=False)
     return [(name, child) for name, child in everything if name and "." not in name]
-
-
-def _may_begin(layer: nn.Module) -> bool:
-    first = next(module for module in layer.modules() if not any(True for _ in module.children()))
-    return _has_parameters(layer) and not getattr(first, "inplace", False)
 
 
 def _has_parameters(layer: nn.Module) -> bool:

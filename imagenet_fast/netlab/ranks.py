@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -48,14 +48,6 @@ class Lab:
         """Number of ranks."""
         return self.hosts * self.ranks_per_host
 
-    def network(self) -> AbstractContextManager[list[Host] | None]:
-        """Return a context in which there are the nodes; None: all ranks are on this one.
-
-        Raises:
-            UserError: Such a network cannot be made here.
-        """
-        return nullcontext() if self.rate is None else shaped_network(self.hosts, parse_rate(self.rate))
-
     def run(self, function: Callable[..., Any], *arguments: Any, gpus: bool = False) -> list[Any]:
         """Call ``function(*arguments)`` on every rank, each a process with one thread, and return the results by rank.
 
@@ -71,7 +63,8 @@ class Lab:
             UserError: The network cannot be made.
             RankError: The function failed on a rank.
         """
-        with self.network() as hosts, tempfile.TemporaryDirectory() as folder, measurement_bar() as show:
+        network = nullcontext() if self.rate is None else shaped_network(self.hosts, parse_rate(self.rate))
+        with network as hosts, tempfile.TemporaryDirectory() as folder, measurement_bar() as show:
             join = self.ranks, hosts, self.ranks if hosts is None else self.ranks_per_host, folder, gpus
             with closing(RankPool(self.ranks, _rank, *join, preload=function.__module__)) as ranks:
                 return ranks.run(function, *arguments, show=show)

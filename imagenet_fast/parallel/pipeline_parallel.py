@@ -72,7 +72,7 @@ class Pipeline:
         self._scale: Callable[[Tensor], Tensor] | None = None
         self._loss = torch.zeros((), device=part.device)
         self._stages = [
-            _MicroStage(part, number, group, micro_batches, sync, observe or _unobserved)
+            _MicroStage(part, number, group, micro_batches, sync, observe or (lambda *_: nullcontext()))
             for number in range(len(part.stages))
         ]
         self._activations = activations
@@ -156,7 +156,3 @@ def _schedule(
         return ScheduleInterleaved1F1B([*stages], micro_batches, loss, scale_grads=False)
     kind = Schedule1F1B if schedule == "1f1b" else ScheduleGPipe
     return kind(stages[0], micro_batches, loss, scale_grads=False)
-
-
-def _unobserved(which: Pass, stage: int) -> AbstractContextManager[object]:
-    return nullcontext()

@@ -112,7 +112,7 @@ class ColumnParallel(Shard):
         device = features.device.type
         if torch.is_autocast_enabled(device):  # sent in the dtype in which it is multiplied
             features = features.to(torch.get_autocast_dtype(device))
-        return super().forward(_Gather.apply(features, self.group))
+        return super().forward(_Exchange.apply(features, self.group, True))
 
 
 class RowParallel(Shard):
@@ -122,7 +122,7 @@ class RowParallel(Shard):
 
     def forward(self, units: Tensor) -> Tensor:
         """Compute this rank's summand for the images of all ranks; return the sum for its own images."""
-        own: Tensor = _Scatter.apply(F.linear(units, self.weight), self.group)
+        own: Tensor = _Exchange.apply(F.linear(units, self.weight), self.group, False)
         return own if self.bias is None else own + self.bias.to(own.dtype)
 
 
@@ -176,27 +176,15 @@ def shards_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
             yield from ((f"{name}.{own}", param, layer) for own, param in layer.named_parameters() if layer.cuts(param))
 
 
-class _Gather(torch.autograd.Function):
-    """Gather features for the sharded layers; in backward, sum and scatter their gradients."""
+class _Exchange(torch.autograd.Function):
+    """Gather features for the sharded layers, or sum and scatter their outputs; in backward, the other of the two."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.gather(own)
+    def forward(ctx: Any, values: Tensor, group: TensorGroup, gathers: bool) -> Tensor:
+        ctx.group, ctx.gathers = group, gathers
+        return group.gather(values) if gathers else group.scatter(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.scatter(gradient) * ctx.group.size, None
-
-
-class _Scatter(torch.autograd.Function):
-    """Sum and scatter the sharded layers' outputs; in backward, gather their gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return group.scatter(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.gather(gradient / ctx.group.size), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        group = ctx.group
+        return group.scatter(gradient) * group.size if ctx.gathers else group.gather(gradient / group.size), None, None

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.errors import UserError
 from imagenet_fast.plan.devices import Device, Kind, find_device
-from imagenet_fast.plan.network import StatedNetwork, straggling
+from imagenet_fast.plan.network import StatedNetwork, expected_max
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.load import find_file, read_toml, shipped, validated
 
@@ -113,13 +113,16 @@ class Cluster(Table):
         return self.model_copy(update={"nic": nic, "kinds": self.kinds | assumed})
 
     def slowest(self, ranks: int, case: int = 1) -> float:
-        """Return how many times as long as one rank alone the slowest of ``ranks`` computes.
+        """Return how many times as long as one rank alone the slowest of ``ranks`` computes, for which all wait.
+
+        Each rank's time is normal around 1 with the standard deviation sigma, drawn anew in each step. Deferred
+        updates hide none of this wait: no rank can begin step n + 2 before the slowest has ended step n.
 
         Args:
             ranks: Number of ranks.
             case: 0, 1 or 2: with the high, used or low sigma.
         """
-        return straggling(self.stragglers.sigma[2 - case], ranks)
+        return 1.0 if ranks == 1 else 1 + self.stragglers.sigma[2 - case] * expected_max(ranks)
 
     def network(self, gpus: int, case: int = 1) -> StatedNetwork:
         """Return the network between ``gpus`` ranks, on whole nodes or on a part of one.

@@ -247,11 +247,6 @@ def _best(plans: Sequence[_Plan], groups: Iterable[Sequence[Sync]]) -> Iterator[
         limit *= 1 - MODEL_ERROR
 
 
-def first_exact(ways: Sequence[Way]) -> Way:
-    """Return the first way whose accuracy is published."""
-    return next(way for way in ways if way.exact)
-
-
 def as_recipe(known: Sequence[Training], way: Way, cluster: str) -> str:
     """Return the complete recipe of a way as TOML, with a header that cites its source."""
     training = next(training for training in known if training.name == way.training)

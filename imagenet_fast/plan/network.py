@@ -99,7 +99,9 @@ def nic_share(collective: Collective, layout: RankLayout, servers: int = 1) -> f
         case "butterfly":
             return _grid_share(each, ranks, layout.row) * butterfly_bytes(layout.column)
         case "parameter_server":
-            return _server_share(each, ranks, min(servers, ranks))
+            servers = min(servers, ranks)
+            here = sum(1 for number in range(servers) if number * ranks // servers < each)  # on the first node
+            return each * (servers - here) / servers + here * (ranks - each) / servers
         case _:
             return _grid_share(each, ranks, row_of(collective, layout))
 
@@ -111,12 +113,6 @@ def _grid_share(each: int, ranks: int, width: int) -> float:
     """
     here, column = each // width, ranks // width
     return (here * (column - here) + column - 1) / column
-
-
-def _server_share(each: int, ranks: int, servers: int) -> float:
-    """Return ``nic_share`` of parameter servers, for the first node, which has a server."""
-    here = sum(1 for number in range(servers) if number * ranks // servers < each)
-    return each * (servers - here) / servers + here * (ranks - each) / servers
 
 
 @cache
@@ -131,12 +127,3 @@ def expected_max(ranks: int) -> float:
         below = (math.erfc(-x / math.sqrt(2)) / 2) ** ranks
         total += width * (1 - below if x > 0 else -below)
     return total
-
-
-def straggling(sigma: float, ranks: int) -> float:
-    """Return the factor on a step's compute: all ranks wait for the slowest, whose time is 1 + sigma x the maximum.
-
-    Each rank's time is normal around 1 with the standard deviation ``sigma``, drawn anew in each step. Deferred
-    updates hide none of this wait: no rank can begin step n + 2 before the slowest has ended step n.
-    """
-    return 1.0 if ranks == 1 else 1 + sigma * expected_max(ranks)

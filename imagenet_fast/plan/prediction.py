@@ -9,13 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from imagenet_fast.cost_model.collectives import (
-    BLOCK,
-    cost_of,
-    piece_bytes,
-    slot_alignment,
-    wire_format,
-)
+from imagenet_fast.cost_model.collectives import BLOCK, cost_of, piece_bytes, slot_alignment, wire_format
 from imagenet_fast.cost_model.declarations import declare
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.messages import Slot, places_in_pool

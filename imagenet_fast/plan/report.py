@@ -25,6 +25,9 @@ CONTEXT_GB = 1.5
 """Assumed memory of a CUDA context, NCCL and the allocator's rest."""
 
 
+_cases = attrgetter("efficiency_low", "efficiency", "efficiency_high")
+
+
 def dry_run(written: Recipe, situation: Situation, row: Planned) -> Iterator[str]:
     """Yield lines about the job that ``row`` predicts: ranks, batch, schedule, memory and input."""
     recipe, batching, device = situation.recipe, situation.batching, situation.cluster.gpu
@@ -115,10 +118,6 @@ def verdict(rows: Sequence[Planned]) -> str:
         return taken
     near = f"within {MODEL_ERROR:.0%} of it under the same inputs"
     return f"no clear winner: {taken}, and {', '.join(others)} come{'s' * (len(others) == 1)} {near}"
-
-
-def _cases(row: Planned) -> tuple[float, float, float]:
-    return row.efficiency_low, row.efficiency, row.efficiency_high
 
 
 def inputs(cluster: Cluster, model: str) -> Iterator[str]:

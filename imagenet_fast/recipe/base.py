@@ -11,12 +11,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 """A float in [0, 1)."""
 
 
-def _infinity(value: object) -> object:
-    """Turn "Infinity" into a float: JSON has no infinity, so a job file stores that string."""
-    return math.inf if value == "Infinity" else value
+_Infinity = BeforeValidator(lambda value: math.inf if value == "Infinity" else value)  # JSON has none, but this text
 
-
-Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), BeforeValidator(_infinity)]
+Bytes = Annotated[float, Field(ge=0, allow_inf_nan=True), _Infinity]
 """MiB on the wire, at least 0; ``inf``: no limit."""
 
 

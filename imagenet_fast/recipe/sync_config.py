@@ -270,10 +270,8 @@ class DdpSync(EngineTable):
         return in_factors(rows, size // max(1, rows), self.powersgd_rank, 2) if self.powersgd_rank else size
 
 
-Sync = Annotated[
-    AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync | DdpSync,
-    Field(discriminator="kind"),
-]
+EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
+Sync = Annotated[EngineSettings | DdpSync, Field(discriminator="kind")]
 
 
 def engines() -> dict[str, type[EngineTable]]:

@@ -18,6 +18,7 @@ from imagenet_fast.recipe.sync_config import (
     AutoSync,
     DdpSync,
     DearSync,
+    EngineSettings,
     HybridSync,
     LazySync,
     PowerSgdSync,
@@ -25,7 +26,6 @@ from imagenet_fast.recipe.sync_config import (
     SparseSync,
 )
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.factory import EngineSettings
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.pool import GradientPool
 

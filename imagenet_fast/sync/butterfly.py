@@ -22,8 +22,9 @@ def butterfly(values: Tensor, wire: torch.dtype, stream: CommStream) -> None:
 
     The order of additions does not depend on an element's place, so on an fp32 wire fusing tensors changes no bit.
     """
-    core = core_of(stream.size)
-    folded = stream.place < 2 * (stream.size - len(core))  # of these, even places send to their odd neighbour
+    surplus = stream.size - 2 ** (stream.size.bit_length() - 1)
+    core = [*range(1, 2 * surplus, 2), *range(2 * surplus, stream.size)]  # a power of two
+    folded = stream.place < 2 * surplus  # of these, even places send to their odd neighbour
     if folded and stream.place % 2 == 0:
         message = _landing(values, wire)
         stream.exchange([(stream.place + 1, values.to(wire))], [])
@@ -41,12 +42,6 @@ def butterfly(values: Tensor, wire: torch.dtype, stream: CommStream) -> None:
     message = _round_to(values, wire)
     if folded:
         stream.exchange([(stream.place - 1, message)], [])
-
-
-def core_of(ranks: int) -> list[int]:
-    """Return the places of the power-of-two ranks that remain once the surplus is folded into neighbours."""
-    surplus = ranks - 2 ** (ranks.bit_length() - 1)
-    return [*range(1, 2 * surplus, 2), *range(2 * surplus, ranks)]
 
 
 def _double(values: Tensor, wire: torch.dtype, stream: CommStream, members: list[int]) -> None:

@@ -12,24 +12,12 @@ import torch
 from imagenet_fast.cost_model.declarations import declare
 from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.recipe.engine_table import Codes, CodingTable, EngineTable, PoolTable, Wire
-from imagenet_fast.recipe.sync_config import (
-    AllReduceSync,
-    AutoSync,
-    DearSync,
-    HybridSync,
-    LazySync,
-    PowerSgdSync,
-    RingSync,
-    SparseSync,
-    Sync,
-)
+from imagenet_fast.recipe.sync_config import AutoSync, EngineSettings, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.sparse import Sparse
-
-EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
 
 
 def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_per_epoch: int = 1) -> SyncEngine:

@@ -22,10 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.distributed.consistency import compare_ranks
+from imagenet_fast.recipe.sync_config import EngineSettings
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.factory import EngineSettings, build_engine
+from imagenet_fast.sync.factory import build_engine
 from imagenet_fast.sync.fork import fork_settled
 from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.gradient_buffer import GradientBuffer

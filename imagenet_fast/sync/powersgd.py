@@ -60,7 +60,7 @@ def average_factors(
     compressed = [slot for slot in slots if in_factors(*matrix_shape(slot.param), rank) < slot.param.numel()]
     message = _Message(
         [_matrix(slot, pool, rank, memory) for slot in compressed],
-        [_rest(slot, pool, slot in compressed) for slot in slots],
+        [pool[slot.flag if slot in compressed else slot.start : slot.flag + 1] for slot in slots],  # or only flags
         topology,
     )
 
@@ -156,28 +156,19 @@ class _Message:
         finite = self._finite & self.right.isfinite().all()
         self.right.masked_fill_(~finite, 0.0)
         with _exact_products(self.left.device):
-            self._apply(finite)
+            for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
+                told = finite & (matrix.flag != 0)
+                torch.where(told, matrix.whole, matrix.error, out=matrix.error)
+                matrix.error.addmm_(p.masked_fill(~told, 0.0), q, alpha=-1)
+                torch.mm(p.masked_fill(~finite, math.nan), q, out=matrix.whole)
+                if matrix.whole is not matrix.place:
+                    matrix.place.copy_(matrix.whole)
         nexts = [
             (q / torch.linalg.vector_norm(q).clamp_min(torch.finfo(q.dtype).tiny) + _OLD * matrix.q).T
             for matrix, q in zip(self._matrices, self._q, strict=True)
         ]
         for matrix, basis in zip(self._matrices, _each_orthonormal(nexts), strict=True):
             torch.where(finite, basis.T, matrix.q, out=matrix.q)
-
-    def _apply(self, finite: Tensor) -> None:
-        """Write P Qᵀ to the pool, and compute the errors."""
-        for matrix, p, q in zip(self._matrices, self._p, self._q, strict=True):
-            told = finite & (matrix.flag != 0)
-            torch.where(told, matrix.whole, matrix.error, out=matrix.error)
-            matrix.error.addmm_(p.masked_fill(~told, 0.0), q, alpha=-1)
-            torch.mm(p.masked_fill(~finite, math.nan), q, out=matrix.whole)
-            if matrix.whole is not matrix.place:
-                matrix.place.copy_(matrix.whole)
-
-
-def _rest(slot: ParamSlot, pool: Tensor, compressed: bool) -> Tensor:
-    """Return the part of a slot that is sent uncompressed: all of it, or only its flag if it is compressed."""
-    return pool[slot.flag if compressed else slot.start : slot.flag + 1]
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class ErrorFeedback:
             first, last = slot.start // BLOCK, slot.flag // BLOCK
             self._kinds[0 if slot.param.dim() > 1 else 1, first:last] = True
             self._kinds[1, last] = True
-        self._numbers = _numbered(self._kinds)
+        self._numbers = self._kinds.cumsum(1) - 1
         self._device = device
         self._left: Tensor | None = None
         if left := [own["residual"] for own in kept.values() if "residual" in own]:
@@ -169,7 +169,7 @@ class BlockMap:
 def all_coded(elements: int) -> BlockMap:
     """Return the blocks of a message that lies in no pool: all have codes, and no residual is kept."""
     kinds = torch.tensor([[True], [False]]).repeat(1, elements // BLOCK)
-    return BlockMap(kinds, _numbered(kinds), 0, None)
+    return BlockMap(kinds, kinds.cumsum(1) - 1, 0, None)
 
 
 class Packer:
@@ -289,10 +289,6 @@ def coded_pairwise(
     chain.add_collective(push, leave)
     chain.add_collective(pull, answer, second_half=True)
     chain.add_local(land)
-
-
-def _numbered(kinds: Tensor) -> Tensor:
-    return kinds.cumsum(1) - 1
 
 
 def _by_owner(chosen: Tensor, numbers: Tensor, owners: int) -> tuple[Tensor, Tensor]:

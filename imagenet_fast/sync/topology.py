@@ -176,17 +176,13 @@ def _nodes(
         return tuple(tuple(rising[begin : begin + ranks_per_node]) for begin in range(0, len(rising), ranks_per_node))
     if len(ranks) == 1:
         return (tuple(ranks),)
+    own, local_size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if own is None:
+        own = str(dist.get_rank() // int(local_size)) if local_size is not None else socket.gethostname()
     labels: list[str] = [""] * len(ranks)
     with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
-        dist.all_gather_object(labels, _own_node(), group=group)
+        dist.all_gather_object(labels, own, group=group)
     node_of = dict(sorted(zip(ranks, labels, strict=True)))
     return tuple(
         tuple(rank for rank, other in node_of.items() if other == label) for label in dict.fromkeys(node_of.values())
     )
-
-
-def _own_node() -> str:
-    node, local_size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
-    if node is not None:
-        return node
-    return str(dist.get_rank() // int(local_size)) if local_size is not None else socket.gethostname()

@@ -14,14 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-
-
-@dataclass
-class Pause:
-    """Length of a pause, set once the pause is over."""
-
-    seconds: float = 0.0
 
 
 class Clock:
@@ -66,12 +58,10 @@ class Clock:
         self._trained_before = state["train_s"]
 
     @contextmanager
-    def pause(self) -> Iterator[Pause]:
+    def pause(self) -> Iterator[None]:
         """Leave out the time inside this context from the training time, not from the run time."""
-        pause, training = Pause(), self._training_begun is not None
-        begun = time.perf_counter()
+        training, begun = self._training_begun is not None, time.perf_counter()
         try:
-            yield pause
+            yield
         finally:
-            pause.seconds = time.perf_counter() - begun
-            self._paused += pause.seconds if training else 0.0
+            self._paused += time.perf_counter() - begun if training else 0.0

@@ -17,7 +17,7 @@ from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.distributed.watchdog import Paces
 from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.sync import SyncStats
-from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 
 
@@ -56,7 +56,6 @@ class Meter:
         world: DistContext,
         global_batch: int,
         scale: LossScaler,
-        streak: NonFiniteCounter,
         most: int,
         outcome: RunResult,
     ) -> None:
@@ -66,14 +65,12 @@ class Meter:
             world: This rank and its process group.
             global_batch: Images in one step, over all ranks.
             scale: Loss scale to report.
-            streak: Counter of consecutive non-finite losses.
             most: Consecutive non-finite losses that end the run; 0: never.
             outcome: Result of the run, to which the time spent waiting for data is added.
         """
         self._world = world
         self._global_batch = global_batch
         self._scale = scale
-        self._streak = streak
         self._most = most
         self._outcome = outcome
         self._started = False
@@ -81,6 +78,8 @@ class Meter:
         self._paces = Paces(world.size)
         self.loss = torch.zeros((), device=world.device)
         """The sum of this rank's losses in the interval, on the device, where graphs add to it."""
+        self.streak = torch.zeros((), dtype=torch.int32, device=world.device)
+        """Number of steps in a row, up to the last one, whose loss on this rank was not finite."""
         self.restart()
 
     def restart(self) -> None:
@@ -108,7 +107,7 @@ class Meter:
     def add_loss(self, loss: Tensor) -> None:
         """Add this rank's loss in a step, on the device."""
         self.loss += loss
-        self._streak.add(loss)
+        self.streak.add_(1).mul_(loss - loss != 0)  # 0 where the loss is finite
 
     def add_step(self, stats: SyncStats) -> None:
         """Count a step, with its costs."""
@@ -133,7 +132,7 @@ class Meter:
         if not self._steps:
             return
         reached = self._link_bytes()
-        own = _on_host(torch.stack([value.double() for value in (self.loss, self._streak.steps, *self._scale.state)]))
+        own = _on_host(torch.stack([value.double() for value in (self.loss, self.streak, *self._scale.state)]))
         ended = record_timestamp(self._world.device)
         linked = reached - self._link_begun
         if self._world.device.type != "cpu":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.reductions import gather_rows
@@ -19,25 +18,11 @@ class NonFiniteLoss(Exception):
     """Losses or weights are not finite, so continuing is useless; raised on all ranks alike."""
 
 
-class NonFiniteCounter:
-    """Number of steps in a row, up to the last one, whose loss on this rank was infinite or NaN."""
+def describe_nonfinite(streak: Tensor, step: int) -> tuple[int, str]:
+    """Return the first wrong step and a sentence on why the run ends after ``step``; every rank must call it.
 
-    def __init__(self, device: torch.device) -> None:
-        """Start at 0, on ``device``."""
-        self.steps = torch.zeros((), dtype=torch.int32, device=device)
-        """The count, int32 [], on the device."""
-
-    def add(self, loss: Tensor) -> None:
-        """Add the loss of one more step; the host reads nothing back."""
-        self.steps.add_(1).mul_(loss - loss != 0)
-
-    def __int__(self) -> int:
-        """Return the count; waits for the device."""
-        return int(self.steps)
-
-
-def describe_nonfinite(streak: NonFiniteCounter, step: int) -> tuple[int, str]:
-    """Return the first wrong step and a sentence on why the run ends after ``step``; every rank must call it."""
+    The ``streak`` is that of ``TrainState``.
+    """
     streaks = gather_rows([int(streak)])[:, 0]
     longest = int(streaks.max())
     wrong_from = step - longest + 1

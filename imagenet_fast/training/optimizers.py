@@ -196,7 +196,7 @@ class SGD(Optimizer):
         chosen = [self.elements.get(param, []) for param in params]
 
         def cut(tensors: list[Tensor]) -> list[Tensor]:
-            flat = map(_in_memory_order, tensors)
+            flat = (x.as_strided((x.numel(),), (1,)) for x in tensors)  # in memory order, whatever the strides
             return [x[part] for x, parts in zip(flat, chosen, strict=True) for part in parts]
 
         owners = [owner for owner, parts in enumerate(chosen) for _ in parts]
@@ -286,11 +286,6 @@ def _norms(pieces: _Pieces, params: list[nn.Parameter]) -> Tensor:
     counts = counts.to(norms.device, non_blocking=True)  # from pageable memory the host would wait
     # Additions in any order, as of index_add_, would give each rank other bits.
     return torch.segment_reduce(norms.square().T, "sum", lengths=counts, unsafe=True).T.sqrt()
-
-
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a flat view of a dense tensor's elements in memory order, whatever its strides."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def build_optimizer(

@@ -69,10 +69,6 @@ class ResumePoint:
         if state.needs_eval:
             state.outcome.clear_target()
 
-    def without_weights(self) -> ResumePoint:
-        """Return what is of use once the state is loaded, since weights and momenta take memory."""
-        return replace(self, checkpoint=replace(self.checkpoint, shared={}))
-
     def check_data(self, contents: Contents) -> None:
         """Raise UserError if classes, images or labels have changed to ``contents`` since."""
         if changed := differences_of_data(self.checkpoint.shared["data"], contents):

@@ -18,7 +18,7 @@ from imagenet_fast.parallel.parallelize import ParallelModel
 from imagenet_fast.sync.kept_state import reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma
-from imagenet_fast.training.nonfinite import NonFiniteCounter, must_be_finite
+from imagenet_fast.training.nonfinite import must_be_finite
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import LossScaler
 
@@ -45,8 +45,8 @@ class TrainState:
     scale: LossScaler
     clock: Clock
     outcome: RunResult
-    streak: NonFiniteCounter
-    """Number of consecutive losses that were not finite; in no checkpoint, as none is written while it is above 0."""
+    streak: Tensor
+    """That of ``Meter``; in no checkpoint, as none is written while it is above 0."""
     step: int = 0
     """Number of steps taken."""
     sent_bytes: int = 0
@@ -90,7 +90,7 @@ class TrainState:
         return {
             "weights": list(self.model.parameters()), "statistics": list(self.model.buffers()),
             "momentum": list(self.optimizer.velocity.values()), "averages": average,
-            "loss scale": list(self.scale.state_dict().values()), "counts": [self.streak.steps],
+            "loss scale": list(self.scale.state_dict().values()), "counts": [self.streak],
         }  # fmt: skip
 
     def is_finite(self) -> bool:
@@ -132,9 +132,9 @@ class TrainState:
     @torch.no_grad()
     def load(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Continue from values of ``shared`` and ``own``; on other ranks than before, from what is ``joined``."""
-        self._fill(self.model, shared["model"])
+        self.model.load_state_dict(self._parts(shared["model"]))
         if self.average is not None:
-            self._fill(self.average.module, shared["average"])
+            self.average.module.load_state_dict(self._parts(shared["average"]))
             _copy(own["average"], dict(self.average.module.named_buffers()))
             self.average.load_state_dict(own["averaged"])
         parts = self._parts(shared["velocity"])
@@ -146,13 +146,10 @@ class TrainState:
         self.clock.load_state_dict(shared["clock"])
         self.outcome.resume_from(shared["outcome"])
         self.step = shared["step"]
-        self.streak.steps.zero_()
+        self.streak.zero_()
         _copy(own["buffers"], dict(self.model.named_buffers()))
         self.sent_bytes = own["sent_bytes"]
         self.sync.load_state_dict(own["sync"])
-
-    def _fill(self, model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-        model.load_state_dict(self._parts(whole))
 
     def _parts(self, whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return whole if self.division is None else self.division.parts(whole)

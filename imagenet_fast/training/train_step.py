@@ -32,7 +32,6 @@ from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.loss import build_loss
 from imagenet_fast.training.lr_schedule import keep_rates_on, set_rate
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.optimizers import build_optimizer, total_norm
 from imagenet_fast.training.precision import LossScaler, autocast, effective_precision, forward_dtype, set_float32_math
 from imagenet_fast.training.state import TrainState
@@ -224,15 +223,15 @@ def build_step(
     if world.device.type == "cuda":
         keep_rates_on(optimizer, world.device)
     outcome = outcome or RunResult.of("", recipe, batching)
-    streak = NonFiniteCounter(world.device)
-    state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, streak)
+    meter = Meter(world, batching.global_batch, scale, recipe.nonfinite_steps, outcome)
+    state = TrainState(model, division, average, optimizer, sync, scale, clock or Clock(), outcome, meter.streak)
     step = TrainingStep(
         state,
         _backpropagation(recipe, batching, forward, sync, cast, scale, division),
         cast,
         recipe.clip_norm,
         batching.accumulation,
-        Meter(world, batching.global_batch, scale, streak, recipe.nonfinite_steps, outcome),
+        meter,
         Trace(model, world.device, trace) if trace is not None and world.is_main else None,
     )
     if world.device.type == "cuda" and recipe.graph:

@@ -11,6 +11,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ class Trainer:
         self.state = self.step.state
         if found is not None:
             found.load(self.state, world, recipe)
-            self.resumed_from = found.without_weights()
+            self.resumed_from = replace(found, checkpoint=replace(found.checkpoint, shared={}))  # its weights are large
 
     def _loaders(self, first_step: int) -> Loaders:
         """Return loaders whose training images are those from step ``first_step`` on."""
@@ -264,7 +265,8 @@ class Trainer:
             self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
         here.enter("evaluation")
         state.settle()
-        with self.clock.pause() as evaluation, state.averaged_statistics():
+        begun = self.clock.run_s()
+        with self.clock.pause(), state.averaged_statistics():
             if self.checkpoints is not None:  # else a loop of one's own evaluates, and nothing would unfreeze again
                 freeze_gc()
             asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
@@ -272,10 +274,11 @@ class Trainer:
             accuracy = evaluate(
                 state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
             )
+        eval_s = self.clock.run_s() - begun
         meter.restart()
         self.outcome.record_eval(accuracy, self.clock.run_s())
         self.metrics(
-            "eval", state.step, epoch=epoch, eval_s=evaluation.seconds, train_s=self.clock.train_s(),
+            "eval", state.step, epoch=epoch, eval_s=eval_s, train_s=self.clock.train_s(),
             **accuracy.measured(),
         )  # fmt: skip
         return accuracy

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from imagenet_fast.bench import replay
-from imagenet_fast.bench.comm_volume import Count, bench_count, stated_link
+from imagenet_fast.bench.comm_volume import Count, bench_count
 from imagenet_fast.bench.replay import Pace
 from imagenet_fast.recipe.sync_config import HybridSync, LazySync, SparseSync, Sync
 from tests.bench.small import SMALL, benched
@@ -71,13 +71,6 @@ def test_sparse_is_counted_past_its_ramp():
 def test_layers_on_the_meta_device_are_updated_each_before_it_is_read():
     """None of them has a place in memory, by which they could be taken for tied ones."""
     assert count(HybridSync(fuse_mb=0), 8, 8).updates > 1
-
-
-def test_stated_link_bandwidth_and_latency():
-    assert stated_link(64, 8, 56e9).s_per_byte == pytest.approx(2 * 63 / 64 / (0.9 * 7e9))
-    assert stated_link(1, 8, 56e9).s_per_byte == 0
-    latencies = [stated_link(nodes, 8, 56e9).latency_s for nodes in (1, 8, 64)]
-    assert latencies[2] - latencies[1] == pytest.approx(latencies[1] - latencies[0])
 
 
 class Clock:

@@ -94,14 +94,13 @@ def _copies(dtype: torch.dtype) -> bool:
 def hostile() -> dict[Any, Any]:
     """All that a tree may hold."""
     convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-    nan = struct.unpack("d", struct.pack("Q", 0x7FF8_0000_DEAD_BEEF))[0]
     tied = torch.randn(4, 3)
     noise = torch.arange(64, dtype=torch.uint8)
     return {
-        "plain": [None, True, False, 0, -1, 2**53 + 1, -(2**200), "", "ünï\udc80\0\"\\/", b"", bytes(range(256))],
-        "floats": [0.0, -0.0, 1.0, 1e22, 5e-324, 0.1, float("inf"), -float("inf"), float("nan"), nan],
+        "plain": [None, True, False, 0, -1, 2**53 + 1, -(2**200), "", "ünï\udc80\0\"\\/"],
+        "floats": [0.0, -0.0, 1.0, 1e22, 5e-324, 0.1, float("inf"), -float("inf"), float("nan")],
         "nested": {"empty": [{}, [], (), {"": {"": []}}], "tuple": (1, (2.0, [torch.ones(())]), ())},
-        "keys": {1: "int", "1": "str", None: 0, False: 0, 2.5: 0, (1, "a"): 0, b"b": 0, "$tensor": "not one"},
+        "keys": {1: "int", "1": "str", None: 0, False: 0, 2.5: 0, (1, "a"): 0, "$tensor": "not one"},
         "$tuple": "a name of ours",
         "a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, "__metadata__": torch.full((1,), 2.0), "": torch.zeros(2),
         chr(0xDCFF): torch.full((1,), 3.0), chr(0xDCFE): torch.full((1,), 4.0),

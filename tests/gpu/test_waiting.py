@@ -13,7 +13,6 @@ from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Unscaled
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
 from tests.ranks import run
 
@@ -35,7 +34,7 @@ def _shares() -> tuple[float | None, ...]:
 def _share(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> float | None:
     outcome = RunResult("failed", "r", "lazy", 1, 1)
     scale = LossScaler(Unscaled(kind="fp32"), "fp32", device)
-    meter = Meter(tests.world(0, 1, device=device), 1, scale, NonFiniteCounter(device), 5, outcome)
+    meter = Meter(tests.world(0, 1, device=device), 1, scale, 5, outcome)
     for _ in range(6):
         meter.fetch(batches)
         torch.cuda._sleep(WORK)

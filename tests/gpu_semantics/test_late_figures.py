@@ -15,7 +15,7 @@ from imagenet_fast.metrics import Event, MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Float16
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss
+from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler
 from tests.gpu_semantics import pretended_gpu
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
@@ -90,4 +90,4 @@ def test_losses_that_are_not_finite_end_a_run_one_report_later() -> None:
 def _meter(most: int = 5) -> Meter:
     world = tests.world(device=CUDA, bf16=True)
     scale = LossScaler(Float16(kind="fp16", loss_scale=2.0**16), "fp16", CUDA)
-    return Meter(world, 2, scale, NonFiniteCounter(CUDA), most, RunResult("failed", "r", "lazy", 2, 2))
+    return Meter(world, 2, scale, most, RunResult("failed", "r", "lazy", 2, 2))

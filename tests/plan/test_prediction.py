@@ -17,7 +17,7 @@ from imagenet_fast.cost_model.collectives import RankLayout, piece_bytes, wire_f
 from imagenet_fast.cost_model.layer_profile import load_profile
 from imagenet_fast.cost_model.messages import divide
 from imagenet_fast.plan.cluster import load_cluster
-from imagenet_fast.plan.network import StatedNetwork, expected_max, straggling
+from imagenet_fast.plan.network import StatedNetwork, expected_max
 from imagenet_fast.plan.prediction import Planned, Scaling, planned_engines, planned_slots, predict_step, situation_of
 from imagenet_fast.plan.report import verdict
 from imagenet_fast.recipe.engine_table import Collective, Wire
@@ -187,4 +187,3 @@ def test_the_mean_of_the_largest_is_that_of_draws_and_of_two_ranks_by_the_formul
         assert expected_max(ranks) == pytest.approx(draws.mean(), abs=4 * draws.std() / np.sqrt(len(draws))), ranks
     assert expected_max(1) == pytest.approx(0, abs=1e-9)
     assert expected_max(2) == pytest.approx(1 / np.sqrt(np.pi), abs=1e-6)
-    assert straggling(0.01, 2) == pytest.approx(1 + 0.01 / np.sqrt(np.pi), abs=1e-8)

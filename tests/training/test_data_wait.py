@@ -17,7 +17,6 @@ from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.recipe.schema import Unscaled
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
-from imagenet_fast.training.nonfinite import NonFiniteCounter
 from imagenet_fast.training.precision import LossScaler
 from tests.ranks import with_ranks
 
@@ -55,7 +54,7 @@ def test_slowest_rank_counts_without_first_step_and_evaluations():
         shares.append((outcome.data_wait_pct, outcome.data_wait_of_s))
 
     with patch("imagenet_fast.training.meter.record_timestamp", lambda device: clock.now):
-        meter = Meter(world, 2, scale, NonFiniteCounter(world.device), 5, outcome)
+        meter = Meter(world, 2, scale, 5, outcome)
         step(10.0)
         step(2.0)
         report(2)
@@ -79,7 +78,7 @@ def test_a_rank_that_takes_much_longer_than_the_others_is_named_once():
         patch("imagenet_fast.distributed.watchdog.warn", told.append),
     ):
         scale = LossScaler(Unscaled(kind="fp32"), "fp32", world.device)
-        meter = Meter(world, 3, scale, NonFiniteCounter(world.device), 5, outcome)
+        meter = Meter(world, 3, scale, 5, outcome)
         for step in range(1, 9):
             clock.now += (1.0, 1.1, 3.5)[rank]
             meter.add_loss(torch.zeros(()))

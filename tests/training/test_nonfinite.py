@@ -13,15 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import tests
 from imagenet_fast.checkpoint import CheckpointWriter, newest
 from imagenet_fast.errors import JobAborted
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics import MetricLogger, RunResult
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.recipe.schema import Unscaled
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.evaluation import StopRequested
-from imagenet_fast.training.nonfinite import NonFiniteCounter, NonFiniteLoss, describe_nonfinite
+from imagenet_fast.training.meter import Meter
+from imagenet_fast.training.nonfinite import NonFiniteLoss, describe_nonfinite
+from imagenet_fast.training.precision import LossScaler
 from tests.conftest import tiers
 from tests.e2e.command import outcome_of, train_here
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
@@ -31,14 +35,14 @@ from tests.training.jobs import job_of
 
 
 def test_the_streak_counts_losses_that_are_not_finite():
-    streak = NonFiniteCounter(CPU)
-    seen = []
+    scale, outcome = LossScaler(Unscaled(kind="fp32"), "fp32", CPU), RunResult("failed", "r", "lazy", 1, 1)
+    meter, seen = Meter(tests.world(0, 1), 1, scale, 5, outcome), []
     for loss in (1.0, torch.nan, torch.inf, 0.0, 3e38, -torch.inf, torch.nan, torch.nan, -0.0):
-        streak.add(torch.tensor(loss))
-        seen.append(int(streak))
+        meter.add_loss(torch.tensor(loss))
+        seen.append(int(meter.streak))
     assert seen == [0, 1, 2, 0, 0, 1, 2, 3, 0]
-    streak.add(torch.tensor(torch.inf, dtype=torch.bfloat16))
-    assert int(streak) == 1
+    meter.add_loss(torch.tensor(torch.inf, dtype=torch.bfloat16))
+    assert meter.streak == 1
 
 
 SILENT = MetricLogger(lambda: 0.0)

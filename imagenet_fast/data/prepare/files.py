@@ -57,8 +57,8 @@ class SourceClass:
     name: str
     files: Callable[[], list[SourceFile]]
     """Function that lists the class's files; some may not be images."""
-    size: int | None = None
-    """Bytes that the files take, or slightly fewer; None if the files must be listed to know."""
+    size: int
+    """Bytes that the files take, or slightly fewer."""
 
     @property
     def path(self) -> str:
@@ -69,10 +69,6 @@ class SourceClass:
     def listed(self) -> list[SourceFile]:
         """Return the files of the class. Raises UserError if they cannot be listed, or one has a bad name."""
         return self.files()
-
-    def measured(self) -> int:
-        """Return the bytes that the files take; they are listed if ``size`` is None."""
-        return sum(file.size for file in self.listed()) if self.size is None else self.size
 
     def sorted_out(self) -> tuple[list[SourceFile], tuple[str, ...]]:
         """Return the images of the class, and the sorted names of its other files.

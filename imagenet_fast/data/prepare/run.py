@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -40,8 +39,6 @@ _PART = 4 << 20  # bytes to read at a time for an md5
 _STAGING = ".preparing"
 _SHOWN = 3  # paths of each kind
 
-_Sized = Mapping[SourceClass, int]
-"""Classes, with the bytes that their files take in the source."""
 _Listed = Mapping[SourceClass, tuple[list[SourceFile], tuple[str, ...]]]
 """The images of each class, and the names of its other files."""
 
@@ -78,7 +75,7 @@ def prepare(
     if out.resolve().is_relative_to(source.resolve()):
         raise UserError(f"--out {out} lies in --source {source}; give a directory beside it")
     with (
-        output.alone_in(out), _writing(out), ThreadPoolExecutor(workers or usable_cores()) as pool,
+        output.alone_in(out), in_sentences(out), ThreadPoolExecutor(workers or usable_cores()) as pool,
         progress_bars("bytes") as bars,
     ):  # fmt: skip
         work = _Work(pool, bars, threading.Event())
@@ -90,17 +87,6 @@ def prepare(
             if isinstance(error, KeyboardInterrupt):
                 print("stopped; run the same command again to continue", file=sys.stderr)
             raise
-
-
-@contextmanager
-def _writing(out: Path) -> Iterator[None]:
-    """Raise UserError for an error of writing."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written to ({error.strerror}); put that right, and the same command goes on"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -148,10 +134,9 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     if parquet.keys() - before.splits.keys():
         found = _unpacked(found, before, out, work)
     classes = _classes(found, before, source, subset)
-    sized = dict(zip(classes, work.pool.map(SourceClass.measured, classes), strict=True))
-    by_path = {of.path: size for of, size in sized.items()}
+    by_path = {of.path: of.size for of in classes}
     output.check_same(before, out, by_path, parquet, source)
-    rest = {of: size for of, size in sized.items() if of.split not in before.splits}
+    rest = [of for of in classes if of.split not in before.splits]
     if not rest and not staging.exists():
         return Prepared(before, already=True)
     output.begin(staging, output.Begun(settings=settings, classes=by_path), source)
@@ -170,7 +155,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
     _make(missing, staging, settings, work)
     splits, files = {**before.splits}, {**before.files}
     for of, (images, _) in listed.items():
-        splits.setdefault(of.split, {})[of.name] = output.PreparedClass(images=len(images), size=rest[of])
+        splits.setdefault(of.split, {})[of.name] = output.PreparedClass(images=len(images), size=of.size)
     for piece in [] if is_folder else pieces:
         files.setdefault(piece.split, {})[piece.name] = (staging / piece.split / piece.name).stat().st_size
     others = {f"{of.path}/{name}" for of, (_, names) in listed.items() for name in names}
@@ -222,13 +207,13 @@ def _names_in(classes: Iterable[SourceClass], split: str) -> set[str]:
     return {of.name for of in classes if of.split == split}
 
 
-def _list(rest: _Sized, work: _Work) -> _Listed:
+def _list(rest: Sequence[SourceClass], work: _Work) -> _Listed:
     """List the classes. For tars this reads all headers."""
-    task = work.bars.add_task("listing", total=sum(rest.values()))
+    task = work.bars.add_task("listing", total=sum(of.size for of in rest))
 
     def look(of: SourceClass) -> tuple[list[SourceFile], tuple[str, ...]]:
         found = of.sorted_out()
-        work.advance(task, rest[of])
+        work.advance(task, of.size)
         return found
 
     return dict(zip(rest, work.pool.map(look, rest), strict=True))

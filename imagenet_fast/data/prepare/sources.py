@@ -22,8 +22,9 @@ from imagenet_fast.data.folders import (
     list_folder,
     shown,
 )
+from imagenet_fast.data.index import map_in_order
 from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
-from imagenet_fast.data.source import WORDS, SplitName, check_parts, files_of, refuse_packed
+from imagenet_fast.data.source import WORDS, SplitName, check_parts, files_of, in_sentences, refuse_packed
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import read_text
 
@@ -49,6 +50,7 @@ _CLASS_TAR = re.compile(rf"({_WNID.pattern})\.tar")
 _INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for those to validate on
 
 
+@in_sentences()
 def recognise(folder: Path) -> Source:
     """Return the source in ``folder``. Raises UserError if the layout is not known, or the source is damaged."""
     if not folder.is_dir():
@@ -127,16 +129,13 @@ def in_tars(split: SplitName, tars: list[Path]) -> Source:
                     "one class in parts, number the tars: train-0.tar, train-1.tar"
                 )
             parts[of.name].append(of)
-    classes = [of[0] if len(of) == 1 else _joined(of) for of in parts.values()]
+    classes = [SourceClass(split, name, partial(_all_of, of), sum(o.size for o in of)) for name, of in parts.items()]
     whole = reduce(Source.__add__, found.values())
     return replace(whole, classes=classes, taken=whole.taken + tars)
 
 
-def _joined(parts: list[SourceClass]) -> SourceClass:
-    def files() -> list[SourceFile]:
-        return [file for of in parts for file in of.listed()]
-
-    return SourceClass(parts[0].split, parts[0].name, files, sum(of.measured() for of in parts))
+def _all_of(parts: list[SourceClass]) -> list[SourceFile]:
+    return [file for of in parts for file in of.listed()]
 
 
 def _in_tar(split: SplitName, tar: Path) -> Source:
@@ -213,27 +212,26 @@ def _in_folders(root: Path, split: SplitName, folder: Path, known: set[str]) -> 
         raise UserError(f"{folder / packed[0]} is not unpacked, as others beside it are; unpack it, or remove theirs")
     others = [f"{split}/{shown(name)}" for name in contents.others if not name.startswith(".")]
     source = Source([], others, [f"{split}/{shown(name)}" for name in contents.images], [folder])
-    for name in names:
-        if not name.isprintable():
-            raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
-        place, inside = folder / name, list_folder(folder / name)
+
+    def look(name: str) -> tuple[list[SourceFile], list[str]]:
+        inside, files = list_folder(folder / name), _files(folder / name)
         if not inside.images and _INNER in inside.folders:
-            place, inside = place / _INNER, list_folder(place / _INNER)
-        source.classes.append(SourceClass(split, name, partial(_files_of_class, folder / name, place)))
+            inside, files = list_folder(folder / name / _INNER), _files(folder / name / _INNER) + files
         if deeper := _deeper(root, inside):
             inside.require_images()
-            source.apart.extend(map(shown, deeper))
+        return files, deeper
+
+    for name, (files, deeper) in zip(names, map_in_order(look, names), strict=True):
+        if not name.isprintable():
+            raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
+        source.classes.extend(_listed_classes(split, {name: files}))
+        source.apart.extend(map(shown, deeper))
     return source
 
 
 def _deeper(root: Path, contents: FolderContents) -> list[str]:
     """Return the images in subfolders, as paths below ``root``."""
     return [os.path.join(os.path.relpath(contents.path, root), path) for path in contents.deeper()]  # noqa: PTH118
-
-
-def _files_of_class(folder: Path, place: Path) -> list[SourceFile]:
-    """Return the files of a class whose images lie in ``place``: its folder, or one inside it."""
-    return _files(place) + (_files(folder) if place != folder else [])
 
 
 def _files(folder: Path) -> list[SourceFile]:
@@ -264,7 +262,15 @@ def _by_table(files: list[SourceFile], place: Path) -> Source:
             f"{place} does not say of which class its images are; put {DEVKIT}, or Kaggle's {_SOLUTION}, beside it"
         )
     table, read = found
-    return replace(_looked_up(files, place, table, read(table)), taken=[table])
+    classes, by_class = read(table), defaultdict[str, list[SourceFile]](list)
+    for file in sorted(files, key=lambda file: file.name):
+        if is_image_name(file.name):
+            name = classes.get(file.name.rpartition(".")[0], "")
+            if not _WNID.fullmatch(name):
+                raise UserError(f"{table} has no class for '{shown(file.name)}' in {place}; fetch both again")
+            by_class[name].append(file)
+    others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
+    return Source(_listed_classes("val", by_class), others, taken=[table])
 
 
 def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:
@@ -274,18 +280,6 @@ def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:
             if (table := folder / name).is_file():
                 return table, read
     return None
-
-
-def _looked_up(files: list[SourceFile], held_by: Path, table: Path, classes: dict[str, str]) -> Source:
-    by_class: dict[str, list[SourceFile]] = defaultdict(list)
-    for file in sorted(files, key=lambda file: file.name):
-        if is_image_name(file.name):
-            name = classes.get(file.name.rpartition(".")[0], "")
-            if not _WNID.fullmatch(name):
-                raise UserError(f"{table} has no class for '{shown(file.name)}' in {held_by}; fetch both again")
-            by_class[name].append(file)
-    others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
-    return Source(_listed_classes("val", by_class), others)
 
 
 def _solution(table: Path) -> dict[str, str]:

@@ -238,14 +238,10 @@ def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:
     """Write one WebDataset shard of samples, each with its number, which becomes its key."""
     with tarfile.TarFile(path, "w", format=tarfile.USTAR_FORMAT, copybufsize=1 << 20) as tar:
         for number, sample in samples:
-            for extension, content in ((_extension(sample), sample.encoded), ("cls", b"%d" % sample.label)):
+            named = Path(sample.name).suffix[1:].lower()
+            kind = kind_of(sample.encoded) or (named if named in IMAGES else "jpg")
+            for extension, content in ((kind, sample.encoded), ("cls", b"%d" % sample.label)):
                 member = tarfile.TarInfo(f"{number:08}.{extension}")
                 member.size, member.mtime = len(content), _WHEN_S
                 tar.addfile(member, io.BytesIO(content))
     os.utime(path, (_WHEN_S, _WHEN_S))
-
-
-def _extension(sample: Sample) -> str:
-    """Return the extension by the image's first bytes, else by its name."""
-    named = Path(sample.name).suffix[1:].lower()
-    return kind_of(sample.encoded) or (named if named in IMAGES else "jpg")
