@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from imagenet_fast.data import pixel_loader
+from imagenet_fast.data import loader, pixel_loader
 from imagenet_fast.data.loader import Job, ThreadLoader
 from imagenet_fast.data.order import BatchIndices, TrainSampler
 from imagenet_fast.data.pixel_loader import PixelLoader, resident_on
@@ -71,7 +71,7 @@ def on_the_host(images: ImageSource, order: TrainSampler, data: ImageData, secon
     }
     spent: dict[str, list[float]] = {name: [] for name in begins}
     batches, end = iter(order), time.perf_counter() + seconds
-    with patch.object(pixel_loader, "empty", used_before):
+    with patch.object(pixel_loader, "empty", used_before), patch.object(loader, "empty", used_before):
         while time.perf_counter() < end:
             some = list(islice(batches, BLOCK))
             for name, begin in begins.items():
@@ -89,21 +89,21 @@ def on_the_host(images: ImageSource, order: TrainSampler, data: ImageData, secon
 def on_a_gpu(images: ImageSource, order: TrainSampler, data: ImageData, seconds: float) -> None:
     """Print the images a second that are read, and resident, and the GPU's time to resize a batch."""
     device, batch = torch.device("cuda", 0), order.batching.micro_batch
-    resident = resident_on(device, images, data.model_copy(update={"resident": True}), threads=4)
-    for name, there in (("read", None), ("resident", resident)):
-        load: Callable[[int], Iterator[object]] = partial(_batches, images, order, data, device, there)
+    resident = resident_on(device, images, data.model_copy(update={"resident": True}))
+    for name, on_device in (("read", None), ("resident", resident)):
+        load: Callable[[int], Iterator[object]] = partial(_batches, images, order, data, device, on_device)
         for threads in (1, 2, 4):
             rate, of_core = measure(load(threads), batch, seconds / 6, device, threads)
             print(f"to {data.image_size} pixels, {name}, {threads} threads: {rate:.0f} images/s, {of_core:.0f} a core")
-    loader = PixelLoader(images, order, data, device, 1, resident)
-    tiles, jobs = loader._begin(next(iter(order)))
+    there = PixelLoader(images, order, data, device, 1)
+    tiles, jobs = there._begin(next(iter(order)))
     for job in jobs:
         list(job)
     times = []
     for _ in range(20):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        loader._resized(tiles, device)
+        there._resized(tiles, device)
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))

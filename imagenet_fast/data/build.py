@@ -16,7 +16,7 @@ from imagenet_fast.data.device import Batch, Mixer, Normalizer
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
 from imagenet_fast.data.loader import ThreadLoader
 from imagenet_fast.data.order import EvalSampler, Order, TrainSampler
-from imagenet_fast.data.pixel_loader import PixelLoader, resident_on
+from imagenet_fast.data.pixel_loader import LARGEST, PixelLoader, resident_on
 from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import ImageSource, SplitName, open_training, open_validation
 from imagenet_fast.errors import UserError
@@ -142,13 +142,23 @@ def open_loader(
         case ImageData():
             assert images is not None
             threads = min(data.workers or cores, cores)
-            resident = resident_on(device, images, data, threads)
-            if resident is not None or (device.type == "cuda" and isinstance(images, Shards) and images.sides.any()):
-                return iter(PixelLoader(images, order, data, device, threads, resident))
+            load: type[DaliLoader | ThreadLoader | PixelLoader]
             load = DaliLoader if data.loader == "dali" else ThreadLoader
-            return iter(load(images, order, data, device, threads))
+            if device.type == "cuda" and isinstance(images, Shards):
+                resized_there = ((images.sides > 0) & (images.sides <= LARGEST)).all(1)
+                load = PixelLoader if resized_there.mean() > 0.5 else load
+            return _resident_or_read(images, order, data, device, load(images, order, data, device, threads))
         case _:
             assert_never(data)
+
+
+def _resident_or_read(
+    images: ImageSource, order: Order, data: ImageData, device: torch.device, reading: Iterable[Batch]
+) -> Iterator[Batch]:
+    """Yield the batches of images that live on the device, or else those that are read."""
+    if (resident := resident_on(device, images, data)) is not None:
+        reading = PixelLoader(images, order, data, device, 1, resident)
+    yield from reading
 
 
 def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]:

@@ -83,9 +83,9 @@ def crops_of(sides: Sides, resolution: Resolution, augmentation: Augmentation | 
 
 
 def resample(tiles: Tensor, places: Tensor) -> Tensor:
-    """Return what is shown of ``tiles``, uint8 [n, 3, S, S] in channels_last memory, within a grey level of PIL's.
+    """Return what is shown of ``tiles``, uint8 [n, 3, S, S] in channels_last memory.
 
-    Columns are resized and rounded, then rows, as PIL does; by products in fp16 on a GPU, where bytes are exact.
+    They are rounded once. On a GPU the products are in fp16, in which bytes are exact.
 
     Args:
         tiles: Parts of n images, uint8 [n, H, W, 3]; what lies beyond a part has any value.
@@ -95,10 +95,10 @@ def resample(tiles: Tensor, places: Tensor) -> Tensor:
     dtype = torch.float16 if tiles.is_cuda else torch.float32
     (n, height, width, _), size = tiles.shape, places.shape[2] - 3
     rows, columns = (_weights(axis, length, dtype) for axis, length in zip(places, (height, width), strict=True))
-    turned = tiles.permute(0, 2, 1, 3).to(dtype, memory_format=torch.contiguous_format).view(n, width, -1)
-    narrowed = torch.bmm(columns, turned).round_().view(n, size, height, 3)
-    shown = torch.bmm(rows, narrowed.transpose(1, 2).reshape(n, height, -1)).round_()
-    return shown.to(torch.uint8).view(n, size, size, 3).permute(0, 3, 1, 2)
+    with torch.autocast(tiles.device.type, enabled=False):  # weights in bf16 would sum up to more than 1
+        low = torch.bmm(rows, tiles.view(n, height, -1).to(dtype)).view(n, size, width, 3)
+        shown = torch.bmm(columns, low.transpose(1, 2).reshape(n, width, -1)).round_().view(n, size, size, 3)
+    return shown.transpose(1, 2).to(torch.uint8, memory_format=torch.contiguous_format).permute(0, 3, 1, 2)
 
 
 def _weights(axis: Tensor, length: int, dtype: torch.dtype) -> Tensor:

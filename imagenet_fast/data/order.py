@@ -103,8 +103,9 @@ class TrainSampler:
         """Yield this rank's micro-batches without end."""
         epoch, begin = divmod(self.first_step, self.steps_per_epoch)
         split = (self.batching.readers, self.batching.accumulation, self.batching.micro_batch)
-        with ThreadPoolExecutor(1, "order of images") as ahead:  # sorting a million numbers takes longer than a step
-            following = ahead.submit(self._order, epoch)
+        ahead = ThreadPoolExecutor(1, "order of images")  # sorting a million numbers takes longer than a step
+        following = ahead.submit(self._order, epoch)
+        try:
             while True:
                 order, following = following.result(), ahead.submit(self._order, epoch + 1)
                 for step in range(begin, self.steps_per_epoch):
@@ -113,6 +114,8 @@ class TrainSampler:
                     for images in batch.reshape(split)[self.rank % self.batching.readers]:
                         yield BatchIndices(epoch, images, step / self.steps_per_epoch)
                 epoch, begin = epoch + 1, 0
+        finally:
+            ahead.shutdown(wait=False, cancel_futures=True)  # no wait: it may be dropped in that thread
 
     def _order(self, epoch: int) -> Indices:
         return np.argsort(bits("order", self.seed, epoch, of=np.arange(self.images)), kind="stable")

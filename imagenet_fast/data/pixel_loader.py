@@ -7,11 +7,13 @@ Shards are read, not mapped: a mapping of a shard that is cut, or on a disk that
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,16 +23,17 @@ from torch import Tensor
 
 from imagenet_fast.data.crops import Sides, crops_of, resample
 from imagenet_fast.data.device import Batch, copied, empty
+from imagenet_fast.data.index import map_in_order
 from imagenet_fast.data.loader import Job, ThreadLoader, prefetched
 from imagenet_fast.data.order import BatchIndices, Order, augmentation_of, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, decode
 from imagenet_fast.data.shards import Shards
-from imagenet_fast.data.source import ImageSource
+from imagenet_fast.data.source import ImageSource, patiently
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.units import gigabytes
 
-_LARGEST = 512
+LARGEST = 512
 """Sides, in pixels, of images up to which the GPU resizes them; the CPU resizes larger ones."""
 
 _MULTIPLE = 16
@@ -105,7 +108,7 @@ class PixelLoader:
             sides, stored, pixels = self._every.sides[images], np.ones(count, np.bool_), self._every.pixels
         else:
             sides = self._every.sides[images]
-            stored = ((sides > 0) & (sides <= _LARGEST)).all(1) & ~np.isin(images, list(self._unread))
+            stored = ((sides > 0) & (sides <= LARGEST)).all(1) & ~np.isin(images, list(self._unread))
             sides[~stored] = size
             pixels = empty((_length(sides),), torch.uint8, pinned)
         labels, places = empty((count,), torch.int64, pinned), empty((2, count, 3 + size), torch.int32, pinned)
@@ -119,6 +122,7 @@ class PixelLoader:
         crops.leave(~stored)
         first, count = crops.needed()
         row_bytes = 3 * sides[:, 1].astype(np.int64)
+        height, width = (-(-count.max(0) // _MULTIPLE) * _MULTIPLE).tolist()
         batch.labels.numpy()[:] = self._labels[indices.images]
         if isinstance(self._every, Resident):
             begins = self._every.begins[indices.images] + first[:, 0] * row_bytes
@@ -136,7 +140,8 @@ class PixelLoader:
                 yield from self._fill(batch, sides, stored)
                 return
             yield from self._fill_others(batch, np.flatnonzero(~stored).tolist(), parts)
-        batch.height, batch.width = (-(-count.max(0) // _MULTIPLE) * _MULTIPLE).tolist()
+            batch.pixels = batch.pixels[: int(ends[-1]) + 3 * width]
+        batch.height, batch.width = height, width
         batch.rows.numpy()[:] = begins + 3 * first[:, 1], row_bytes, count[:, 0]
         batch.places.numpy()[:] = crops.places(first)
         yield
@@ -170,47 +175,52 @@ def _length(sides: Sides) -> int:
     return 3 * int(sides.prod(1, dtype=np.int64).sum() + sides.max() + _MULTIPLE)
 
 
-def resident_on(device: torch.device, images: ImageSource, data: ImageData, threads: int) -> Resident | None:
-    """Return all images on ``device`` if ``data.resident`` wants them there, decoded with ``threads``; else None.
+def resident_on(device: torch.device, images: ImageSource, data: ImageData) -> Resident | None:
+    """Return all images on ``device``, decoded, if ``data.resident`` wants them there; else None.
 
     Raises:
         UserError: They are to be there, and one is large or not sound.
     """
     if data.resident is False or (data.resident == "auto" and device.type != "cuda"):
         return None
+    most = math.inf if data.resident is True else min(_MOST, _SHARE * torch.cuda.mem_get_info(device)[0])
+    whole = partial(_whole, images)
     try:
-        if data.resident == "auto":
-            sample = np.linspace(0, len(images) - 1, _SAMPLE).astype(int).tolist()
-            mean = sum(_whole(images, index).nbytes for index in sample) / _SAMPLE
-            if len(images) * mean > min(_MOST, _SHARE * torch.cuda.mem_get_info(device)[0]):
-                return None
-        with ThreadPoolExecutor(threads, "resident images") as pool:
-            every = list(pool.map(lambda index: _whole(images, index), range(len(images))))
+        sample = [whole(index).nbytes for index in np.linspace(0, len(images) - 1, _SAMPLE).astype(int).tolist()]
+        _check_fits(len(images) * sum(sample) // _SAMPLE, most)
+        every = deque(map_in_order(whole, range(len(images))))
+        sides = np.array([pixels.shape[:2] for pixels in every], np.int32)
+        _check_fits(_length(sides), most)
     except _Unfit as error:
         if data.resident is True:
             raise UserError(f"{error}, so images cannot live on the device; --set data.resident=false") from None
         return None
-    sides = np.array([pixels.shape[:2] for pixels in every], np.int32)
     ends = np.cumsum(3 * sides.prod(1, dtype=np.int64))
-    pixels = np.empty(_length(sides), np.uint8)
-    np.concatenate([image.reshape(-1) for image in every], out=pixels[: ends[-1]])
+    begins, pixels = np.concatenate(([0], ends[:-1])), np.empty(_length(sides), np.uint8)
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        pixels[begin:end] = every.popleft().reshape(-1)
     there = torch.from_numpy(pixels).to(device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()  # other streams read them
     if os.environ.get("RANK", "0") == "0":
         print(f"{len(images)} images live on the device: {gigabytes(len(pixels))}", file=sys.stderr)
-    return Resident(there, np.concatenate(([0], ends[:-1])), sides)
+    return Resident(there, begins, sides)
 
 
 class _Unfit(Exception):
-    """Error for an image that cannot live on a device. The message says which one and why."""
+    """Error for images that cannot live on a device. The message says why."""
+
+
+def _check_fits(taken: int, most: float) -> None:
+    if taken > most:
+        raise _Unfit(f"they take {gigabytes(taken)}, and {gigabytes(most)} are free")
 
 
 def _whole(images: ImageSource, index: int) -> Pixels:
     try:
-        pixels = decode(images.read(index))
+        pixels = patiently(images, index, lambda index: decode(images.read(index)))
     except (ImageDecodeError, OSError) as error:
-        raise _Unfit(f"{images.name(index)} cannot be decoded ({error})") from None
-    if max(pixels.shape) > _LARGEST:
-        raise _Unfit(f"{images.name(index)} has more than {_LARGEST} pixels a side")
+        raise _Unfit(f"{images.name(index)} cannot be read ({error})") from None
+    if max(pixels.shape) > LARGEST:
+        raise _Unfit(f"{images.name(index)} has more than {LARGEST} pixels a side")
     return pixels

@@ -94,9 +94,9 @@ class ImageData(Table):
     With ``mixup`` too, each micro-batch is mixed in one of the two ways.
     """
     resident: Literal["auto"] | bool = "auto"
-    """Whether all images live on the GPU, decoded: they must have one size.
+    """Whether all images of a split live on the GPU, decoded: they must be sound, and have at most 512 pixels a side.
 
-    ``auto``: on a GPU, if they do, all are sound, and they take up to a quarter of its free memory.
+    ``auto``: on a GPU, if they do and take at most 4 GiB and a quarter of its free memory.
     """
     workers: NonNegativeInt = 0
     """Decoding threads per rank, at most the cores that the rank may use; 0: as many as those cores."""
