@@ -89,16 +89,18 @@ if [ "$half" != tests ]; then
         section "resnet50, 40 images, with our norms and torch's" 45 "${norms[@]}" steps 40
         section "norms by shape, 128 images" 40 "${norms[@]}" shapes 128
         section "resnet50, 128 images, other engines" 45 "${step[@]}" "${photos[@]}" --batch 128 --sync 'hybrid,dear,sparse'
-        section "alexnet, 512 images" 20 "${step[@]}" --model alexnet --image-size 224 --batch 512
-        section "cifar10-94's network, 512 images" 20 "${step[@]}" --model cifarnet --image-size 32 --batch 512
+        section "alexnet, 512 images" 15 "${step[@]}" --model alexnet --image-size 224 --batch 512
+        section "cifar10-94's network, 512 images" 15 "${step[@]}" --model cifarnet --image-size 32 --batch 512
     fi
     demo=("${imagenet_fast[@]}" train --recipe demo)
     [ -z "$dry" ] || demo+=(--set epochs=1 --set target_top1=1)
     section "demo, replayed" 25 "${demo[@]}" --out "$parts/replayed"
     section "demo, launched" 25 "${demo[@]}" --set graph=false --out "$parts/launched"
-    section "loaders" 30 "${imagenet_fast[@]}" bench data --rounds 1 --loaders pixels,dali "${loaded[@]}"
+    section "loaders" 25 "${imagenet_fast[@]}" bench data --rounds 1 --loaders pixels,dali "${loaded[@]}"
     section "resnet50, 128 images, from stored pixels" 35 "${fed[@]}" --loader pixels
-    section "stored pixels" 20 "$python" -m experiments.pixels ${dry:+--batch 2 --seconds 0.1}
+    roads=("$python" -m experiments.loaders --seconds 2)
+    [ -z "$dry" ] || roads+=(--batch 2 --seconds 0.1)
+    section "stored pixels, and JPEGs by DALI" 35 "${roads[@]}"
 fi
 
 if [ "$half" != speed ]; then

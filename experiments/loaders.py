@@ -1,10 +1,11 @@
-"""Time the roads of stored pixels: what a batch costs the host, and on a GPU, how many images a second come.
+"""Time the roads of images to a GPU: what stored pixels cost the host, and on a GPU, how many images a second come.
 
-    python -m experiments.pixels [--batch 128] [--seconds 5]
+    python -m experiments.loaders [--batch 128] [--seconds 5]
 
 The host's figures are CPU time of the one thread that fills a batch, by the road to the GPU (`PixelLoader`) and by the
 CPU's (`ThreadLoader`), some batches in turn, into memory that was used before, as pinned memory is. On a GPU follow the
-batches of `PixelLoader` that are read and resident, and how long the GPU takes to resize one.
+batches of `PixelLoader` that are read and resident, how long the GPU takes to resize one, and JPEGs by DALI, by the
+share of its hardware decoder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from statistics import median
 from unittest.mock import patch
 
@@ -22,15 +23,16 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.data import loader, pixel_loader
+from imagenet_fast.data.dali import DaliLoader, is_installed
 from imagenet_fast.data.loader import Job, ThreadLoader
 from imagenet_fast.data.order import BatchIndices, TrainSampler
 from imagenet_fast.data.pixel_loader import PixelLoader, resident_on
 from imagenet_fast.data.source import ImageSource
 from imagenet_fast.data.throughput import images_to_time, measure, stored_pixels
 from imagenet_fast.recipe.batching import Batching
-from imagenet_fast.recipe.data_config import ImageData
+from imagenet_fast.recipe.data_config import DaliDecoding, ImageData
 
-IMAGES = 1024
+IMAGES = 512
 SIZES = (224, 88)
 BLOCK = 12
 """Batches of a road before it is the other's turn."""
@@ -54,6 +56,8 @@ def main() -> None:
             on_the_host(images, order, data, options.seconds)
             if torch.cuda.is_available():
                 on_a_gpu(images, order, data, options.seconds)
+    if torch.cuda.is_available() and is_installed():
+        by_dali(options.batch, options.seconds)
 
 
 def on_the_host(images: ImageSource, order: TrainSampler, data: ImageData, seconds: float) -> None:
@@ -108,6 +112,20 @@ def on_a_gpu(images: ImageSource, order: TrainSampler, data: ImageData, seconds:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     print(f"to {data.image_size} pixels: {median(times):.2f} ms for the GPU to resize a batch")
+
+
+def by_dali(batch: int, seconds: float) -> None:
+    """Print the JPEGs a second that DALI decodes, by the share of its hardware decoder and with either upsampling."""
+    device, order = torch.device("cuda", 0), TrainSampler(2 * batch, Batching(1, batch, 1), 0, seed=1)
+    with images_to_time(None, batch) as (photos, about, _):
+        print(about)
+        for load, fancy in product((0.5, 0.65, 0.8), (True, False)):
+            data = ImageData(
+                dataset="imagenet", loader="dali", image_size=224, resize=256,
+                dali=DaliDecoding(hw_decoder_load=load, fancy_upsampling=fancy),
+            )  # fmt: skip
+            rate, of_core = measure(iter(DaliLoader(photos, order, data, device, 8)), batch, seconds / 6, device, 8)
+            print(f"dali, load {load}, fancy upsampling {fancy}: {rate:.0f} images/s, {of_core:.0f} a core")
 
 
 def _batches(
