@@ -28,7 +28,6 @@ def test_the_newest_is_found_and_says_of_what_it_is(tmp_path: Path):
     assert newest(root) is None
     saved(root, 20, 40, top1=71.25)
     found = newest(root)
-    assert found is not None
     assert is_that_of(found, 40)
     assert names(found.folder) == ["manifest.json", "rank-00000.safetensors", "shared.safetensors"]
     assert found.folder == root / "step-00000040"
@@ -113,7 +112,6 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path: Path, caps
         "or directory); step-00000002 is taken instead",
     ]
     found = newest(tmp_path, best=True)
-    assert found is not None
     assert found.manifest.step == 2
 
 
@@ -128,7 +126,6 @@ def test_a_damaged_one_that_is_set_aside_displaces_none(file: str, content: byte
         path = tmp_path / "step-00000002" / file
         path.unlink() if content is None else path.write_bytes(content)
         found = newest(tmp_path)
-        assert found is not None
         assert found.manifest.step == 1
         assert names(tmp_path)[-1] == "step-00000002", "whoever only reads renames none"
         assert capsys.readouterr().err.startswith(f"warning: checkpoint {path.parent} is damaged: {file} ")

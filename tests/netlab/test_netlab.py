@@ -87,7 +87,6 @@ def test_bytes_of_hosts_of_several_ranks_are_a_hosts():
     assert "2 nodes of 2 ranks" in str(table(rows).title)
     each = 2 * (4 - 1) / 4 * 2 * SMALL.elements  # of an all-reduce of 16-bit values between four ranks
     assert row.sent_bytes == pytest.approx(2 * each, rel=0.05)
-    assert row.kernel_bytes is not None
     assert 0.25 * row.sent_bytes < row.kernel_bytes < 0.75 * row.sent_bytes  # the rest stays within a host
 
 

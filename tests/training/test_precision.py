@@ -44,8 +44,6 @@ def test_a_static_scale_stays_and_bf16_has_none_though_an_fp16_wire_is_watched()
     fixed = LossScaler(Float16(kind="fp16", loss_scale=1000.0), "bf16", CPU)
     (fixed(weight.sum())).backward()
     scale = fixed.end_step(torch.ones(()))
-    assert scale is not None
-    assert weight.grad is not None
     torch.testing.assert_close(weight.grad / scale, torch.ones(3))
     assert fixed.scale == 1000
     assert fixed.metrics(*map(float, fixed.state)) == {"loss_scale": 1000, "skipped_steps": 1}
