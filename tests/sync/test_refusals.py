@@ -63,10 +63,6 @@ def refused(sentence: str, *engines: str, **more: Any) -> Callable[[Any], Any]:
     return add
 
 
-def _no_memory(*_: Any, **__: Any) -> Any:
-    raise MemoryError("as if there were no memory left")
-
-
 # What a pool and an engine are made of
 
 
@@ -328,7 +324,7 @@ def an_update_that_failed(settings: EngineSettings) -> Wrong:
     for step in range(3, 5):
         train(model, pool, optimizer)
         begin(model, pool, step)
-        with patch.object(sys.modules["torch.optim.sgd"], "sgd", _no_memory), pytest.raises(MemoryError):
+        with patch.object(sys.modules["torch.optim.sgd"], "sgd", side_effect=MemoryError), pytest.raises(MemoryError):
             (pool.step(optimizer), loss_of(model, step))
         if step == 3:
             yield (pool.zero_grad,)
