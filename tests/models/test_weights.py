@@ -147,10 +147,6 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: torch.save({"ema": {f"module.{n}": t for n, t in SMALL.items()}, "model": SMALL}, path),
         "holds several state dicts, ema and model; give a file of one alone",
     ),
-    "a moving average, as timm saves it": (
-        lambda path: torch.save({"state_dict": SMALL, "state_dict_ema": SMALL, "arch": "resnet18"}, path),
-        "holds several state dicts, state_dict and state_dict_ema; give a file of one alone",
-    ),
     "a folder": (lambda path: path.mkdir(), "cannot be read"),
 }  # fmt: skip
 
@@ -231,7 +227,6 @@ MISFITS: dict[str, tuple[dict[str, Tensor | None], str]] = {
     "NaN": ({"fc.bias": torch.full((10,), torch.nan)}, "fc.bias in w.pth holds values that are not finite; give"),
     "beyond fp32": ({"fc.bias": torch.full((10,), 1e300, dtype=torch.float64)}, "fc.bias in w.pth holds values th"),
     "whole numbers": ({"fc.bias": torch.zeros(10, dtype=torch.int8)}, "fc.bias in w.pth is torch.strided torch.int8"),
-    "complex numbers": ({"fc.bias": torch.zeros(10) * 1j}, "is torch.strided torch.complex64 on cpu, and"),
     "sparse": ({"fc.bias": torch.zeros(10).to_sparse()}, "is torch.sparse_coo torch.float32 on cpu, and"),
     "no memory": ({"fc.bias": torch.zeros(10, device="meta")}, "is torch.strided torch.float32 on meta, and"),
 }  # fmt: skip

@@ -97,7 +97,6 @@ OWN, OTHER_OWN = (declare(LazySync(wire="fp32", threshold_mb=size)) for size in 
 ENGINES: dict[str, tuple[Any, Any]] = {
     "kind is ring on rank 1 and lazy on rank 0": (LAZY, RingSync(wire="fp32")),
     "wire is bf16 on rank 1 and fp32 on rank 0": (LAZY, LazySync(wire="bf16", threshold_mb=1.0)),
-    "threshold_mb is 2.0 on rank 1 and 1.0 on rank 0": (LAZY, LazySync(wire="fp32", threshold_mb=2.0)),
     "kind is ddp on rank 1 and lazy on rank 0": (LAZY, DdpSync(wire="fp32")),
     "rank is 4 on rank 1 and 2 on rank 0": tuple(PowerSgdSync(rank=rank, timing="lazy") for rank in (2, 4)),
     "steps_per_epoch is 7 on rank 1 and 3 on rank 0": (LAZY, LAZY),

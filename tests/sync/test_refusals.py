@@ -27,7 +27,6 @@ from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
 from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.pending import Pending
-from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
@@ -194,10 +193,6 @@ REFUSALS |= {
     "momentum that gradients have already": in_a_step(
         "the optimizer would add it again; give imagenet_fast's SGD corrected=True",
         lambda model, pool: (pool.step, ours(model, momentum=0.9)), "sparse corrected", corrected,
-    ),
-    "momentum of LARS that gradients have already": in_a_step(
-        "the optimizer would add it again", lambda model, pool: (pool.step, LARS(model.parameters(), 0.1)),
-        "sparse corrected", corrected,
     ),
     "an optimizer of torch where a part is sent": in_a_step(
         "sends a part of the gradients, and optimizers of torch would apply the rest as well",
