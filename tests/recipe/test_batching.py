@@ -37,13 +37,6 @@ def test_a_batch_is_split_as_the_table_of_examples_has_it():
     )
 
 
-def test_a_recipe_for_512_ranks_is_split_over_as_many_as_there_are():
-    recipe = load_recipe("alexnet-512gpu")
-    assert split_batch(recipe, 65536).micro_batch == 1
-    line = "recipe written for 512 ranks: 1 rank, micro-batch 128, 512 accumulation steps"
-    assert explain(recipe, recipe, split_batch(recipe, 1)) == line
-
-
 def test_every_split_keeps_the_global_batch_or_names_one_that_works():
     def plain(batch: int) -> Recipe:
         return parse_recipe("test", tables(global_batch=batch, ranks=1, micro_batch=8))
