@@ -47,7 +47,6 @@ def test_the_newest_was_written_last_whatever_its_step_and_the_clock(tmp_path: P
 def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
     for number, (keep, top1s, left) in enumerate([
         (0, [None] * 4, [4]),
-        (1, [None] * 4, [3, 4]),
         (2, [None] * 4, [2, 3, 4]),
         (9, [None] * 4, [1, 2, 3, 4]),
         (0, [70.0, 72.0, 71.0, None], [2, 4]),
