@@ -267,7 +267,6 @@ def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_r
     average = step.state.average
     assert alike(average.module.state_dict(), state)
     step.state.sync.close()
-    refuses("10 classes apart, and the data has 4", built, 4)
     fresh = built(4, fresh_head=True)
     assert fresh.fc.weight.any()
     fresh.fc = model.fc

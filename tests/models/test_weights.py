@@ -190,7 +190,6 @@ def test_torchvision_weights_load_in_half_precision_with_batch_counts_or_wrapper
     theirs = torchvision.models.resnet18(num_classes=10).state_dict()
     half = {name: tensor.half() for name, tensor in theirs.items()}
     wrapped = {f"model.net._orig_mod.{name}": tensor for name, tensor in half.items()}
-    refuses(r"w\.pth tells 10 classes apart, and the data has 3", fit, Weights("w.pth", wrapped), RESNET18, 3)
     for given in (half, {n: t for n, t in half.items() if not n.endswith("num_batches_tracked")}, wrapped):
         ours = build_model(RESNET18, 10)
         fill(ours, fit(Weights("w.pth", given), RESNET18, 10))

@@ -65,13 +65,6 @@ ALEXNETS_LINK = link_of(1.534, ALEXNET)
 """Of four hosts of 250 Mbit/s, as measured on 22 November 2026."""
 
 
-def transformer(blocks: int = 24) -> Profile:
-    """A large first layer, whose gradients are ready last and needed first, and equal blocks behind it."""
-    first = Layer("embedding", "Embedding", ((10_870, 256),), 19.0, 38.0)
-    rest = (Layer(f"blocks.{n}", "Linear", ((670, 670), (670,)), 19.0, 38.0) for n in range(blocks))
-    return Profile("transformer", "by hand", (first, *rest))
-
-
 def test_ddp_in_fp32_and_every_step_of_the_ladder_take_what_was_measured():
     whole, half = "fp32", "bf16"
     steps = ((whole, "each", "native"), (whole, "each", "ring"), (half, "each", "ring"), (half, "backward", "ring"))
@@ -88,8 +81,11 @@ def test_hybrid_is_near_its_limit_where_much_is_ready_last_and_needed_first():
 
 
 def test_pieces_go_two_abreast_and_halves_wait_for_a_latency_more():
-    """Of a first layer of eleven pieces on a wire that takes no time, and gloo, which carries two of them."""
-    profile = transformer()
+    """Of a first layer of eleven pieces, whose gradients are ready last and needed first, with equal blocks behind it,
+    on a wire that takes no time, and gloo, which carries two of them."""
+    first = Layer("embedding", "Embedding", ((10_870, 256),), 19.0, 38.0)
+    rest = (Layer(f"blocks.{n}", "Linear", ((670, 670), (670,)), 19.0, 38.0) for n in range(24))
+    profile = Profile("transformer", "by hand", (first, *rest))
 
     def step_s(latency_s: float) -> dict[str, float]:
         return predicted(profile, [sync.HybridSync(), sync.DearSync()], LinkModel(latency_s, 1e-12))
