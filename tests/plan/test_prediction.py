@@ -33,17 +33,13 @@ from tests.sync.test_step_prediction import pooled
 ENGINES = planned_engines(None)
 
 
-def written(recipe: str = "alexnet-512gpu") -> Recipe:
-    return load_recipe(recipe)
-
-
 def by_engine(
     gpus: int, gbit: float | None = None, engines: str | None = None, recipe: Recipe | None = None,
     cluster: str = "gradientflow-v", scaling: Scaling = "weak",
 ) -> dict[str, Planned]:  # fmt: skip
     machine = load_cluster(cluster)
     machine = machine if gbit is None else machine.with_nics(gbit)
-    rows = situation_of(recipe or written(), machine, gpus, scaling).rows(planned_engines(engines))
+    rows = situation_of(recipe or load_recipe("alexnet-512gpu"), machine, gpus, scaling).rows(planned_engines(engines))
     return {f"{row.engine} {row.wire}": row for row in rows}
 
 
@@ -112,7 +108,7 @@ def test_nccls_algorithm_is_that_of_the_typical_rate():
 
 def test_of_growing_images_the_mean_step_is_predicted():
     def compute_s(*sizes: tuple[float, int], pixels: int = 160) -> float:
-        recipe = written("resnet50-8gpu")
+        recipe = load_recipe("resnet50-8gpu")
         data = recipe.data.model_copy(update={"image_size": pixels, "sizes": sizes})
         recipe = recipe.model_copy(update={"data": data, "epochs": 10})
         return by_engine(8, engines="lazy", recipe=recipe, cluster="dgx-a100")["lazy bf16"].compute_s
