@@ -155,8 +155,8 @@ LINES = {
     "imagenet_fast/sync": 4965,
     "imagenet_fast/training": 3149,
     "imagenet_fast": 32252,
-    "tests": 28718,
-    "tests/sync": 6245,
+    "tests": 28415,
+    "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""
