@@ -109,17 +109,18 @@ def root() -> None:
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs the command line in this process; the one sentence on stderr with which it is refused, at exit code 2."""
+    """Runs the command line in this process; the one sentence on stderr with which it is refused, at exit code 2;
+    nothing else is printed."""
 
     def refused(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["imagenet-fast", *arguments])
         with pytest.raises(SystemExit) as end:
             main()
-        printed = capsys.readouterr().err
-        assert end.value.code == 2
-        assert printed.startswith("error: ")
-        assert printed.count("\n") == 1
-        return printed
+        printed, said = capsys.readouterr()
+        assert (end.value.code, printed) == (2, "")
+        assert said.startswith("error: ")
+        assert said.count("\n") == 1
+        return said
 
     return refused
 

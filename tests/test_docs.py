@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -169,8 +168,3 @@ def test_the_version_is_the_same_everywhere():
     assert versions[0] == ("Unreleased", "")
     assert (citation["version"], str(citation["date-released"])) in versions
     assert citation["license"] == PROJECT["license"]
-
-
-def test_the_command_is_there_and_the_types_are_marked():
-    assert callable(EntryPoint("imagenet-fast", PROJECT["scripts"]["imagenet-fast"], "console_scripts").load())
-    assert (ROOT / "imagenet_fast" / "py.typed").is_file()

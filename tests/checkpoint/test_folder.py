@@ -28,7 +28,6 @@ def test_the_newest_is_found_and_says_of_what_it_is(tmp_path: Path):
     assert newest(root) is None
     saved(root, 20, 40, top1=71.25)
     found = newest(root)
-    assert found is not None
     assert is_that_of(found, 40)
     assert names(found.folder) == ["manifest.json", "rank-00000.safetensors", "shared.safetensors"]
     assert found.folder == root / "step-00000040"
@@ -48,7 +47,6 @@ def test_the_newest_was_written_last_whatever_its_step_and_the_clock(tmp_path: P
 def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
     for number, (keep, top1s, left) in enumerate([
         (0, [None] * 4, [4]),
-        (1, [None] * 4, [3, 4]),
         (2, [None] * 4, [2, 3, 4]),
         (9, [None] * 4, [1, 2, 3, 4]),
         (0, [70.0, 72.0, 71.0, None], [2, 4]),
@@ -113,7 +111,6 @@ def test_a_damaged_one_is_named_and_the_one_before_is_taken(tmp_path: Path, caps
         "or directory); step-00000002 is taken instead",
     ]
     found = newest(tmp_path, best=True)
-    assert found is not None
     assert found.manifest.step == 2
 
 
@@ -128,7 +125,6 @@ def test_a_damaged_one_that_is_set_aside_displaces_none(file: str, content: byte
         path = tmp_path / "step-00000002" / file
         path.unlink() if content is None else path.write_bytes(content)
         found = newest(tmp_path)
-        assert found is not None
         assert found.manifest.step == 1
         assert names(tmp_path)[-1] == "step-00000002", "whoever only reads renames none"
         assert capsys.readouterr().err.startswith(f"warning: checkpoint {path.parent} is damaged: {file} ")

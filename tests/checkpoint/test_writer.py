@@ -45,21 +45,7 @@ def failures(writers: list[CheckpointWriter]) -> list[str]:
     return [refusal_of(writer.wait) for writer in writers]
 
 
-def test_what_is_saved_is_the_state_at_that_moment_though_training_goes_on(tmp_path: Path):
-    weights = torch.zeros(100_000)
-    progress = {"step": 1}
-    with CheckpointWriter(tmp_path, ALONE, keep=9) as writer:
-        for step in range(1, 4):
-            progress["step"] = step
-            writer.save(stamp(step), {"weights": weights, "progress": progress})
-            weights += 1
-            progress["step"] = -1
-    for step in range(1, 4):
-        found = open_checkpoint(tmp_path / f"step-0000000{step}").shared
-        assert same(found, {"weights": torch.full((100_000,), step - 1.0), "progress": {"step": step}})
-
-
-def test_slow_disk_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_slow_disk_delays_no_step_and_what_is_saved_is_the_state_at_that_moment(tmp_path: Path, monkeypatch):
     awake, fsync = threading.Event(), os.fsync
 
     def slow(descriptor: int) -> None:
@@ -67,15 +53,17 @@ def test_slow_disk_delays_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
-    weights = torch.zeros(100_000)
+    weights, progress = torch.zeros(100_000), {"step": 1}
     with CheckpointWriter(tmp_path, ALONE) as writer:
-        writer.save(stamp(1), {"weights": weights})
+        writer.save(stamp(1), {"weights": weights, "progress": progress})
         for _ in range(100):
             weights += 1
+            progress["step"] += 1
         assert writer.under_way
         assert newest(tmp_path) is None, "it is no checkpoint before all of it is on the disk"
         awake.set()
-    assert same(open_checkpoint(tmp_path / "step-00000001").shared, {"weights": torch.zeros(100_000)})
+    found = open_checkpoint(tmp_path / "step-00000001").shared
+    assert same(found, {"weights": torch.zeros(100_000), "progress": {"step": 1}})
 
 
 def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):

@@ -44,7 +44,6 @@ def names(root: Path) -> list[str]:
 def found_step(root: Path) -> int:
     """Of the newest, which is as it was saved."""
     found = newest(root)
-    assert found is not None
     assert is_that_of(found, found.manifest.step)
     return found.manifest.step
 

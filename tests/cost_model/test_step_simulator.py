@@ -249,8 +249,6 @@ def test_what_bounds_a_step():
         ("each", [0.1, 0.2, 0.2], 1.5),
         ("backward", [0.1, 0.1, 0.1], 1.1),  # the first layer's gradient, after all compute
         ("backward", [2.0, 0.0, 0.0], 2.5),  # the wire, from when the first gradient is there
-        ("read", [0.1, 0.1, 0.0], 1.0),
-        ("read", [2.0, 0.0, 0.0], 2.3),  # the same, awaited 0.2 later
         ("read", [0.0, 0.0, 0.5], 1.5),  # ready last and needed first: nothing hides it
     ):
         assert step_lower_bound(QUARTER, seconds, awaits) == pytest.approx(least)

@@ -21,15 +21,13 @@ from imagenet_fast.distributed.network import Endpoint, await_listener, parse_en
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
-from tests.e2e.command import outcome_of
+from tests.e2e.command import outcome_of, setting
 from tests.hosts import Hosts, hosts
 from tests.launch.test_slurm import step
 from tests.ports import free_port
 
-TINY = (
-    "train", "--recipe", "smoke", "--nproc", "1", "--set", "epochs=1", "--set", "schedule.warmup_epochs=0",
-    "--set", "global_batch=24", "--set", "data.train_images=24",
-)  # fmt: skip
+SMALL = setting("epochs=1", "schedule.warmup_epochs=0", "global_batch=24", "data.train_images=24")
+TINY = ("train", "--recipe", "smoke", "--nproc", "1", *SMALL)
 
 
 @pytest.fixture(scope="module")

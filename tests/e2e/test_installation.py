@@ -41,7 +41,6 @@ def test_the_image_runs_the_command_as_somebody_who_needs_no_name():
 
 def test_the_documented_docker_command_shares_what_the_image_needs():
     shown = re.search(r"docker run(?:.*\\\n)*.*", "\n".join(instructions("COMMENT")))
-    assert shown is not None
     documented = shlex.split(shown[0].replace("\\\n", ""))
     assert documented[documented.index("--user") + 1] == "$(id -u):$(id -g)"
     assert f"$PWD:{instructions('WORKDIR')[-1]}" in documented

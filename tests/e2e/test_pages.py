@@ -74,7 +74,6 @@ def by_ranks(words: list[str], *, stop: bool) -> str:
         [*COMMAND, *words], stdout=subprocess.PIPE, text=True, start_new_session=True,
         env=environment(COLUMNS="80", PYTHONPATH=str(ROOT)),
     )  # fmt: skip
-    assert process.stdout is not None
     printed = ""
     for line in process.stdout:
         if stop and line.startswith("epoch") and "epoch" not in printed:

@@ -104,7 +104,6 @@ def test_what_there_is_not_is_refused_with_what_there_is(smoke_run: Path, tmp_pa
         said = refused(f"{smoke_run}@{wrong}")
         assert f"{smoke_run} has no checkpoint '{wrong}'" in said
         assert "; there are best, newest, step-6, step-8, step-12, step-16" in said
-    assert f"there is no file {tmp_path}/none@best" in refused(f"{tmp_path}/none@best")
 
     run = tmp_path / "run"
     shutil.copytree(smoke_run, run)
@@ -112,9 +111,6 @@ def test_what_there_is_not_is_refused_with_what_there_is(smoke_run: Path, tmp_pa
     said = refused(run)
     assert f"{run} holds a run without checkpoints/final.safetensors" in said
     assert f"give one of its checkpoints, as {run}@newest" in said
-    damaged = run / "checkpoints" / "step-00000016" / "shared.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert f"{damaged.parent} is damaged" in refused(f"{run}@step-16")
     for step in (8, 16):
         shutil.rmtree(run / "checkpoints" / f"step-{step:08}")
     assert "none of its checkpoints was evaluated; there are newest, step-6" in refused(f"{run}@best")
@@ -269,10 +265,8 @@ def test_weights_that_rank_0_alone_can_read_start_all_ranks_and_averages(smoke_r
     assert alike(model.state_dict(), state)
     step = build_step(recipe, split_batch(recipe, 2), model, world, 4)
     average = step.state.average
-    assert average is not None
     assert alike(average.module.state_dict(), state)
     step.state.sync.close()
-    refuses("10 classes apart, and the data has 4", built, 4)
     fresh = built(4, fresh_head=True)
     assert fresh.fc.weight.any()
     fresh.fc = model.fc

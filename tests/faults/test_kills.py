@@ -56,7 +56,6 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(moment: str, engine
         run(2, _train, tmp_path, engine, MOMENTS[moment], fresh=True)
     run(2, _train, tmp_path, engine, fresh=True)
     outcome = read_outcome(tmp_path)
-    assert outcome is not None
     assert (outcome.status, outcome.steps) == ("finished", 10)
     assert outcome.resumed == (0 if "before the first" in moment else 1)
     assert digest(tmp_path) == alone(engine)

@@ -33,7 +33,6 @@ def test_whatever_lies_on_a_gpu_comes_back_there_or_on_the_cpu(tmp_path: Path):
     with CheckpointWriter(tmp_path, ALONE) as writer:
         writer.save(stamp(1), on_gpu, on_gpu)
         folder = writer.wait()
-    assert folder is not None
     assert same(open_checkpoint(folder).part(0, GPU), on_gpu)
     assert same(open_checkpoint(folder).shared, moved(on_gpu, CPU))
 

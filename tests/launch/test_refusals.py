@@ -59,10 +59,9 @@ def test_what_a_rank_refuses_or_warns_of_is_printed_once_and_ends_a_run_that_may
     bad.write_bytes(b"no image")
     run = tmp_path / "run"
     code, printed, said = Forked(
-        tmp_path, "train", "--recipe", "demo", "--data", str(images), "--nproc", "2", "--set", "data.loader=folder",
-        "--set", "global_batch=4", "--set", "micro_batch=2", "--set", "epochs=2", "--set", "ranks=2",
-        "--set", "checkpoint.every_steps=1", "--set", "data.prefetch=1", "--out", str(run), "--max-restarts", "3",
-        "--set", "target_top1=0.85",
+        tmp_path, "train", "--recipe", "demo", "--data", str(images), "--nproc", "2", "--out", str(run),
+        "--max-restarts", "3", *setting("data.loader=folder", "global_batch=4", "micro_batch=2", "epochs=2", "ranks=2",
+        "checkpoint.every_steps=1", "data.prefetch=1", "target_top1=0.85"),
     ).ended()  # fmt: skip
     assert code == 2, printed + said
     warning, error = said.splitlines()

@@ -61,7 +61,6 @@ def test_alexnet_with_batch_norm_begins_as_nvidia_caffes():
     layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     for number, layer in enumerate(layers):
         hidden = number in (5, 6)
-        assert layer.bias is not None
         assert (layer.bias == (0.1 if hidden else 0.01)).all()
         assert layer.weight.std().item() == pytest.approx(0.005 if hidden else 0.01, rel=0.05)
 

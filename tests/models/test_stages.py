@@ -14,7 +14,7 @@ from imagenet_fast.models.split_points import segments_of
 from imagenet_fast.models.stages import LocalStages, recorded_times, split_model
 from tests.conftest import refuses, tiers
 from tests.models.narrow import narrow_model
-from tests.models.own import Residual
+from tests.models.own import LeNet, Residual
 from tests.models.test_models import NETWORKS
 
 PIXELS = {"resnet18": 32, "resnet50": 32, "alexnet": 63, "alexnet_bn": 67, "cifarnet": 32}
@@ -118,18 +118,6 @@ def _only(profile: Profile, part: LocalStages) -> Profile:
     return Profile(profile.model, profile.source, own)
 
 
-class Branching(nn.Module):
-    """Calls its layers in an order of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, values: Tensor) -> Tensor:
-        out: Tensor = self.last(self.first(values))
-        return out
-
-
 def test_a_block_with_a_shortcut_is_one_piece():
     """A class of one's own may call a Sequential's layers and add to them."""
     torch.manual_seed(0)
@@ -144,7 +132,7 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence():
     model, images = built("alexnet")
     refuses("AlexNet makes 8 stages, not 9; lower", split_model, model, images, 0, 9)
     refuses("8 stages, not 10", split_model, model, images, 0, 5, chunks=2)
-    refuses("order Branching calls its layers is not known", segments_of, Branching())
+    refuses("order LeNet calls its layers is not known", segments_of, LeNet(10))
     refuses("order Residual calls its layers is not known", segments_of, Residual(nn.Linear(4, 4), nn.Linear(4, 4)))
     shared = nn.Linear(4, 4)
     refuses("Sequential reads a weight in several layers", segments_of, nn.Sequential(shared, nn.ReLU(), shared))

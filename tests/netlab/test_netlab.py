@@ -16,7 +16,7 @@ import pytest
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.metrics.tables import table
-from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
+from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL, benched
@@ -24,8 +24,6 @@ from tests.conftest import refusal_of
 from tests.e2e.command import COMMAND, environment, wait_for
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("root")]
-
-GBIT = parse_rate("1gbit")
 
 
 def namespaces(processes: Iterable[int] | None = None, held: bool = True) -> set[str]:
@@ -41,14 +39,6 @@ def namespaces(processes: Iterable[int] | None = None, held: bool = True) -> set
         if target.startswith("net:"):
             found.add(target)
     return found
-
-
-def test_nothing_is_left_of_a_network():
-    before = namespaces([os.getpid()])
-    with shaped_network(3, GBIT) as hosts:
-        made = namespaces([os.getpid()]) - before
-        assert (len(made), len({host.address for host in hosts})) == (4, 3)
-    assert not made & namespaces()
 
 
 def test_a_rate_is_read_in_tcs_notation():
@@ -87,7 +77,6 @@ def test_bytes_of_hosts_of_several_ranks_are_a_hosts():
     assert "2 nodes of 2 ranks" in str(table(rows).title)
     each = 2 * (4 - 1) / 4 * 2 * SMALL.elements  # of an all-reduce of 16-bit values between four ranks
     assert row.sent_bytes == pytest.approx(2 * each, rel=0.05)
-    assert row.kernel_bytes is not None
     assert 0.25 * row.sent_bytes < row.kernel_bytes < 0.75 * row.sent_bytes  # the rest stays within a host
 
 

@@ -149,7 +149,6 @@ def test_all_ranks_skip_a_step_in_which_one_shard_overflows(settings: EngineSett
         nn.functional.cross_entropy(model(images), labels).backward()
         pools.end_backward()
         found = pools.found_inf
-        assert found is not None
         assert found.item() == (step != 1)
         optimizer.found_inf = found
         pools.step(optimizer)

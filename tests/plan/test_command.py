@@ -68,7 +68,6 @@ WRONG = {
     "--png plan.png": "--png plan.png draws a sweep; add --sweep",
     "--sync auto": "--sync auto becomes one of the others",
     "--set sync.wire=fp32": "--set sync.wire=fp32 is not ENGINE.KEY=VALUE with an engine of --sync ddp,",
-    "--set sync={kind='lazy'}": "is not ENGINE.KEY=VALUE",
     "--sync lazy row": "row belongs to no option and is not KEY=VALUE",
     "--sweep gpus=8..16 --gpus 64": "--gpus does not go with --sweep gpus=",
     f"{MANY} --gpus 16384": "16384 GPUs have a global batch of 2097152, more than the 1281167 training images; take",

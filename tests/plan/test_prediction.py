@@ -9,10 +9,8 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import torch
 
 from imagenet_fast.bench.comm_volume import bench_count
-from imagenet_fast.bench.replay import replay
 from imagenet_fast.cost_model.collectives import RankLayout, piece_bytes, wire_format
 from imagenet_fast.cost_model.layer_profile import load_profile
 from imagenet_fast.cost_model.messages import divide
@@ -24,19 +22,15 @@ from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
-from imagenet_fast.sync import GradientPool, declare
+from imagenet_fast.sync import declare
 from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from tests.bench.small import SMALL
 from tests.conftest import refusal_of, tiers
-from tests.sync.test_step_prediction import Hosts
+from tests.sync.test_step_prediction import pooled
 
 ENGINES = planned_engines(None)
-
-
-def written(recipe: str = "alexnet-512gpu") -> Recipe:
-    return load_recipe(recipe)
 
 
 def by_engine(
@@ -45,7 +39,7 @@ def by_engine(
 ) -> dict[str, Planned]:  # fmt: skip
     machine = load_cluster(cluster)
     machine = machine if gbit is None else machine.with_nics(gbit)
-    rows = situation_of(recipe or written(), machine, gpus, scaling).rows(planned_engines(engines))
+    rows = situation_of(recipe or load_recipe("alexnet-512gpu"), machine, gpus, scaling).rows(planned_engines(engines))
     return {f"{row.engine} {row.wire}": row for row in rows}
 
 
@@ -53,9 +47,7 @@ def by_engine(
 def test_messages_are_those_of_the_engine(settings: Sync):
     """Slot by slot, on four CPU hosts, as ``auto`` predicts them on a pool."""
     profile = load_profile("alexnet").downscaled(4)
-    model = replay(profile, [[torch.empty(shape, device="meta") for shape in layer.shapes] for layer in profile.layers])
-    pool = GradientPool(model, LazySync()).gradients
-    pool.topology = Hosts(4)
+    pool, _ = pooled(profile, hosts=4)
     engine = declare(settings)  # type: ignore[arg-type]
     layout = RankLayout((1,) * 4, on_gpu=False)
     links = StatedNetwork(layout, 1e9)
@@ -116,7 +108,7 @@ def test_nccls_algorithm_is_that_of_the_typical_rate():
 
 def test_of_growing_images_the_mean_step_is_predicted():
     def compute_s(*sizes: tuple[float, int], pixels: int = 160) -> float:
-        recipe = written("resnet50-8gpu")
+        recipe = load_recipe("resnet50-8gpu")
         data = recipe.data.model_copy(update={"image_size": pixels, "sizes": sizes})
         recipe = recipe.model_copy(update={"data": data, "epochs": 10})
         return by_engine(8, engines="lazy", recipe=recipe, cluster="dgx-a100")["lazy bf16"].compute_s

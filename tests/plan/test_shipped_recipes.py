@@ -23,8 +23,6 @@ from imagenet_fast.training.lr_schedule import learning_rate
 from imagenet_fast.training.train_step import build_step
 
 CLASSES = {"imagenet": 1000, "cifar10": 10, "digits": 10}
-PARAMETERS = {"alexnet-1gpu": 61_100_840, "alexnet-512gpu": 60_965_224, "resnet50-8gpu": 25_557_032}
-"""As published."""
 SMALLEST = 67
 """Pixels that every network takes."""
 
@@ -55,7 +53,6 @@ def test_a_shipped_recipe_is_planned_and_its_network_built(name: str):
     with torch.device("meta"):
         model = build_model(recipe.model, classes)
         assert model(torch.empty(2, 3, size, size)).shape == (2, classes)
-    assert name not in PARAMETERS or sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
 
 
 @pytest.fixture(params=shipped("recipe"))

@@ -50,12 +50,10 @@ def test_a_shipped_recipe_survives_being_written_out_in_full(tmp_path: Path):
 
 WRONG = r"""
 optim.lrr=1 -> unknown key optim.lrr; did you mean optim.lr?
-epoch=1 -> unknown key epoch; did you mean epochs?
 optim.kind=lars; optim.nesterov=true ->
     optim.nesterov is for optim.kind 'sgd', not 'lars'; leave it out, or replace the whole table, as by --set 'optim={
 optim.lr=-1 -> optim.lr is -1: input should be greater than 0
 sync.kind=rng -> sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'
-model.kind=vgg -> model.kind is 'vgg'; it must be one of 'alexnet', 'alexnet_bn', 'resnet18', 'resnet50', 'cifarnet'
 optim={lr=1.0} -> optim.kind is missing
 optim={kind='sgd', lr=1.0} -> optim.weight_decay is missing; add it
 optim.lr=inf -> optim.lr is Infinity: input should be a finite number
@@ -73,18 +71,15 @@ sync.kind=sparse; sync.momentum_correction=true; optim.kind=lars -> optim.kind '
 sync.kind=sparse; sync.momentum_correction=true; optim.kind=sgd; optim.nesterov=true ->
     optim.nesterov true is another; turn it off
 sync.kind=sparse; sync.momentum_correction=true; sync.wire=fp16 -> keeps in its velocity what overflows in wire 'fp16'
-sync.kind=hybrid; sync.polizy=by-size -> unknown key sync.polizy; did you mean sync.policy?
 data={loader='dali', dataset='digits', image_size=32, resize=32}; data.dali.host_pading_mb=1 ->
     unknown key data.dali.host_pading_mb; did you mean data.dali.host_padding_mb?
 data={loader='dali', dataset='digits', image_size=32, resize=32}; data.zz=1 -> on_bad_image, dali, mean, std
-parallel.tenser=2 -> unknown key parallel.tenser; did you mean parallel.tensor?
 parallel.pipeline=2; parallel.schedule=zero-bubble ->
     parallel.schedule is "zero-bubble": input should be 'gpipe', '1f1b' or 'interleaved'
 model.kind=alexnet; data.image_size=63; parallel.pipeline=5; parallel.schedule=interleaved; parallel.micro_batches=5 ->
     parallel.pipeline 5 with schedule interleaved cuts alexnet into 10 stages, and it comes in 8 pieces
 model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=auto; optim.kind=lars ->
     sync.kind 'auto' with sync.defer true may choose other engines for other shards, and optim.kind 'lars' adds
-checkpoint.every_minutes=nan -> checkpoint.every_minutes is NaN: input should be a finite
 parallel.tensor=2 -> parallel.tensor 2 divides AlexNet's large fully connected layers, and model.
 model.kind=alexnet; data.image_size=63; parallel.tensor=3 ->
     tensor 3 does not divide the 4096 units of alexnet's fully connected layers; take a power of 2 up to 4096
@@ -95,7 +90,6 @@ model.kind=alexnet; data.image_size=63; parallel.tensor=2; sync.kind=ddp ->
 parallel.pipeline=2; parallel.schedule=gpipe; sync.kind=ddp ->
     sync.kind 'ddp' has one group of ranks for all; take another engine, such as sync.kind 'lazy', or set parallel
 parallel.micro_batches=4 -> parallel: micro_batches and schedule are those of a pipeline; leave them out, or
-parallel.schedule=gpipe -> parallel: micro_batches and schedule are those of a pipeline; leave them out, or
 parallel.pipeline=4; parallel.micro_batches=3 ->
     schedule 1f1b has a micro-batch for each of 4 stages at least, and 3 are fewer; raise micro_batches, or
 parallel.pipeline=4; parallel.micro_batches=9; parallel.schedule=interleaved ->
@@ -118,7 +112,6 @@ def test_a_wrong_recipe_is_met_with_the_key_and_the_fix(written: Path):
 def test_what_looks_like_a_mistake_is_doubted_and_kept(written: Path):
     for change, doubt in (
         ("target_top1=0.85", ["target_top1 is 0.85 %; did you mean 85?"]),
-        ("target_top1=0.57", ["target_top1 is 0.57 %; did you mean 57?"]),
         ("target_top1=1", []),
         ("target_top1=85", []),
         ("schedule.start_lr=0.5", ["schedule.start_lr is 0.5, above optim.lr (0.1); lower it, too"]),
@@ -190,7 +183,6 @@ def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
     optim = {"kind": "sgd", "lr": 1, "weight_decay": 0, "momentum": 0.8}
     for momentum, expected in ({}, 0.8), ({"momentum": 0.5}, 0.5):
         sync = parse_recipe("my.toml", tables(sync={**CORRECTED, **momentum}, optim=optim)).sync
-        assert isinstance(sync, SparseSync)
         assert (sync.momentum, sync.velocity_momentum) == (expected, expected)
     assert SparseSync(momentum_correction=True).velocity_momentum == 0.9
     assert SparseSync(momentum=0.5).velocity_momentum is None
@@ -280,7 +272,6 @@ def test_a_wrong_override_is_met_in_words_of_toml():
         ("epochs", "epochs is not KEY=VALUE; write for example optim.lr=0.5"),
         ("=3", "=3 is not KEY=VALUE"),
         (".optim.lr=1", ".optim.lr=1 is not KEY=VALUE"),
-        ("optim..lr=1", "optim..lr=1 is not KEY=VALUE"),
         ("epochs=none", "epochs cannot be none, which is for keys that may be absent; give it a value, or"),
         ("sync.collective=none", "sync.collective cannot be none, which"),
         ("optim=none", "optim cannot be none, which"),

@@ -122,8 +122,8 @@ def _traces(program: Program, engine: str, last: Record) -> list[Failure]:
         twins.append(("those without", core, engine))
     for what, other, under in twins:
         theirs = Loop(other, under).run().records[-1].tensors
-        if not _alike(last.tensors, theirs):
-            return [Failure("a trace", f"weights differ by {_distance(last.tensors, theirs):.2g} from {what}")]
+        if differences := _differences(last.tensors, theirs, exact=True):
+            return [Failure("a trace", f"weights are not {what}: {differences}")]
     return []
 
 
@@ -137,12 +137,8 @@ def _not_finite(records: list[Record]) -> list[Failure]:
 def _differing(loop: Loop, expected: list[Record], exact: bool) -> list[Failure]:
     """From the loop by hand."""
     for record, other in zip(loop.records, expected, strict=True):
-        if len(record.tensors) != len(other.tensors):
-            text = f"{_place(record)}: {len(record.tensors)} tensors, {len(other.tensors)} by hand"
-            return [Failure("weights", text)]
-        if not (_alike if exact else _close)(record.tensors, other.tensors):
-            text = f"{_place(record)}: {_distance(record.tensors, other.tensors):.2g} from those by hand"
-            return [Failure("weights", text)]
+        if differences := _differences(record.tensors, other.tensors, exact):
+            return [Failure("weights", f"{_place(record)}, not as by hand: {differences}")]
     return []
 
 
@@ -150,22 +146,14 @@ def _place(record: Record) -> str:
     return f"line {record.line}, {record.what}"
 
 
-def _alike(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(a.dtype == b.dtype and torch.equal(_numbers(a), _numbers(b)) for a, b in zip(some, others, strict=True))
-
-
-def _close(some: list[Tensor], others: list[Tensor]) -> bool:
-    pairs = zip(map(_numbers, some), map(_numbers, others), strict=True)
-    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in pairs)
-
-
-def _distance(some: list[Tensor], others: list[Tensor]) -> float:
-    pairs = zip(map(_numbers, some), map(_numbers, others), strict=True)
-    return max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.float().nan_to_num(nan=12345.0)  # a loss scaled to infinity may make some
+def _differences(some: list[Tensor], others: list[Tensor], exact: bool) -> str:
+    """In words; a loss scaled to infinity may make NaN of both."""
+    rtol, atol = (0.0, 0.0) if exact else (1e-3, 1e-4)
+    try:
+        torch.testing.assert_close(some, others, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        return str(error)
+    return ""
 
 
 def describe(case: Case, failure: Failure) -> str:

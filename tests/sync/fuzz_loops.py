@@ -626,7 +626,6 @@ def _scheduler(kind: str, optimizer: optim.Optimizer) -> lr_scheduler.LRSchedule
 
 
 def _change_one(param: nn.Parameter, how: str, number: int) -> None:
-    assert param.grad is not None
     match how:
         case "halve":
             param.grad.mul_(0.5)

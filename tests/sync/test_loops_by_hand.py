@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,23 +140,17 @@ def test_a_lost_message_stays_lost() -> None:
     in_flight = pool.engine._in_flight
     assert in_flight
     sent = dict(in_flight)
-    in_flight |= dict.fromkeys(sent, (_lost,))
+    in_flight |= dict.fromkeys(sent, (Mock(side_effect=RuntimeError("Connection closed by peer")),))
     for read in (lambda: model(loops.images(9)), model.state_dict) * 2:
         with pytest.raises(RuntimeError, match="closed by peer"):
             read()
     in_flight |= sent
 
 
-def _lost() -> None:
-    raise RuntimeError("Connection closed by peer")
-
-
 def test_a_failing_close_is_a_note_on_the_users_exception():
     model, pool, optimizer = started(ENGINES["hybrid"])
 
-    def failing_update(params: list[nn.Parameter]) -> None:
-        raise MemoryError("no memory for the update")
-
+    failing_update = Mock(side_effect=MemoryError("no memory for the update"))
     for step in range(3):
         begin(model, pool, step)
         pool.end_backward()

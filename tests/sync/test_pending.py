@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from itertools import product
 from types import FrameType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -160,15 +161,11 @@ def test_a_signals_handler_may_read_at_every_line_of_a_step(engine: str, modules
     assert alike(state(model), state(trained(ENGINES[engine], number + 1, ours)[0]))
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("modules", MODULES)
 def test_an_update_that_is_interrupted_at_any_line_is_whole_or_told(modules: str):
     """By Ctrl-C, say: it is carried out later, or refused."""
     expected, _, _ = trained(LAZY)
-    for watched in at_each_line(modules, interrupt):
+    for watched in at_each_line(modules, Mock(side_effect=KeyboardInterrupt)):
         model, pool, _ = trained(HYBRID)
         with suppress(KeyboardInterrupt), watched:
             model(images(3))

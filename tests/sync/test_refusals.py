@@ -27,7 +27,6 @@ from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
 from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.pending import Pending
-from imagenet_fast.training.optimizers import LARS
 from tests.conftest import tiers
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
@@ -61,10 +60,6 @@ def refused(sentence: str, *engines: str, **more: Any) -> Callable[[Any], Any]:
         REFUSALS[loop.__name__.replace("_", " ")] = Refusal(loop, sentence, engines or ("lazy",), **more)
 
     return add
-
-
-def _no_memory(*_: Any, **__: Any) -> Any:
-    raise MemoryError("as if there were no memory left")
 
 
 # What a pool and an engine are made of
@@ -199,10 +194,6 @@ REFUSALS |= {
         "the optimizer would add it again; give imagenet_fast's SGD corrected=True",
         lambda model, pool: (pool.step, ours(model, momentum=0.9)), "sparse corrected", corrected,
     ),
-    "momentum of LARS that gradients have already": in_a_step(
-        "the optimizer would add it again", lambda model, pool: (pool.step, LARS(model.parameters(), 0.1)),
-        "sparse corrected", corrected,
-    ),
     "an optimizer of torch where a part is sent": in_a_step(
         "sends a part of the gradients, and optimizers of torch would apply the rest as well",
         lambda model, pool: (pool.step, sgd(model)), "sparse", ours,
@@ -328,7 +319,7 @@ def an_update_that_failed(settings: EngineSettings) -> Wrong:
     for step in range(3, 5):
         train(model, pool, optimizer)
         begin(model, pool, step)
-        with patch.object(sys.modules["torch.optim.sgd"], "sgd", _no_memory), pytest.raises(MemoryError):
+        with patch.object(sys.modules["torch.optim.sgd"], "sgd", side_effect=MemoryError), pytest.raises(MemoryError):
             (pool.step(optimizer), loss_of(model, step))
         if step == 3:
             yield (pool.zero_grad,)

@@ -68,7 +68,6 @@ def test_nothing_is_lost_and_all_ranks_send_the_same_chunks() -> None:
         model([gradient]).backward()
         pool.finish()
         for part in engine.sent_slices()[weight]:
-            assert weight.grad is not None
             applied[part] += weight.grad[part]
         sent = [None] * world
         dist.all_gather_object(sent, engine.sent)
@@ -142,7 +141,6 @@ def test_corrected_momentum_is_that_of_deep_gradient_compression() -> None:
         model([0.75 * gradients[rank]]).backward()
         pool.finish()
         for part in pool.engine.sent:
-            assert weight.grad is not None
             part = slice(part.start, min(part.stop, size))
             assert torch.equal(weight.grad[part], residual.mean(0)[part]), step
             residual[:, part] = 0.0

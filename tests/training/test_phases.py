@@ -8,6 +8,7 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -62,23 +63,13 @@ def begun(**changes: Any) -> tuple[TrainingStep, Loaders, Job]:
 def _last_step(steps: int, **changes: Any) -> list[Phase]:
     """Return the phases that it enters, each once in a row."""
     take_step, dataset, _ = begun(**changes)
-    entered: list[Phase] = []
-    enter = here.enter
-
-    def noted(phase: Phase, step: int | None = None) -> None:
-        entered.append(phase)
-        enter(phase, step)
-
-    here.enter = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(here, "enter", wraps=here.enter) as enter:
         for _ in range(steps):
-            entered.clear()
+            enter.reset_mock()
             take_step(dataset.train, 0.1)
-    finally:
-        del here.enter  # type: ignore[method-assign]
-        take_step.state.settle()
-        take_step.state.sync.close()
-    return [phase for phase, _ in groupby(entered)]
+    take_step.state.settle()
+    take_step.state.sync.close()
+    return [phase for phase, _ in groupby(call.args[0] for call in enter.call_args_list)]
 
 
 @pytest.mark.ci
@@ -89,12 +80,12 @@ def test_whoever_waits_for_a_slow_disk_says_so_all_the_time(tmp_path: Path):
     state, world = take_step.state, tests.world()
     entered: list[Phase] = []
     store = dist.distributed_c10d._get_default_store()
-    with CheckpointWriter(tmp_path, world, store) as writer, pytest.MonkeyPatch.context() as patch:
+    with CheckpointWriter(tmp_path, world, store) as writer, pytest.MonkeyPatch.context() as monkeypatch:
         manager = CheckpointManager(job, world, writer, {}, lambda: False)
         fsync, once = os.fsync, iter([3.0])
-        patch.setattr(os, "fsync", lambda descriptor: (time.sleep(next(once, 0.0)), fsync(descriptor)))
+        monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(next(once, 0.0)), fsync(descriptor)))
         manager.save(state, evaluated=True)
-        patch.setattr(here, "enter", lambda phase, step=None: entered.append(phase))
+        monkeypatch.setattr(here, "enter", lambda phase, step=None: entered.append(phase))
         assert not manager.finish(state, True)
         manager.close()
     assert manager.saved_step == state.step
