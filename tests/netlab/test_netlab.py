@@ -16,7 +16,7 @@ import pytest
 from imagenet_fast.bench.engines import bench_sync
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.metrics.tables import table
-from imagenet_fast.netlab.namespaces import parse_rate
+from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.load import parse_engines
 from tests.bench.small import SMALL, benched
@@ -24,6 +24,8 @@ from tests.conftest import refusal_of
 from tests.e2e.command import COMMAND, environment, wait_for
 
 pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("root")]
+
+GBIT = parse_rate("1gbit")
 
 
 def namespaces(processes: Iterable[int] | None = None, held: bool = True) -> set[str]:
@@ -39,6 +41,14 @@ def namespaces(processes: Iterable[int] | None = None, held: bool = True) -> set
         if target.startswith("net:"):
             found.add(target)
     return found
+
+
+def test_nothing_is_left_of_a_network():
+    before = namespaces([os.getpid()])
+    with shaped_network(3, GBIT) as hosts:
+        made = namespaces([os.getpid()]) - before
+        assert (len(made), len({host.address for host in hosts})) == (4, 3)
+    assert not made & namespaces()
 
 
 def test_a_rate_is_read_in_tcs_notation():
