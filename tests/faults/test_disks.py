@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import make_images
 from tests.e2e.command import events_of, outcome_of, setting, wait_for
-from tests.faults.jobs import FUSED, digest, start, train
+from tests.faults.jobs import FUSED, Running, digest, start, train
 
 pytestmark = pytest.mark.weekly
 
@@ -26,8 +26,25 @@ def small_disk(at: Path, mebibytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", at], check=True)
 
 
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """By a mount of its own: its disk cannot be as long as files there are being written."""
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def said(running: Running) -> str:
+    """By a command that has come to a bad end."""
+    assert running.ended(240) in (1, 2)
+    return running.printed
+
+
 @pytest.mark.usefixtures("root")
-def test_full_disk_ends_no_training(tmp_path: Path):
+def test_full_or_read_only_disk_ends_no_training(tmp_path: Path):
     undisturbed = train(tmp_path / "undisturbed", *FUSED)
     checkpoint = next((tmp_path / "undisturbed" / "checkpoints").glob("step-*"))
     mebibytes = sum(file.stat().st_size for file in checkpoint.iterdir()) / 2**20
@@ -49,8 +66,15 @@ def test_full_disk_ends_no_training(tmp_path: Path):
         (out / "outcome.json").unlink()  # as if it had been killed before it could say so
 
         subprocess.run(["mount", "-o", f"remount,size={int(8 * mebibytes) + 64}m", disk], check=True)
+        running = start(out, *FUSED)
+        wait_for(lambda: bool(events_of(out, "resume")) and running.step > 4)
+        with read_only(out / "checkpoints"):
+            log = said(running)
+            assert "cannot be written (Read-only file system), and 2 more; make it writable; training goes on" in log
+            assert f"failed: trained to the end, but {out}/checkpoints/final.safetensors cannot be written (" in log
+            log = said(start(out, *FUSED))
+            assert f"(Read-only file system: {out}/checkpoints); make that writable, or give another --out" in log
         assert train(out, *FUSED) == undisturbed
-        assert events_of(out, "resume")
 
 
 def test_storage_that_is_away_for_a_while_costs_a_restart_and_no_step(tmp_path: Path):
