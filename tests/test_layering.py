@@ -145,7 +145,7 @@ LINES = {
     "imagenet_fast/data": 4639,
     "imagenet_fast/distributed": 2329,
     "imagenet_fast/doctor": 313,
-    "imagenet_fast/launch": 1280,
+    "imagenet_fast/launch": 1273,
     "imagenet_fast/metrics": 1440,
     "imagenet_fast/models": 1885,
     "imagenet_fast/netlab": 603,
