@@ -18,6 +18,7 @@ import errno
 import json
 import struct
 from collections.abc import Container, Iterator, Mapping
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -142,10 +143,9 @@ def flatten_tree(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
-        if kind is list:
-            return [outline(inner, f"{path}/{place}") for place, inner in enumerate(value)]
-        if kind is tuple:
-            return {"$tuple": [outline(inner, f"{path}/{place}") for place, inner in enumerate(value)]}
+        if kind in (list, tuple):
+            items = [outline(inner, f"{path}/{place}") for place, inner in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
         if isinstance(value, dict):
             if all(type(key) is str and not key.startswith("$") for key in value):
                 return {key: outline(inner, f"{path}/{key}") for key, inner in value.items()}
@@ -179,11 +179,8 @@ def flatten_tree(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
 def _unused(path: str, taken: Container[str]) -> str:
     """Return a name that any reader of UTF-8 accepts, and that no other tensor has."""
     path = path.encode(errors="replace").decode()
-    name, number = path, 1
-    while name in taken or name in ("", "__metadata__"):
-        number += 1
-        name = f"{path}~{number}"
-    return name
+    names = (path if number == 1 else f"{path}~{number}" for number in count(1))
+    return next(name for name in names if name not in taken and name not in ("", "__metadata__"))
 
 
 def unflatten_tree(outline: Any, flat: Mapping[str, Tensor], device: torch.device) -> Tree:

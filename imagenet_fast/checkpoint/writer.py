@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import distributed as dist
@@ -152,9 +151,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         if self._thread is not None:
             self._thread.join(_LEAVING_S)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, where: object) -> None:
         """Wait for the last checkpoint, unless after an error: other ranks may then never write theirs."""
         try:
             if error is None:

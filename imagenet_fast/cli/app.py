@@ -47,8 +47,10 @@ class Command(_PlainFlags, TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse ``args``, in which ``--set`` may stand before KEY=VALUE."""
-        if any(param.name == "keys" for param in self.params):
-            args = _without_set(args)
+        if any(param.name == "keys" for param in self.params):  # a --set without one becomes an empty word
+            followed = zip(args, [*args, "-"][1:], strict=True)
+            words = [word for word, after in followed if word != "--set" or after.startswith("-")]
+            args = ["" if word == "--set" else word.removeprefix("--set=") for word in words]
         return super().parse_args(ctx, args)
 
 
@@ -80,10 +82,3 @@ def _explained(docstring: str | None, title: str) -> tuple[str, dict[str, str]]:
     text, _, section = (docstring or "").partition(f"\n\n{title}:\n")
     found = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
     return text, {name: " ".join(meaning.split()) for name, meaning in found}
-
-
-def _without_set(args: list[str]) -> list[str]:
-    """Return ``args`` with KEY=VALUE for ``--set KEY=VALUE``, and an empty word for a ``--set`` without one."""
-    followed = zip(args, [*args, "-"][1:], strict=True)
-    words = [word for word, after in followed if word != "--set" or after.startswith("-")]
-    return ["" if word == "--set" else word.removeprefix("--set=") for word in words]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -33,13 +33,7 @@ from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
 from imagenet_fast.errors import UserError, listed, names
 
-if TYPE_CHECKING:
-    from imagenet_fast.cost_model.layer_profile import Profile
-
 bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
-
-published_app = App(help="Measure here what papers compare.", no_args_is_help=True)
-bench_app.add_typer(published_app, name="published")
 
 _PROFILE = "Layer profile: alexnet, resnet50, a .json file of `bench profile`, or a random network."
 ProfileOption = Annotated[str, typer.Option(metavar="NAME|FILE|random:SEED", help=_PROFILE)]
@@ -113,11 +107,13 @@ def bench_sync(
     """
     from imagenet_fast.bench.engines import bench_sync as measure
     from imagenet_fast.bench.plots import draw_steps
+    from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, keys)
-    times = measure(_profile(model, compute), engines, Lab(nodes, nproc, rate), scale, rounds, steps, trace)
+    profile = load_profile(model).scaled_to(compute)
+    times = measure(profile, engines, Lab(nodes, nproc, rate), scale, rounds, steps, trace)
     opt.show_rows(times, json_file, draw_steps, png)
 
 
@@ -143,11 +139,12 @@ def bench_count(
         link: Rate of each node's link, by which engines plan.
     """
     from imagenet_fast.bench.comm_volume import bench_count as count
+    from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.recipe.load import parse_engines
     from imagenet_fast.units import whole_numbers
 
     engines, sizes = parse_engines(sync, wire, keys), whole_numbers("--ranks", ranks, "8,64,512")
-    opt.show_rows(count(_profile(model, compute), engines, sizes, nproc, link), json_file)
+    opt.show_rows(count(load_profile(model).scaled_to(compute), engines, sizes, nproc, link), json_file)
 
 
 @bench_app.command("collectives")
@@ -180,8 +177,10 @@ def bench_collectives(
     opt.show_rows(times, json_file, draw_bandwidth, png)
 
 
-@published_app.command("ladder")
-def bench_ladder(
+@bench_app.command("published")
+def bench_published(
+    what: Annotated[Literal["ladder", "batches"], typer.Argument()],
+    batches: opt.Numbers[str | None] = None,
     model: ProfileOption = "alexnet",
     nodes: opt.Count[int] = 4,
     nproc: opt.Count[int] = 1,
@@ -193,44 +192,32 @@ def bench_ladder(
     json_file: opt.Json = None,
     png: opt.Png = None,
 ) -> None:
-    """Measure what each technique of GradientFlow gains, added one by one, and each of ours."""
-    from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_steps
-    from imagenet_fast.bench.published import bench_ladder
-    from imagenet_fast.netlab.ranks import Lab
+    """Measure here what papers compare.
 
-    on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    opt.show_rows(bench_ladder(_profile(model, compute), on), json_file, draw_steps, png)
-
-
-@published_app.command("batches")
-def bench_batches(
-    batches: opt.Numbers[str] = "16,32,64,128",
-    model: ProfileOption = "alexnet",
-    nodes: opt.Count[int] = 4,
-    nproc: opt.Count[int] = 1,
-    rate: opt.Rate[str | None] = None,
-    scale: opt.Count[int] = 1,
-    compute: opt.Seconds[float | None] = None,
-    rounds: opt.Count[int] = 5,
-    steps: opt.Count[int] = 2,
-    json_file: opt.Json = None,
-    png: opt.Png = None,
-) -> None:
-    """Compare DDP and hybrid at several batch sizes, as the thesis of the hybrid all-reduce does.
+    `ladder` is what each technique of GradientFlow gains, added one by one, and
+    each of ours. `batches` compares DDP and hybrid at several batch sizes, as
+    the thesis of the hybrid all-reduce does.
 
     Args:
-        batches: Batch sizes of a rank. --compute is for the largest.
+        what: What to compare.
+        batches: Batch sizes of a rank, for batches; --compute is for the largest. Default: 16,32,64,128.
     """
     from imagenet_fast.bench.engines import bench_sync as measure
     from imagenet_fast.bench.plots import draw_steps
-    from imagenet_fast.bench.published import bench_batches
+    from imagenet_fast.bench.published import bench_batches, bench_ladder
+    from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.netlab.ranks import Lab
     from imagenet_fast.units import whole_numbers
 
+    if batches is not None and what == "ladder":
+        raise UserError(f"--batches {batches} is of `bench published batches`; leave it out")
+    profile, usual = load_profile(model).scaled_to(compute), "16,32,64,128"
+    counts = whole_numbers("--batches", usual if batches is None else batches, usual)
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    counts = whole_numbers("--batches", batches, "16,32,64,128")
-    opt.show_rows(bench_batches(_profile(model, compute), counts, on), json_file, draw_steps, png)
+    if what == "ladder":
+        opt.show_rows(bench_ladder(profile, on), json_file, draw_steps, png)
+    else:
+        opt.show_rows(bench_batches(profile, counts, on), json_file, draw_steps, png)
 
 
 @bench_app.command("pipeline")
@@ -325,11 +312,3 @@ def bench_data(
     chosen: list[Loader] = names("--loaders", loaders, get_args(Loader))
     rates = bench_loading(chosen, data, image_size, batch, workers or usable_cores(), seconds, rounds, resize)
     opt.show_rows(rates, json_file, draw_loading, png)
-
-
-def _profile(model: str, compute_s: float | None) -> Profile:
-    """Return a layer profile, scaled to a compute time if there is one."""
-    from imagenet_fast.cost_model.layer_profile import load_profile
-
-    profile = load_profile(model)
-    return profile if compute_s is None else profile.scaled_to(compute_s)

@@ -186,10 +186,19 @@ for command in (compare, report, timeline):
 @recipes_app.callback()
 def list_recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
-    if context.invoked_subcommand is None:
-        from imagenet_fast.cli.recipe_lists import recipe_table
+    if context.invoked_subcommand is not None:
+        return
+    from imagenet_fast.metrics.tables import compact_table, number
+    from imagenet_fast.recipe.load import load_recipe, shipped
 
-        opt.show(recipe_table())
+    rows = []
+    for name, recipe in ((name, load_recipe(path)) for name, path in shipped("recipe").items()):
+        # tp4 is four shards, pp4 four stages, dp data parallelism alone
+        layout = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
+        numbers = (f"{layout} {recipe.ranks}", str(recipe.global_batch), str(recipe.epochs))
+        target = number(recipe.target_top1, "g", " %")
+        rows.append((name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, *numbers, target))
+    opt.show(compact_table(("recipe", "model", "optim", "engine"), ("ranks", "batch", "epochs", "target"), rows))
 
 
 @recipes_app.command("keys")
@@ -199,10 +208,16 @@ def show_keys(prefix: Annotated[str, typer.Argument(metavar="[PREFIX]")] = "") -
     Args:
         prefix: Show only keys that begin like this, such as optim.
     """
-    from imagenet_fast.cli.recipe_lists import key_list
+    from rich.padding import Padding
+    from rich.text import Text
+
     from imagenet_fast.recipe.key_reference import recipe_keys
 
-    opt.show(key_list(recipe_keys(prefix)))
+    for key in recipe_keys(prefix):
+        kinds = f"  ({', '.join(key.kinds)})" if key.kinds else ""
+        default = key.default if key.default in ("required", "absent", "derived") else f"default {key.default}"
+        opt.show(Text.assemble((key.name, "bold"), f"  {key.type}; {default}", (kinds, "dim")))
+        opt.show(Padding(Text(key.meaning.replace("`", "")), (0, 0, 0, 4), expand=False))
 
 
 @recipes_app.command("show")

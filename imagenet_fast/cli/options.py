@@ -101,36 +101,29 @@ NO_KEYS: list[str] = []
 """Default of keys to change: none."""
 
 
-def show(table: object, rows: object = None, json_file: Path | None = None) -> None:
-    """Print a table, and write its rows as JSON if a file is given."""
+def show(
+    table: object, rows: object = None, json_file: Path | None = None,
+    draw: Callable[[Any], object] | None = None, png: Path | None = None,
+) -> None:  # fmt: skip
+    """Print a table, write its rows as JSON, and have ``draw`` fill a figure for ``png``, each if there is a file."""
     from rich.console import Console
 
+    from imagenet_fast.metrics.figures import new_figure
     from imagenet_fast.metrics.tables import write_json
 
     Console().print(table)
-    if json_file is not None:
-        write_json(rows, json_file)
-
-
-def show_rows(
-    rows: Sequence[Any],
-    json_file: Path | None,
-    draw: Callable[[Any, Any], object] | None = None,
-    png: Path | None = None,
-) -> None:
-    """Print the table of rows, write them as JSON, and have them drawn to ``png``, each if there is such a file."""
-    from imagenet_fast.metrics.tables import table
-
-    show(table(rows), rows, json_file)
-    if draw is not None:
-        draw_png(png, partial(draw, rows))
-
-
-def draw_png(png: Path | None, draw: Callable[[Any], object]) -> None:
-    """Have ``draw`` fill a new figure, and save it as ``png``; do nothing if that is None."""
-    from imagenet_fast.metrics.figures import new_figure
-
-    if png is not None:
+    write_json(rows, json_file)
+    if png is not None and draw is not None:
         figure = new_figure()
         draw(figure)
         figure.savefig(png)
+
+
+def show_rows(
+    rows: Sequence[Any], json_file: Path | None, draw: Callable[[Any, Any], object] | None = None,
+    png: Path | None = None,
+) -> None:  # fmt: skip
+    """Show the table of rows, as ``show`` does."""
+    from imagenet_fast.metrics.tables import table
+
+    show(table(rows), rows, json_file, draw and partial(draw, rows), png)

@@ -69,7 +69,8 @@ def plan(
 
     predicted = _each(_places(cluster, gpus, written.ranks, sweep, png), predict)
     rows = [row for _, planned in predicted for row in planned]
-    opt.show_rows(rows, json_file)
+    title = f"{Path(recipe).stem} on {predicted[-1][0].cluster.name}, {scaling} scaling"
+    opt.show_rows(rows, json_file, lambda _, figure: draw_plan(predicted, title, figure), png)
     print()
     for situation, planned in predicted:
         rate = situation.cluster.nic.node_gbit
@@ -80,8 +81,6 @@ def plan(
     print(*dry_run(written, situation, last), *inputs(situation.cluster, written.model.kind), sep="\n")
     for doubt in warnings(situation, last):
         warn(doubt)
-    title = f"{Path(recipe).stem} on {situation.cluster.name}, {scaling} scaling"
-    opt.draw_png(png, partial(draw_plan, predicted, title))
 
 
 def plan_fastest(
@@ -124,13 +123,12 @@ def plan_fastest(
     else:
         found = [way for _, way in swept]
         below = ["the best exact way on up to so many GPUs each: predicted, not run"]
-    opt.show(table(found[:SHOWN]), found, json_file)
+    opt.show(table(found[:SHOWN]), found, json_file, partial(draw_fastest, swept, machine.name), png)
     print()
     print(*below, sep="\n")
     if write is not None:
         write.write_text(as_recipe(known, swept[0][1], machine.name), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
-    opt.draw_png(png, partial(draw_fastest, swept, machine.name))
 
 
 def plan_rows(json_file: opt.Json = None) -> None:

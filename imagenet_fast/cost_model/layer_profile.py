@@ -90,16 +90,16 @@ class Profile:
         """
         return [raw_s * values_sent(s) / self.elements for layer in self.layers[::-1] for s in layer.shapes[::-1]]
 
-    def scaled_to(self, compute_s: float) -> Profile:
-        """Return the profile scaled to ``compute_s`` seconds, with the same proportions; one without any stays so."""
+    def scaled_to(self, compute_s: float | None) -> Profile:
+        """Return the profile scaled to ``compute_s`` seconds, in proportion; one without any, or for None, stays so."""
+        if compute_s is None:
+            return self
         factor = compute_s / self.compute_s if self.compute_s else 0.0
-        return replace(
-            self,
-            layers=tuple(
-                replace(layer, forward_ms=layer.forward_ms * factor, backward_ms=layer.backward_ms * factor)
-                for layer in self.layers
-            ),
+        layers = tuple(
+            replace(layer, forward_ms=layer.forward_ms * factor, backward_ms=layer.backward_ms * factor)
+            for layer in self.layers
         )
+        return replace(self, layers=layers)
 
     def downscaled(self, scale: int) -> Profile:
         """Return the profile with about 1/``scale`` of each gradient's elements.

@@ -109,7 +109,8 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
                 f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which "
                 "needs another --rdzv-endpoint"
             )
-        own = {"host": socket.gethostname(), "nodes": told, "place": _place_in_job()}
+        place = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or ""  # among the job's nodes
+        own = {"host": socket.gethostname(), "nodes": told, "place": int(place) if place.isdecimal() else 0}
         answer = _arrive(board, number, own, needed, deadline, differs, conclude, gone)
     except DistError:
         raise UserError(gone) from None
@@ -138,7 +139,12 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float,
         UserError: On every rank that has arrived, if a rank is missing or the ranks disagree.
     """
     deadline = time.monotonic() + join_timeout_s
-    master = _master()
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise UserError(
+            "the environment has RANK but no MASTER_ADDR with a number as MASTER_PORT; start the ranks with torchrun"
+        )
+    master = Endpoint(address, int(port))
     store = _open_store(place, master, join_timeout_s, deadline)
     route = route_to(master.host) if place.is_multi_node else None
     own: _Record = {"host": socket.gethostname(), "address": route.address if route else "", "device": device}
@@ -267,12 +273,6 @@ def _refuse(board: Board, sentence: str, holds: bool) -> None:
     time.sleep(_LINGER_S if holds else 0)
 
 
-def _place_in_job() -> int:
-    """Return this node's place among those of the job, as Slurm or Kubernetes counts them; 0 where nobody does."""
-    place = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or ""
-    return int(place) if place.isascii() and place.isdecimal() else 0
-
-
 def _difference(first: _Record, own: _Record, rank: int) -> str:
     """Return why ``rank`` and rank 0 cannot train together; empty if they can."""
     who = (f"rank 0 ({first['host']})", f"rank {rank} ({own['host']})")
@@ -289,15 +289,6 @@ def _difference(first: _Record, own: _Record, rank: int) -> str:
     pairs = [f"{key} is {theirs.get(key, 'unset')} and {ours.get(key, 'unset')}" for key in differing[:_LISTED]]
     listed = ", ".join(pairs) + (f" and {len(differing) - _LISTED} more" if len(differing) > _LISTED else "")
     return f"{who[0]} and {who[1]} were told different things: {listed}; give every node the same command"
-
-
-def _master() -> Endpoint:
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if address and port.isdecimal():
-        return Endpoint(address, int(port))
-    raise UserError(
-        "the environment has RANK but no MASTER_ADDR with a number as MASTER_PORT; start the ranks with torchrun"
-    )
 
 
 def _open_store(place: RankInfo, master: Endpoint, join_timeout_s: float, deadline: float) -> Store:

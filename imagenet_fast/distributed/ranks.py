@@ -124,7 +124,8 @@ def srun_to_torchrun_env(environment: MutableMapping[str, str], chosen: bool = F
     """
     if any(key in environment for key in TORCHRUN) or not _is_step(environment):
         return
-    if _is_shell(environment):
+    # The shell of ``srun --pty`` has variables that its own steps have, too, whose tasks have no terminal.
+    if "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0" and _has_terminal():
         if not chosen:
             raise UserError(
                 f"srun --pty has started {environment['SLURM_STEP_NUM_TASKS']} tasks, of which only this one has a "
@@ -143,14 +144,6 @@ def srun_to_torchrun_env(environment: MutableMapping[str, str], chosen: bool = F
     environment.setdefault("MASTER_PORT", str(_port(environment)))
     cores = int(environment.get("SLURM_CPUS_PER_TASK") or cores_per_rank(here))
     environment.setdefault("OMP_NUM_THREADS", str(cores))
-
-
-def _is_shell(environment: Mapping[str, str]) -> bool:
-    """Return whether this process runs in the shell of ``srun --pty``, whose variables its own steps have, too.
-
-    Tasks of those steps have no terminal.
-    """
-    return "SLURM_PTY_PORT" in environment and environment["SLURM_PROCID"] == "0" and _has_terminal()
 
 
 def _has_terminal() -> bool:

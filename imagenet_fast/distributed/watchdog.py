@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -172,30 +172,25 @@ def _first_cause(error: Exception) -> Exception:
     return error
 
 
+@dataclass
 class Watchdog:
-    """The watchdog of one rank."""
+    """The watchdog of one rank; the arguments are those of ``watching_ranks``."""
 
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: Timeout, end: Callable[[str], None],
-        folder: Path | None = None, traces: Path | None = None,
-    ) -> None:  # fmt: skip
-        """Publish the position of ``rank`` for the first time; the rest is as in ``watching_ranks``.
+    store: Store
+    """A client of the watchdog's own: another one may be blocked."""
+    rank: int
+    size: int
+    timeout: Timeout
+    end: Callable[[str], None]
+    folder: Path | None = None
+    traces: Path | None = None
 
-        ``store`` must be a client of the watchdog's own.
-        """
-        self._board = watch_board(store, self._publish_after)
-        self._rank = rank
-        self._size = size
-        self._timeout = timeout
-        self._end = end
-        self._folder = folder
-        self._traces = traces
+    def __post_init__(self) -> None:
+        """Publish the rank's position for the first time."""
+        self._board = watch_board(self.store, self._publish_after)
         self._host = socket.gethostname()
         self._seen = here.at
-        self._stuck_s = 0.0
-        self._unpublished_s = 0.0
-        self._failed_s = 0.0
-        self._limited_s = 0.0
+        self._stuck_s = self._unpublished_s = self._failed_s = self._limited_s = 0.0
         self._beats = 0
         self.publish()
 
@@ -211,7 +206,7 @@ class Watchdog:
         moved = before is not self._seen
         self._stuck_s = 0.0 if moved else self._stuck_s + passed_s
         self._unpublished_s += passed_s
-        limit_s = self._timeout.first_step_s if here.fresh else self._timeout.step_s
+        limit_s = self.timeout.first_step_s if here.fresh else self.timeout.step_s
         if limit_s != self._limited_s:
             set_group_timeouts(limit_s)
             self._limited_s = limit_s
@@ -232,7 +227,7 @@ class Watchdog:
         """Publish this rank's heartbeat; if it has ``ended`` in order, it is not found lost later."""
         self._unpublished_s = 0.0
         self._beats += 1
-        publish(self._board, self._rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self._folder)
+        publish(self._board, self.rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self.folder)
 
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
@@ -242,11 +237,11 @@ class Watchdog:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         try:
-            first, ours = find_culprit(self._board, self._rank, self._size, lambda known: describe_hang(known, setting))
+            first, ours = find_culprit(self._board, self.rank, self.size, lambda known: describe_hang(known, setting))
             if ours:
                 print(f"error: {first}", file=sys.stderr, flush=True)
         except dist.DistError:
-            alone = describe_hang({self._rank: self._heartbeat()}, setting)
+            alone = describe_hang({self.rank: self._heartbeat()}, setting)
             first = f"{alone}; the store of all ranks, which could name others, has ended"
         self._leave_for(first)
 
@@ -257,9 +252,9 @@ class Watchdog:
     def _leave_for(self, sentence: str) -> NoReturn:
         def end() -> None:
             try:
-                self._end(sentence)
+                self.end(sentence)
             finally:
-                write_flight_record(self._rank, self._traces)
+                write_flight_record(self.rank, self.traces)
 
         call_within(_GRACE_S, end)
         raise SystemExit(1)
@@ -287,7 +282,7 @@ def watching_ranks(
         JobAborted: Instead of an error that only reports that another rank is gone.
     """
     leaving = threading.Event()
-    store = dist.distributed_c10d._get_default_store().clone()  # a client of its own: another one may be blocked
+    store = dist.distributed_c10d._get_default_store().clone()
     watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, folder, traces)
 
     def watch() -> None:

@@ -52,8 +52,6 @@ def main() -> None:
         if path.stem != "train":  # the launcher reports on training
             exit_with_error(str(fault), code=1)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        raise SystemExit(1) from None
     except Exception as error:
         if limit := exceeded_limit(str(error)):
             exit_with_error(f"rank {os.environ['RANK']}: {limit}")
@@ -101,5 +99,5 @@ if __name__ == "__main__":
         main()
     except SystemExit as end:
         exit_now(end)
-    except KeyboardInterrupt:  # during an error report: other ranks report it too, or the launcher was stopped
+    except KeyboardInterrupt:  # other ranks report it too, or the launcher was stopped
         exit_now(SystemExit(1))

@@ -9,10 +9,22 @@ import signal
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
 from imagenet_fast.checkpoint.folder import MANIFEST
 from imagenet_fast.distributed.cores import cores_per_rank
+from imagenet_fast.distributed.heartbeat import describe_exit
+from imagenet_fast.distributed.join import Meeting, meet
 from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
 from imagenet_fast.launch.nodes import LaunchConfig, refused_threads
@@ -22,9 +34,6 @@ from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
 from imagenet_fast.training.run_lock import locked
-
-if TYPE_CHECKING:
-    from imagenet_fast.distributed.join import Meeting
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -105,15 +114,6 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         KeyboardInterrupt: If a signal stopped this process.
     """
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import get_args_parser, run
-
-    from imagenet_fast.distributed.heartbeat import describe_exit
-    from imagenet_fast.distributed.join import meet
-
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
     path = launcher_dir / f"{job.task}.json"
     write_job(job, path)
@@ -131,17 +131,17 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         count, where = f"{nodes.least}:{nodes.count}", [*where, *_elastic_options(met, nodes.join_timeout_s + grace_s)]
     # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
     handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
-    torchrun = get_args_parser().parse_args(
+    options = torchrun.get_args_parser().parse_args(
         [f"--nnodes={count}", f"--nproc-per-node={nodes.ranks_each}", f"--max-restarts={nodes.restarts}", *where]
         + [f"--signals-to-handle={','.join(handled)}", "--module", "imagenet_fast.launch"]
     )
     if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set by our command line for launchers
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     hosts = [f"{host.address}={host.namespace}" for host in nodes.hosts]
-    torchrun.training_script_args = [str(path), str(nodes.join_timeout_s), str(os.getpid()), *hosts]
+    options.training_script_args = [str(path), str(nodes.join_timeout_s), str(os.getpid()), *hosts]
     code, cause = 0, ""
     try:
-        run(torchrun)
+        torchrun.run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
@@ -183,13 +183,6 @@ def _elastic_options(met: Meeting, join_timeout_s: float) -> list[str]:
 
 
 def _why_ended(error: Exception, nodes: LaunchConfig) -> str:
-    from torch.distributed import DistError
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousClosedError,
-        RendezvousConnectionError,
-        RendezvousTimeoutError,
-    )
-
     again = "the same command on every node goes on where the run was saved"
     match error:
         case RendezvousTimeoutError() if nodes.least is not None:

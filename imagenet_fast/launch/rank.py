@@ -7,15 +7,12 @@ rank's command line.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from imagenet_fast.distributed.init import DistContext, init_distributed
+from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import OPENED, Ending
@@ -83,12 +80,14 @@ def evaluate_as_rank(
         UserError: If the ranks cannot meet or were given different jobs, or the weights or images do not fit.
     """
     recipe = evaluation.recipe
-    with _joined(rank, evaluation.agreed(), join_timeout_s, recipe.timeout, launcher_dir, recipe.numa_binding) as world:
+    Signals()  # nothing is saved, so a signal ends the rank at once
+    with init_distributed(
+        rank, evaluation.agreed(), join_timeout_s, recipe.timeout, left=launcher_dir, numa_binding=recipe.numa_binding
+    ) as world:
         result = evaluate_weights(evaluation, world)
         if world.is_main:
             Console().print(result.table())
-            if evaluation.report is not None:
-                write_json(result, evaluation.report)
+            write_json(result, evaluation.report)
 
 
 def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: Path) -> None:
@@ -101,16 +100,6 @@ def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launc
     """
     from imagenet_fast.doctor.cluster_checks import examine_all  # ranks that train do not need it
 
-    with _joined(rank, {}, join_timeout_s, Timeout(), launcher_dir) as world:
-        examine_all(job, world, launcher_dir)
-
-
-@contextmanager
-def _joined(
-    rank: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout, launcher_dir: Path | None,
-    numa_binding: bool = True,
-) -> Iterator[DistContext]:  # fmt: skip
-    """Join the ranks of a job that saves nothing, and so ends at once on a signal."""
     Signals()
-    with init_distributed(rank, agreed, join_timeout_s, timeout, left=launcher_dir, numa_binding=numa_binding) as world:
-        yield world
+    with init_distributed(rank, {}, join_timeout_s, Timeout(), left=launcher_dir) as world:
+        examine_all(job, world, launcher_dir)

@@ -80,7 +80,7 @@ class Signals:
         elif self._asked_at is None or now - self._asked_at > _TWICE_S:
             _interrupt(number, frame)
 
-    def _watch(self, readable: int) -> None:
+    def _watch(self, readable: int) -> NoReturn:
         """Handle signals in a thread, from the bytes of the pipe, as the main thread may be stuck."""
         asked_at, deadline = None, math.inf
         while (left := deadline - time.monotonic()) > 0:
@@ -93,9 +93,6 @@ class Signals:
                 asked_at, deadline = now, now + self._saving_s
             elif asked_at is None or now - asked_at > _TWICE_S:
                 deadline = min(deadline, now + GRACE_S)
-        self._end()
-
-    def _end(self) -> NoReturn:
         code = [1]
 
         def tell() -> None:

@@ -13,7 +13,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from imagenet_fast.metrics.events import Event
 from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, target_metric
@@ -69,7 +68,11 @@ class ConsoleSink:
             case "graph":
                 self._print(f"steps are launched one by one, not replayed from a CUDA graph: {event['why']}")
             case "choice":
-                self._console.print(_choice_table(event))
+                predicted = sorted(event["predicted_ms"].items(), key=lambda item: item[1])  # of auto, fastest first
+                notes = {engine: "" if exact else "not exact" for engine, exact in event["exact"].items()}
+                notes[event["engine"]] = "taken"
+                rows = [(engine, f"{ms:.1f}", notes[engine]) for engine, ms in predicted]
+                self._console.print(compact_table(("engine",), ("predicted ms/step", ""), rows))
             case "eval":
                 self._evaluations.append(event)
                 self._print(self._evaluation_line(event))
@@ -183,15 +186,6 @@ def verdict(outcome: Event) -> str:
             return f"{message[:1].upper()}{message[1:]}."
         case _:
             return f"Failed in step {outcome['steps']}" + (f": {message}" if message else ".")
-
-
-def _choice_table(event: Event) -> Table:
-    """Return the step times that ``auto`` predicted for the engines, fastest first."""
-    rows = [
-        (engine, f"{ms:.1f}", "taken" if engine == event["engine"] else "" if event["exact"][engine] else "not exact")
-        for engine, ms in sorted(event["predicted_ms"].items(), key=lambda item: item[1])
-    ]
-    return compact_table(("engine",), ("predicted ms/step", ""), rows)
 
 
 def _clock(seconds: float | None) -> str:

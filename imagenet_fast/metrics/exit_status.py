@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from imagenet_fast.atomic_io import check_place
@@ -17,45 +18,42 @@ OPENED = "opened"
 """File in a launcher's directory: rank 0 has started to write the run directory."""
 
 
+@dataclass
 class Ending:
-    """The end of this rank's run: its outcome, and where it is written.
+    """The end of this rank's run: its outcome, at first that of a run that has not started, and where it is written.
 
     After ``begin_record`` rank 0 writes it to the run directory. The first rank of each node, and any rank with a
     message, writes it to ``handover``.
     """
 
-    def __init__(self, job: Job, place: RankInfo, handover: Path | None) -> None:
-        """Begin with the outcome of a run that has not started.
+    job: Job
+    place: RankInfo
+    handover: Path | None
+    """The launcher's directory; None without our launcher."""
+    saved_step: Callable[[], int] = lambda: 0
+    """Function that returns the step from which the run would resume now."""
+    ended: bool = False
+    _begun: bool = False
+    _opened: os.stat_result | None = None
 
-        Args:
-            job: What is trained.
-            place: This process's rank.
-            handover: The launcher's directory; None without our launcher.
-        """
-        self.outcome = RunResult.of(job.name, job.recipe, job.batching)
-        self.saved_step: Callable[[], int] = lambda: 0
-        """Function that returns the step from which the run would resume now."""
-        self._job = job
-        self._place = place
-        self._handover = handover
-        self._begun = False
-        self._opened: os.stat_result | None = None
-        self.ended = False
+    def __post_init__(self) -> None:
+        """Begin with the outcome of a run that has not started."""
+        self.outcome = RunResult.of(self.job.name, self.job.recipe, self.job.batching)
 
     def begin_record(self) -> None:
         """Record that the run directory belongs to this run, and that rank 0 writes there from now on."""
         self._begun = True
-        if self._place.is_main:
-            self._opened = self._job.folder.stat()
-            if self._handover is not None:
-                (self._handover / OPENED).touch()
+        if self.place.is_main:
+            self._opened = self.job.folder.stat()
+            if self.handover is not None:
+                (self.handover / OPENED).touch()
 
     def stopped(self, saved: bool) -> None:
         """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
         then = "not saved, as not every node sees the run; give an --out that all of them share"
         self.outcome.status = "interrupted"
         if saved:
-            self.outcome.status, then = "preempted", f"saved; {self._job.resuming} goes on"
+            self.outcome.status, then = "preempted", f"saved; {self.job.resuming} goes on"
         self.outcome.message = f"{STOPPED_WORDS} after step {self.outcome.steps}, and {then}"
 
     def stop(self, why: str = "") -> None:
@@ -74,7 +72,7 @@ class Ending:
         This runs in a thread of its own, as the training thread may be stuck.
         """
         if not self.ended:
-            self._stop(f"within checkpoint.grace_s, {self._job.recipe.checkpoint.grace_s:g} s")
+            self._stop(f"within checkpoint.grace_s, {self.job.recipe.checkpoint.grace_s:g} s")
             self.leave()
         return self.outcome.exit_code
 
@@ -87,9 +85,9 @@ class Ending:
 
     def leave(self) -> None:
         """Write the outcome, and print it if neither the end of the record nor a launcher does."""
-        is_told = self.ended or self._handover is not None
+        is_told = self.ended or self.handover is not None
         self.write()
-        if self._place.is_main and not is_told and self.outcome.status in ("preempted", "interrupted"):
+        if self.place.is_main and not is_told and self.outcome.status in ("preempted", "interrupted"):
             print(self.outcome.message, flush=True)
 
     def write(self) -> None:
@@ -97,14 +95,14 @@ class Ending:
         self.ended = True
         if self._opened is not None:
             with suppress(OSError):  # a full disk is reported already, and ``handover`` is another place
-                check_place(self._job.folder, self._opened)
-                self.outcome.write(self._job.folder)
-        if self._handover is not None and (self._place.is_local_main or self.outcome.message):
+                check_place(self.job.folder, self._opened)
+                self.outcome.write(self.job.folder)
+        if self.handover is not None and (self.place.is_local_main or self.outcome.message):
             with suppress(OSError):  # the launcher has ended
-                self.outcome.write(self._handover)
+                self.outcome.write(self.handover)
 
     def _stop(self, why: str) -> None:
-        steps, saved, resuming = self.outcome.steps, self.saved_step(), self._job.resuming
+        steps, saved, resuming = self.outcome.steps, self.saved_step(), self.job.resuming
         then = f"goes on from the checkpoint of step {saved}" if saved else "begins again, as no checkpoint was written"
         lost = f"{STOPPED_WORDS} in step {steps + 1}, and not saved {why or 'since it came again'}; {resuming} {then}"
         kept = f"{NOTHING_LOST}; {resuming} goes on" if self._begun or saved else NOT_BEGUN

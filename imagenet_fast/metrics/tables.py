@@ -44,10 +44,11 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
 
 
-def write_json(value: Any, path: Path) -> None:
-    """Write the result of a command to ``path``. Raises UserError if it cannot be written."""
+def write_json(value: Any, path: Path | None) -> None:
+    """Write the result of a command to ``path``, if there is one. Raises UserError if it cannot be written."""
     try:
-        path.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
+        if path is not None:
+            path.write_text(to_json(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--json {path} cannot be written ({error.strerror}); choose another place") from None
 
