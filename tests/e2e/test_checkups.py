@@ -32,7 +32,7 @@ def test_a_dry_run_writes_every_section_and_none_fails(tmp_path: Path):
     assert len(ended) == len(re.findall("^## ", report, re.MULTILINE)) >= 9
     assert set(ended) == {"0"}
     for row in (
-        r"^PyTorch version: \d", "^ours, lazy ", "^Target reached", "^pixels ", "^dali alone ",
+        r"^PyTorch version: \d", "^ours, lazy ", "^Target reached", "^pixels ", "^pixels alone ",
         "there is no GPU on this node",
     ):  # fmt: skip
         assert re.search(row, report, re.MULTILINE), row
