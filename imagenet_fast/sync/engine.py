@@ -109,9 +109,9 @@ class SyncEngine(Protocol):
             ValueError: It would be another one.
         """
         if elected not in ("", self.elected):
-            here = f"it has chosen {self.elected}; load" if self.elected else "is another engine; take auto, and load"
             raise ValueError(
-                f"this state is of the time after auto had chosen {elected}, and here {here} it before the first step"
+                f"this state is of the time after auto had chosen {elected}, and here it has not; take auto with the "
+                "settings that it had, and load the state before the first step"
             )
         return self
 
