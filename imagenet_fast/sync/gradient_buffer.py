@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.messages import places_in_pool
@@ -139,9 +138,6 @@ class GradientBuffer:
 
 def agreed_order(came: Sequence[ParamSlot], topology: Topology) -> list[ParamSlot] | None:
     """Return all slots in the order in which they came on the first rank; None if they have it. Every rank calls it."""
-    agreed = torch.tensor([slot.index for slot in came], device=topology.device)
-    if topology.size > 1:
-        dist.broadcast(agreed, topology.ranks[0], topology.group)
-    indices = agreed.tolist()
+    indices = topology.of_first_rank([slot.index for slot in came])
     by_index = {slot.index: slot for slot in came}
-    return None if indices == sorted(indices) else [by_index[index] for index in indices]
+    return None if indices == sorted(indices) else [by_index[int(index)] for index in indices]

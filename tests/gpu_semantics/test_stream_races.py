@@ -56,11 +56,10 @@ def engines(wire: Wire) -> dict[str, EngineSettings]:
 OPTIM = Lars(kind="lars", lr=0.1, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
 PAGEABLE = "aten::_to_copy between pageable memory and the GPU"
 MAY_WAIT = frozenset({
-    "aten::_to_copy in agreed_order", f"{PAGEABLE} in agreed_order",  # on the order of the first step
+    "aten::_to_copy in of_first_rank", f"{PAGEABLE} in of_first_rank",  # on the order of the first step
     f"{PAGEABLE} in lay_out", f"{PAGEABLE} in __init__",  # of the pool in that order, and of its messages
     "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first streams
-    "aten::_to_copy in start",  # in sparse's first step, there are no ids of one before
-    "Event.synchronize in start",  # of those of the step before, which came during its forward
+    "Event.synchronize in start",  # of sparse's ids, which came during forward
     "Event.synchronize in seconds_between", f"{PAGEABLE} in timing", "aten::_to_copy in timing",  # of watched steps
 })  # fmt: skip
 """Where the host may wait inside a step."""
