@@ -43,14 +43,10 @@ class Auto(Scheduler):
         self._candidates, self._steps_per_epoch = candidates, steps_per_epoch
         self._electable = {candidate.name: candidate for candidate in candidates if candidate.electable}
         self._chosen: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
-        self.sends_part = any(candidate.settings.share < 1 for candidate in self._electable.values())
         super().__init__(meanwhile, pool)
+        self.sends_part = any(candidate.settings.share < 1 for candidate in self._electable.values())
+        self.has_residual |= any(candidate.settings.keeps for candidate in self._electable.values())
         self._network.topology = pool.topology.anew()  # whose streams end with the choice
-
-    @property
-    def has_residual(self) -> bool:
-        """True if its engine, or one that it may choose, has a residual."""
-        return super().has_residual or any(candidate.settings.keeps for candidate in self._electable.values())
 
     def begin(self) -> SyncEngine:
         """Return the chosen engine, if there is one.

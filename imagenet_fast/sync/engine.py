@@ -72,10 +72,8 @@ class SyncEngine(Protocol):
     sends_part: bool = False
     """True if a step may send only some elements of a parameter: see ``sent_slices``."""
 
-    @property
-    def has_residual(self) -> bool:
-        """True if the engine adds a residual of earlier steps to a step's gradients."""
-        return self.sends_part
+    has_residual: bool = False
+    """True if the engine adds a residual of earlier steps to a step's gradients."""
 
     adds_momentum: bool = False
     """True if gradients contain momentum, so that the optimizer must add none."""

@@ -9,7 +9,7 @@ import torch
 
 from imagenet_fast.cost_model.declarations import declare
 from imagenet_fast.cost_model.messages import Engine
-from imagenet_fast.recipe.engine_table import Codes, CodingTable, EngineTable, PoolTable, Wire
+from imagenet_fast.recipe.engine_table import Codes, CodingTable, PoolTable
 from imagenet_fast.recipe.sync_config import AutoSync, EngineSettings, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
@@ -43,7 +43,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
 
 
 def _candidates(chooser: AutoSync, device: torch.device) -> list[Candidate]:
-    """Return every engine with its default settings, for ``auto`` to predict.
+    """Return every engine with its default settings, and with 8-bit codes where ``auto`` may be inexact, to predict.
 
     Only this package's engines may be chosen, and inexact ones only where ``chooser`` allows them. Engines that defer
     are left out where ``chooser`` does not allow them. On GPUs with a 16-bit wire dtype there is also ``lazy`` with the
@@ -53,9 +53,11 @@ def _candidates(chooser: AutoSync, device: torch.device) -> list[Candidate]:
     if device.type == "cuda" and chooser.wire in ("bf16", "fp16"):
         native = LazySync(wire=chooser.wire, collective="native")
         candidates.append(Candidate("lazy native", native, electable=True))
+    wires = dict.fromkeys([chooser.wire, *(get_args(Codes) if chooser.inexact else ())])
     for table in get_args(get_args(Sync)[0]):
+        allowed = () if table.chooses else get_args(table.model_fields["wire"].annotation)
         coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
-        for wire in () if table.chooses else _wires(chooser, table):
+        for wire in [wire for wire in wires if wire in allowed]:
             settings = table.model_validate({"wire": wire, **coding}).derived(dense_epochs=chooser.dense_epochs or 0.0)
             if settings.defers and not chooser.defers:
                 continue
@@ -64,10 +66,3 @@ def _candidates(chooser: AutoSync, device: torch.device) -> list[Candidate]:
             electable = settings.ours and (not settings.keeps or chooser.keeps) and settings.kind != "powersgd"
             candidates.append(Candidate(name, settings, electable))
     return candidates
-
-
-def _wires(chooser: AutoSync, table: type[EngineTable]) -> list[Wire]:
-    """Return the wire dtypes to predict: the configured one, and 8-bit ones where results may be inexact."""
-    codes = get_args(Codes) if chooser.inexact else ()
-    allowed = get_args(table.model_fields["wire"].annotation)
-    return [wire for wire in dict.fromkeys([chooser.wire, *codes]) if wire in allowed]
