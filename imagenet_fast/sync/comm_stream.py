@@ -211,10 +211,8 @@ class CommStream:
             arriving: The elements received from each rank; empty for equal parts.
             leaving: The elements sent to each rank; empty for equal parts.
         """
-        if leaving:
-            self._sent += values.element_size() * (sum(leaving) - leaving[self.place])
-        else:
-            self._count(self.size - 1, values)
+        kept = leaving[self.place] if leaving else values.numel() // self.size
+        self._sent += values.element_size() * (values.numel() - kept)
         return dist.all_to_all_single(
             arrived, values, list(arriving) or None, list(leaving) or None, group=self._group, async_op=True
         )

@@ -60,10 +60,8 @@ class NetworkProbe(Links):
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements so far."""
         links = {collective: astuple(link) for collective, link in self._links.items()}
-        return {
-            "links": links,
-            "codecs": {str(wire).removeprefix("torch."): astuple(cost) for wire, cost in self._codecs.items()},
-        }
+        codecs = {str(wire).removeprefix("torch."): astuple(cost) for wire, cost in self._codecs.items()}
+        return {"links": links, "codecs": codecs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use a value of ``state_dict`` as this probe's measurements."""
