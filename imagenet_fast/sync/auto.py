@@ -83,10 +83,8 @@ class Auto(Scheduler):
     def _adopt(self, timing: Timing) -> None:
         """Choose an engine, and report all predictions in ``decision``."""
         self._timetable = None
-        models = [
-            step_model(declare(c.settings), self._pool, self._network, c.settings.share) for c in self._candidates
-        ]
-        seconds = [model.best(timing)[1] for model in models]
+        tried = [candidate.settings for candidate in self._candidates]
+        seconds = [step_model(declare(s), self._pool, self._network, s.share).best(timing)[1] for s in tried]
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
         self._chosen = self._candidates[fastest], timing
         self._stats.decision = tuple(

@@ -59,13 +59,10 @@ class LayerTimer:
 
     def gradient_ready(self) -> None:
         """Record that the gradient of the next slot in pool order is ready."""
-        if not self.complete:
-            self._pushed.append(record_timestamp(self._device))
+        self._pushed.append(record_timestamp(self._device))
 
     def finish(self) -> None:
         """Record the end of backward, and with it of a step."""
-        if self.complete:
-            return
         end, first = record_timestamp(self._device), self._pushed[0]
         begin, turn = self._called.get(self._model, first), self._turned or first
         moments = [
