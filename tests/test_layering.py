@@ -147,7 +147,7 @@ LINES = {
     "imagenet_fast/doctor": 313,
     "imagenet_fast/launch": 1280,
     "imagenet_fast/metrics": 1440,
-    "imagenet_fast/models": 1863,
+    "imagenet_fast/models": 1857,
     "imagenet_fast/netlab": 603,
     "imagenet_fast/parallel": 982,
     "imagenet_fast/plan": 1400,
