@@ -168,8 +168,6 @@ class Sparse(SyncEngine):
         self._next = self._packed = 0
         self._sent = self._ids
         self._step += 1
-        self._ages += 1
-        self._ages[self._ids] = 0
         if self._agreed:
             self._stats.count(sum(op.sent_bytes for op in self._agreement))
             self._agreed = ()
@@ -311,8 +309,10 @@ class Sparse(SyncEngine):
         self._scores[: len(self._chunks)] = _norms(self._chunks)
 
     def _put_means(self) -> None:
-        """Replace the scores of sent chunks by the norms of their means."""
+        """Replace the scores of sent chunks by the norms of their means; all others are a step older."""
         self._scores[self._ids] = self._norms[: len(self._ids)]
+        self._ages += 1
+        self._ages[self._ids] = 0  # all, in a step before the first choice: those need no ages
 
     def _choose(self) -> None:
         """Choose the chunks of the next step, the same on every rank, as they agree on the scores.
