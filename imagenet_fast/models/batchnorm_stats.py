@@ -39,7 +39,6 @@ class StepStatistics:
         """Memory of the running statistics and of the counts of batches."""
         self._before = torch.empty(0, dtype=torch.uint8)
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Begin a step, and undo what a step that was cut off before its last micro-step did to the statistics."""
         if self._done < self._micro_steps:
@@ -47,7 +46,7 @@ class StepStatistics:
         self._done = 0
         norms = [norm for norm in self._norms if norm.training and self._undoes]
         found = [b for norm in norms for b in (norm.running_mean, norm.running_var, norm.num_batches_tracked)]
-        # By .data a backward that follows does not miss their old values, which it reads of frozen norms only.
+        # By .data no graph is made, and a later backward does not miss old values, which it reads of frozen norms only.
         buffers = [buffer.data for buffer in found if buffer is not None]
         self._running = [buffer for buffer in buffers if buffer.is_floating_point()]
         self._sums = [torch.zeros_like(buffer) for buffer in self._running] if self._micro_steps > 1 else []
@@ -55,7 +54,6 @@ class StepStatistics:
         if self._bytes:
             self._before = torch.cat(self._bytes)  # since one large copy is faster than many small ones
 
-    @torch.no_grad()
     def end(self, found_inf: Tensor | None) -> None:
         """End a step: put back the statistics of its beginning if ``found_inf`` is 1. The host does not wait for it."""
         if found_inf is not None and self._bytes:
@@ -69,15 +67,13 @@ class StepStatistics:
     def micro_step(self) -> Iterator[None]:
         """Run one micro-step's forward inside this context; its backward may follow when others have run."""
         if self._done and self._sums:
-            with torch.no_grad():
-                self._put_back(self._before)
+            self._put_back(self._before)
         yield
         self._done += 1
         if self._sums:
-            with torch.no_grad():
-                torch._foreach_add_(self._sums, self._running, alpha=1 / self._micro_steps)
-                if self._done == self._micro_steps:
-                    torch._foreach_copy_(self._running, self._sums)
+            torch._foreach_add_(self._sums, self._running, alpha=1 / self._micro_steps)
+            if self._done == self._micro_steps:
+                torch._foreach_copy_(self._running, self._sums)
 
     def _put_back(self, statistics: Tensor) -> None:
         if self._bytes:

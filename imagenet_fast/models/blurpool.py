@@ -65,17 +65,16 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
     Raises:
         UserError: There is no such layer, or one is of another class than torch's, which may pad, or rounds sizes up.
     """
-    blurs = False
-    usual: type[nn.Module]
-    blurring: type[nn.Module]
+    blurring: type[BlurConv2d | BlurMaxPool2d]
     for name, layer in model.named_modules():
         match layer:
             case nn.Conv2d(stride=stride, in_channels=channels) if _is_strided(stride) and channels >= _FEWEST_CHANNELS:
-                usual, blurring, kernels = nn.Conv2d, BlurConv2d, binomial_filter(channels)
+                blurring, kernels = BlurConv2d, binomial_filter(channels)
             case nn.MaxPool2d(stride=stride) if _is_strided(stride) and layers == "conv_maxpool":
-                usual, blurring, kernels = nn.MaxPool2d, BlurMaxPool2d, binomial_filter()
+                blurring, kernels = BlurMaxPool2d, binomial_filter()
             case _:
                 continue
+        usual: type[nn.Module] = blurring.__mro__[1]
         if type(layer) is not usual or getattr(layer, "ceil_mode", False):
             raise UserError(
                 f"model.blurpool '{layers}' cannot blur {name}, a {type(layer).__name__}: it knows torch's own "
@@ -83,8 +82,7 @@ def add_blurpool(model: nn.Module, layers: Literal["conv", "conv_maxpool"]) -> N
             )
         layer.__class__ = blurring
         layer.register_buffer("blur", kernels, persistent=False)
-        blurs = True
-    if not blurs:
+    if not any(isinstance(layer, BlurConv2d | BlurMaxPool2d) for layer in model.modules()):
         raise UserError(f"model.blurpool '{layers}' blurs nothing: this network has no such layer; leave it off")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.export import Dim
 
 from imagenet_fast.atomic_io import atomic_path
@@ -41,8 +40,7 @@ def export_program(network: nn.Module, image_size: int, path: Path, about: Mappi
     """
     network.eval()
     example = torch.randn(2, 3, image_size, image_size)  # not 1, which torch would treat as a constant
-    if isinstance(network, OptimizedModule):  # of torch.compile, whose arguments have no names
-        network = network._orig_mod
+    network = getattr(network, "_orig_mod", network)  # in the wrapper of torch.compile, whose arguments have no names
     try:
         program = torch.export.export(network, (example,), dynamic_shapes=({0: Dim("batch")},))
     except Exception as error:  # of code that is not ours

@@ -52,9 +52,8 @@ def build_external(model: ExternalModel, classes: int) -> nn.Module:
         raise UserError(
             f"model.name '{model.name}' returned a {type(network).__name__}; let it return a torch.nn.Module"
         )
-    modules = list(network.modules())
-    frozen = any(type(module).train is not nn.Module.train for module in modules)  # some freeze their norms in train()
-    if frozen or not any(module.training for module in modules):  # from_pretrained may return them in evaluation mode
+    freezes = any(type(module).train is not nn.Module.train for module in network.modules())  # its norms, in train()
+    if freezes or not any(module.training for module in network.modules()):  # from_pretrained may return it in eval()
         network.train()
     return network
 
@@ -78,29 +77,24 @@ def check_network(
     Raises:
         UserError: It cannot be trained, cannot take such images, or does not give one logit a class.
     """
-    runs = [*((True, images, size) for size in sizes), (False, 2, eval_size), (False, 1, eval_size)]
-    if reason := _untrainable(network) or _failing(network, classes, runs, all_used, channels_last):
-        raise UserError(f"model.name '{model.name}' {reason}")
 
+    def refused(reason: str) -> UserError:
+        return UserError(f"model.name '{model.name}' {reason}")
 
-def _failing(
-    network: nn.Module, classes: int, runs: Iterable[tuple[bool, int, int]], all_used: bool, channels_last: bool
-) -> str:
-    """Return the end of an error message if a copy fails at one of ``runs``, else an empty string.
-
-    A run is whether it is one of training, and the number and side of its images.
-    """
+    if reason := _untrainable(network):
+        raise refused(reason)
     try:
         trial = copy.deepcopy(network)
     except Exception as error:  # of code that is not ours
-        return (
+        raise refused(
             f"cannot be copied ({first_line(error)}); let it keep no computed tensors, as torch.nn.utils.weight_norm "
             "does (torch.nn.utils.parametrizations has one that does not)"
-        )
+        ) from None
     if channels_last:
         to_channels_last(trial)
     device = next(network.parameters()).device
     buffers = dict(network.named_buffers()).keys()
+    runs = [*((True, images, size) for size in sizes), (False, 2, eval_size), (False, 1, eval_size)]
     for training, count, size in runs:
         trial.train(training)
         batch = torch.zeros(count, 3, size, size, device=device)
@@ -109,30 +103,30 @@ def _failing(
                 logits = trial(batch.contiguous(memory_format=torch.channels_last) if channels_last else batch)
         except Exception as error:  # of code that is not ours
             what = "images" if count > 1 else "a single image"
-            return f"cannot take {what} of {size} pixels ({first_line(error)}); {_way_out(error, training, count)}"
+            way_out = _way_out(error, training, count)
+            raise refused(f"cannot take {what} of {size} pixels ({first_line(error)}); {way_out}") from None
         if new := dict(trial.named_buffers()).keys() - buffers:
-            return (
+            raise refused(
                 f"makes the buffer {min(new)} when it is called, and a resumed run needs it before; register it when "
                 "the network is built"
             )
         if not isinstance(logits, Tensor):
-            return (
+            raise refused(
                 f"returns a {type(logits).__name__} for images; it must return a tensor of logits, so choose options "
                 "for that, or wrap it in a function of your own (model.kind 'python')"
             )
         if logits.shape != (count, classes):
-            return (
+            raise refused(
                 f"gives an output of shape {list(logits.shape)} for {count} image{'s' * (count > 1)}, and the data has "
                 f"{classes} classes; it must give one logit a class"
             )
         if training and not logits.requires_grad:
-            return "gives logits without a gradient; take no detach or torch.no_grad in forward"
+            raise refused("gives logits without a gradient; take no detach or torch.no_grad in forward")
         if training and all_used and (unused := _unused(trial, logits)):
-            return (
+            raise refused(
                 f"does not use {unused}, and torch's DDP waits for the gradients of all parameters; take another "
                 "engine than sync.kind 'ddp', or a network without it"
             )
-    return ""
 
 
 def to_channels_last(network: nn.Module) -> None:

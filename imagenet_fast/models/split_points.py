@@ -81,8 +81,7 @@ def _calls_in_turn(module: nn.Module) -> bool:
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the children as ``named_children`` does, but a module used in two places twice."""
-    everything = module.named_modules(remove_duplicate=False)
-    return [(name, child) for name, child in everything if name and "." not in name]
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def _has_parameters(layer: nn.Module) -> bool:

@@ -22,14 +22,6 @@ class Crossing:
     axes: tuple[int, ...]
     """Axes of the activations in the order of memory: [n, height, width, channels], where they are channels_last."""
 
-    def leaving(self, values: Tensor) -> Tensor:
-        """Return ``values`` as they are sent."""
-        return values.permute(self.axes).contiguous()
-
-    def arrived(self, values: Tensor) -> Tensor:
-        """Return received ``values`` as layers take them."""
-        return values.permute([self.axes.index(axis) for axis in range(len(self.axes))])
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -84,10 +76,11 @@ class LocalStages(nn.Module):
         """
         stage = self.stages[number]
         if stage.arriving is not None:
-            values = stage.arriving.arrived(values)
+            sent = stage.arriving.axes
+            values = values.permute([sent.index(axis) for axis in range(len(sent))])
         for layer in stage.layers.values():
             values = layer(values)
-        return stage.leaving.leaving(values)
+        return values.permute(stage.leaving.axes).contiguous()
 
 
 def split_model(
@@ -154,10 +147,9 @@ def _trace_shapes(model: nn.Module, pieces: Sequence[Segment], images: Tensor) -
 
 def _add(module: nn.Module, name: str, layer: nn.Module) -> None:
     """Add ``layer`` to ``module`` under a name with dots."""
-    folder, _, rest = name.partition(".")
-    if not rest:
-        module.add_module(folder, layer)
-        return
-    if folder not in dict(module.named_children()):
-        module.add_module(folder, nn.Module())
-    _add(module.get_submodule(folder), rest, layer)
+    *folders, own = name.split(".")
+    for folder in folders:
+        if folder not in module._modules:
+            module.add_module(folder, nn.Module())
+        module = module.get_submodule(folder)
+    module.add_module(own, layer)

@@ -109,11 +109,9 @@ def fit(weights: Weights, model: schema.Model, classes: int, fresh_head: bool = 
     """
     expected = _expected(model, classes)
     weights = replace(weights, tensors=under_names_of(expected, weights.tensors))
-    found = {name: tensor for name, tensor in weights.tensors.items() if _is_read(name, tensor, expected)}
-    if fresh_head:
-        head = _head(model)
-        expected = {name: tensor for name, tensor in expected.items() if name not in head}
-        found = {name: tensor for name, tensor in found.items() if name not in head}
+    left_out = _head(model) if fresh_head else {}
+    found = {n: tensor for n, tensor in weights.tensors.items() if n not in left_out and _is_read(n, tensor, expected)}
+    expected = {name: tensor for name, tensor in expected.items() if name not in left_out}
     if wrong := _differences(found, expected):
         raise UserError(_misfit(weights, model, classes, wrong))
     fitting = {}

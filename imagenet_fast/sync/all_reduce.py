@@ -18,7 +18,7 @@ from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.sync.butterfly import butterfly
 from imagenet_fast.sync.comm_stream import CommOp, CommStream, OpSequence
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, coded_pairwise, is_coded
-from imagenet_fast.sync.topology import Grid, Topology
+from imagenet_fast.sync.topology import Topology
 
 _DTYPES: dict[Wire, torch.dtype] = {
     "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
@@ -68,7 +68,8 @@ def all_reduce(
     chain = OpSequence()
     if is_coded(wire) and blocks is None:
         blocks = all_coded(values.numel())
-    _average(chain, values, _Way(wire, collective, topology, servers, direct, lane, blocks), topology.grid(collective))
+    row, column = topology.grid(collective)
+    _average(chain, values, _Way(wire, collective, topology, row, column, servers, direct, lane, blocks))
     chain.close(topology.stream((), lane + "landing"))
     return chain.ops
 
@@ -80,6 +81,8 @@ class _Way:
     wire: torch.dtype
     collective: Collective
     topology: Topology
+    row: tuple[int, ...]
+    column: tuple[int, ...]
     servers: int
     direct: bool
     lane: str
@@ -90,12 +93,12 @@ class _Way:
         return self.topology.stream(ranks, self.lane + role)
 
 
-def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
+def _average(chain: OpSequence, values: Tensor, way: _Way) -> None:
     """Add the ops: reduce inside the rows, average between the rows, gather inside the rows."""
     collective, coded = way.collective, is_coded(way.wire)
     wire = wire_for(values.dtype, PLAIN, way.topology) if coded else way.wire
     short = wire != values.dtype
-    inside, ranks = len(grid.row), len(grid.column)
+    inside, ranks = len(way.row), len(way.column)
     coded = coded and ranks > 1
     message = torch.empty_like(values, dtype=wire) if short and (inside > 1 or not coded) else values
     halving = collective == "butterfly" and not coded
@@ -108,7 +111,7 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
         if short:
             chain.add_local(lambda: message.copy_(values))
         own = values.new_empty(values.numel() // inside, dtype=exact) if (halving or coded) and wire != exact else None
-        shard = scatter(chain, message, way.stream(grid.row, "scatter"), own, inside * early)
+        shard = scatter(chain, message, way.stream(way.row, "scatter"), own, inside * early)
     elif coded:
         shard = values
     elif halving:
@@ -121,28 +124,26 @@ def _average(chain: OpSequence, values: Tensor, way: _Way, grid: Grid) -> None:
             chain.add_local(lambda: torch.mul(values, 1 / early, out=message))
     mean = backend_adds and early == 1 and values.is_cuda
     if coded:
-        _between_coded(chain, shard, way, grid)
+        _between_coded(chain, shard, way)
     elif ranks > 1:
-        _between(chain, shard, way, grid.column, backend_adds, mean)
+        _between(chain, shard, way, backend_adds, mean)
     if ((backend_adds and not mean) or halving) and early == 1 and ranks > 1:
         chain.add_local(lambda: shard.div_(ranks))
     arrived = shard
     if inside > 1:
         if own is not None:
-            part = message.view(inside, -1)[grid.row.index(way.topology.rank)]
+            part = message.view(inside, -1)[way.row.index(way.topology.rank)]
             chain.add_local(lambda: part.copy_(own))
-        pull = way.stream(grid.row, "gather")
+        pull = way.stream(way.row, "gather")
         chain.add_collective(pull, lambda: pull.all_gather(message, way.direct), second_half=True)
         arrived = message
     if arrived is not values:
         chain.add_local(lambda: values.copy_(arrived))
 
 
-def _between(
-    chain: OpSequence, shard: Tensor, way: _Way, ranks: tuple[int, ...], backend_adds: bool, mean: bool
-) -> None:
+def _between(chain: OpSequence, shard: Tensor, way: _Way, backend_adds: bool, mean: bool) -> None:
     def stream(role: str) -> CommStream:
-        return way.stream(ranks, role)
+        return way.stream(way.column, role)
 
     if backend_adds:
         whole = stream("all-reduce")
@@ -153,17 +154,17 @@ def _between(
     elif way.collective == "parameter_server":
         parameter_server(chain, shard, stream("scatter"), stream("gather"), way.servers)
     else:
-        scatter(chain, shard, stream("scatter"), None, len(ranks))
+        scatter(chain, shard, stream("scatter"), None, len(way.column))
         pull = stream("gather")
         chain.add_collective(pull, lambda: pull.all_gather(shard, way.direct), second_half=True)
 
 
-def _between_coded(chain: OpSequence, shard: Tensor, way: _Way, grid: Grid) -> None:
+def _between_coded(chain: OpSequence, shard: Tensor, way: _Way) -> None:
     assert way.blocks is not None
-    ranks, inside = grid.column, len(grid.row)
-    blocks = way.blocks.part(grid.row.index(way.topology.rank), inside)
+    ranks, inside = way.column, len(way.row)
+    blocks = way.blocks.part(way.row.index(way.topology.rank), inside)
     if blocks.residual is not None and inside > 1:
-        row = way.stream(grid.row, "residual")
+        row = way.stream(way.row, "residual")
         blocks.residual.sum_shared(inside, lambda left: row.submit(CommOp(row, lambda: row.all_reduce(left)))())
     push, pull = (way.stream(ranks, role) for role in ("scatter", "gather"))
     if blocks.kinds.any():  # else there is only padding

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from imagenet_fast.cost_model.declarations import DeclaredSettings, declare
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.messages import Engine
 from imagenet_fast.cost_model.step_simulator import Prediction
-from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
+from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.layer_timer import LayerTimer
-from imagenet_fast.sync.network_benchmark import NetworkProbe
+from imagenet_fast.sync.sparse import Sparse
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,9 @@ class Candidate:
     """An engine whose step time is predicted without building it."""
 
     name: str
-    engine: Engine
-    """Its declaration; for an engine that is more than a declaration, the one that the cost model uses for it."""
-    exact: bool = True
-    share: float = 1.0
-    """Share of the values that it sends."""
-    electable: bool = True
+    settings: DeclaredSettings
+    electable: bool
     """True if it may be chosen; otherwise it is only there for comparison."""
-    build: Callable[[GradientBuffer], SyncEngine] | None = None
-    """Function that builds the engine; None if a ``Scheduler`` is enough."""
 
 
 class Auto(Scheduler):
@@ -41,21 +36,17 @@ class Auto(Scheduler):
 
     is_steady = False
 
-    def __init__(self, pool: GradientBuffer, meanwhile: Engine, candidates: Sequence[Candidate]) -> None:
+    def __init__(
+        self, pool: GradientBuffer, meanwhile: Engine, candidates: Sequence[Candidate], steps_per_epoch: int = 1
+    ) -> None:
         """Start the ``meanwhile`` engine and the timing of steps, from which all ``candidates`` are predicted."""
-        self._candidates = candidates
+        self._candidates, self._steps_per_epoch = candidates, steps_per_epoch
         self._electable = {candidate.name: candidate for candidate in candidates if candidate.electable}
         self._chosen: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
-        self.sends_part = any(candidate.share < 1 for candidate in self._electable.values())
-        probed = pool.topology.anew()  # whose streams end with the choice
-        super().__init__(
-            meanwhile, pool, NetworkProbe(probed, wire_for(pool.values.dtype, wire_dtype(meanwhile.wire), probed))
-        )
-
-    @property
-    def has_residual(self) -> bool:
-        """True if its engine, or one that it may choose, has a residual."""
-        return super().has_residual or any(not candidate.exact for candidate in self._electable.values())
+        super().__init__(meanwhile, pool)
+        self.sends_part = any(candidate.settings.share < 1 for candidate in self._electable.values())
+        self.has_residual |= any(candidate.settings.keeps for candidate in self._electable.values())
+        self._network.topology = pool.topology.anew()  # whose streams end with the choice
 
     def begin(self) -> SyncEngine:
         """Return the chosen engine, if there is one.
@@ -66,7 +57,7 @@ class Auto(Scheduler):
         if self._chosen is None:
             return self
         left, engine = self.state_dict(), self._become(*self._chosen)
-        if left and self._chosen[0].build is None:
+        if left and isinstance(engine, Scheduler):
             engine.load_state_dict(left | {"learnt": None})
         return engine.begin()
 
@@ -76,14 +67,8 @@ class Auto(Scheduler):
         Raises:
             ValueError: That engine cannot be chosen here.
         """
-        if not elected:
-            return self
-        if elected not in self._electable:
-            raise ValueError(
-                f"this state is of the time after auto had chosen {elected}, which is not among what it may choose "
-                "here; give auto the settings that it had"
-            )
-        return self._become(self._electable[elected])
+        known = self._electable.get(elected)
+        return super().go_on_as(elected) if known is None else self._become(known)
 
     def close(self) -> None:
         """Wait for all messages, and end the streams on which the network was measured."""
@@ -93,25 +78,27 @@ class Auto(Scheduler):
     def _time_steps(self) -> LayerTimer | None:
         if self._chosen is not None:
             return None
-        return self._pool.layer_timer(layers=any(c.engine.awaits == "read" for c in self._electable.values()))
+        return self._pool.layer_timer(layers=any(c.settings.defers for c in self._electable.values()))
 
     def _adopt(self, timing: Timing) -> None:
         """Choose an engine, and report all predictions in ``decision``."""
         self._timetable = None
-        seconds = [step_model(c.engine, self._pool, self._network, c.share).best(timing)[1] for c in self._candidates]
+        tried = [candidate.settings for candidate in self._candidates]
+        seconds = [step_model(declare(s), self._pool, self._network, s.share).best(timing)[1] for s in tried]
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
         self._chosen = self._candidates[fastest], timing
         self._stats.decision = tuple(
-            Prediction(candidate.name, step_s, candidate.exact, number == fastest)
+            Prediction(candidate.name, step_s, not candidate.settings.keeps, number == fastest)
             for number, (candidate, step_s) in enumerate(zip(self._candidates, seconds, strict=True))
         )
 
     def _become(self, candidate: Candidate, timing: Timing | None = None) -> SyncEngine:
         """Build the engine of the candidate, and end this one."""
-        if candidate.build is not None:
-            engine = candidate.build(self._pool)
+        engine: SyncEngine
+        if isinstance(candidate.settings, SparseSync):
+            engine = Sparse(candidate.settings, self._pool, self._steps_per_epoch)
         else:
-            engine = Scheduler(candidate.engine, self._pool, self._network, timing)
+            engine = Scheduler(declare(candidate.settings), self._pool, self._network, timing)
         engine.elected = candidate.name
         self.close()
         self._network.topology = self._pool.topology

@@ -8,6 +8,8 @@ collective communication operations in MPICH", 2005, also for the fold of ranks 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -26,10 +28,8 @@ def butterfly(values: Tensor, wire: torch.dtype, stream: CommStream) -> None:
     core = [*range(1, 2 * surplus, 2), *range(2 * surplus, stream.size)]  # a power of two
     folded = stream.place < 2 * surplus  # of these, even places send to their odd neighbour
     if folded and stream.place % 2 == 0:
-        message = _landing(values, wire)
         stream.exchange([(stream.place + 1, values.to(wire))], [])
-        stream.exchange([], [(stream.place + 1, message)])
-        _land(values, message)
+        _receive(values, wire, stream, stream.place + 1)
         return
     if folded:
         message = torch.empty_like(values, dtype=wire)
@@ -73,9 +73,7 @@ def _halve_and_double(values: Tensor, wire: torch.dtype, stream: CommStream, mem
         distance *= 2
     _round_to(mine, wire)
     for partner, keep, give in reversed(kept):
-        arriving = _landing(give, wire)
-        stream.exchange([(partner, keep.to(wire))], [(partner, arriving)])
-        _land(give, arriving)
+        _receive(give, wire, stream, partner, [(partner, keep.to(wire))])
 
 
 def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
@@ -87,11 +85,11 @@ def _round_to(values: Tensor, wire: torch.dtype) -> Tensor:
     return message
 
 
-def _landing(values: Tensor, wire: torch.dtype) -> Tensor:
-    """Return where to receive values: in place, or in a wire tensor that ``_land`` casts afterwards."""
-    return values if wire == values.dtype else torch.empty_like(values, dtype=wire)
-
-
-def _land(values: Tensor, message: Tensor) -> None:
+def _receive(
+    values: Tensor, wire: torch.dtype, stream: CommStream, peer: int, leaving: Sequence[tuple[int, Tensor]] = ()
+) -> None:
+    """Receive ``values`` from ``peer``, in place or by a tensor of the wire dtype, while ``leaving`` is sent."""
+    message = values if wire == values.dtype else torch.empty_like(values, dtype=wire)
+    stream.exchange(leaving, [(peer, message)])
     if message is not values:
         values.copy_(message)

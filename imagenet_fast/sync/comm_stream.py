@@ -21,9 +21,10 @@ from imagenet_fast.distributed.device_timer import Timestamp, record_timestamp
 from imagenet_fast.distributed.groups import end_group, leave_at_exit, new_group
 from imagenet_fast.distributed.watchdog import PeerLost
 
+_Collective = Callable[..., Work | None]
 # Renamed in torch 2.13.
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather_single: _Collective = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: _Collective = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 Wait = Callable[[], None]
 """Waits for an op that has been launched. On a GPU the current stream waits, not the host."""
@@ -210,10 +211,8 @@ class CommStream:
             arriving: The elements received from each rank; empty for equal parts.
             leaving: The elements sent to each rank; empty for equal parts.
         """
-        if leaving:
-            self._sent += values.element_size() * (sum(leaving) - leaving[self.place])
-        else:
-            self._count(self.size - 1, values)
+        kept = leaving[self.place] if leaving else values.numel() // self.size
+        self._sent += values.element_size() * (values.numel() - kept)
         return dist.all_to_all_single(
             arrived, values, list(arriving) or None, list(leaving) or None, group=self._group, async_op=True
         )
@@ -231,15 +230,13 @@ class CommStream:
         if direct and self._device.type == "cpu":
             return self.all_to_all(values, own.repeat(self.size))
         self._count(self.size - 1, values)
-        work: Work | None = all_gather_single(values, own, self._group, async_op=True)
-        return work
+        return all_gather_single(values, own, self._group, async_op=True)
 
     def reduce_scatter(self, values: Tensor) -> Work | None:
         """Average this rank's part of ``values`` over the ranks, in place. The backend adds in the tensor's dtype."""
         self._count(self.size - 1, values)
         own = values.view(self.size, -1)[self.place]
-        work: Work | None = _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
-        return work
+        return _reduce_scatter(own, values, dist.ReduceOp.AVG, self._group, async_op=True)
 
     def all_reduce(self, values: Tensor, mean: bool = False) -> Work | None:
         """Sum ``values`` over the ranks, in place. The backend adds in the tensor's dtype.

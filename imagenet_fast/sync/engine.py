@@ -72,10 +72,8 @@ class SyncEngine(Protocol):
     sends_part: bool = False
     """True if a step may send only some elements of a parameter: see ``sent_slices``."""
 
-    @property
-    def has_residual(self) -> bool:
-        """True if the engine adds a residual of earlier steps to a step's gradients."""
-        return self.sends_part
+    has_residual: bool = False
+    """True if the engine adds a residual of earlier steps to a step's gradients."""
 
     adds_momentum: bool = False
     """True if gradients contain momentum, so that the optimizer must add none."""
@@ -109,9 +107,9 @@ class SyncEngine(Protocol):
             ValueError: It would be another one.
         """
         if elected not in ("", self.elected):
-            here = f"it has chosen {self.elected}; load" if self.elected else "is another engine; take auto, and load"
             raise ValueError(
-                f"this state is of the time after auto had chosen {elected}, and here {here} it before the first step"
+                f"this state is of the time after auto had chosen {elected}, and here it has not; take auto with the "
+                "settings that it had, and load the state before the first step"
             )
         return self
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import get_args
 
 import torch
 
 from imagenet_fast.cost_model.declarations import declare
 from imagenet_fast.cost_model.messages import Engine
-from imagenet_fast.recipe.engine_table import Codes, CodingTable, EngineTable, PoolTable, Wire
+from imagenet_fast.recipe.engine_table import Codes, CodingTable, PoolTable
 from imagenet_fast.recipe.sync_config import AutoSync, EngineSettings, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
@@ -39,14 +37,13 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
         case AutoSync():
             mb = 16.0 if pool.values.is_cuda else 1.0
             meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=mb)
-            candidates = _candidates(engine, steps_per_epoch, pool.topology.device)
-            return Auto(pool, declare(meanwhile), candidates)
+            return Auto(pool, declare(meanwhile), _candidates(engine, pool.topology.device), steps_per_epoch)
         case _:
             return Scheduler(declare(engine), pool)
 
 
-def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -> list[Candidate]:
-    """Return every engine with its default settings, for ``auto`` to predict.
+def _candidates(chooser: AutoSync, device: torch.device) -> list[Candidate]:
+    """Return every engine with its default settings, and with 8-bit codes where ``auto`` may be inexact, to predict.
 
     Only this package's engines may be chosen, and inexact ones only where ``chooser`` allows them. Engines that defer
     are left out where ``chooser`` does not allow them. On GPUs with a 16-bit wire dtype there is also ``lazy`` with the
@@ -55,27 +52,17 @@ def _candidates(chooser: AutoSync, steps_per_epoch: int, device: torch.device) -
     candidates = []
     if device.type == "cuda" and chooser.wire in ("bf16", "fp16"):
         native = LazySync(wire=chooser.wire, collective="native")
-        candidates.append(Candidate("lazy native", declare(native), not native.keeps))
+        candidates.append(Candidate("lazy native", native, electable=True))
+    wires = dict.fromkeys([chooser.wire, *(get_args(Codes) if chooser.inexact else ())])
     for table in get_args(get_args(Sync)[0]):
+        allowed = () if table.chooses else get_args(table.model_fields["wire"].annotation)
         coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
-        for wire in () if table.chooses else _wires(chooser, table):
+        for wire in [wire for wire in wires if wire in allowed]:
             settings = table.model_validate({"wire": wire, **coding}).derived(dense_epochs=chooser.dense_epochs or 0.0)
             if settings.defers and not chooser.defers:
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"
-            engine = declare(settings)
             # The cost model leaves out the compute time of PowerSGD.
-            electable = settings.ours and (not settings.keeps or chooser.keeps) and not engine.powersgd_rank
-            build: Callable[[GradientBuffer], SyncEngine] | None = None
-            if isinstance(settings, SparseSync):
-                settings = settings.model_copy(update={"max_ctas": chooser.max_ctas})
-                build = partial(build_engine, settings, steps_per_epoch=steps_per_epoch)
-            candidates.append(Candidate(name, engine, not settings.keeps, settings.share, electable, build))
+            electable = settings.ours and (not settings.keeps or chooser.keeps) and settings.kind != "powersgd"
+            candidates.append(Candidate(name, settings, electable))
     return candidates
-
-
-def _wires(chooser: AutoSync, table: type[EngineTable]) -> list[Wire]:
-    """Return the wire dtypes to predict: the configured one, and 8-bit ones where results may be inexact."""
-    codes = get_args(Codes) if chooser.inexact else ()
-    allowed = get_args(table.model_fields["wire"].annotation)
-    return [wire for wire in dict.fromkeys([chooser.wire, *codes]) if wire in allowed]

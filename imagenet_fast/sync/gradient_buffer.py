@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.messages import places_in_pool
@@ -84,6 +83,14 @@ class GradientBuffer:
             self.lay_out([by_name[name] for name in names])
         return known
 
+    def agreed_order(self, came: Iterable[ParamSlot]) -> list[ParamSlot] | None:
+        """Return the slots in the order in which they came on the first rank; None if they have it.
+
+        Every rank must call it.
+        """
+        indices = self.topology.of_first_rank([slot.index for slot in came])
+        return None if indices == sorted(indices) else [self.slots[int(index)] for index in indices]
+
     def layer_timer(self, layers: bool) -> LayerTimer:
         """Return a timer of the next steps in place of the last; with ``layers``, also of when each layer is called.
 
@@ -135,13 +142,3 @@ class GradientBuffer:
         """Return the gradient at ``slot``, with its parameter's strides; without their gaps or overlaps in memory."""
         like = torch.empty_strided(*slot.layout, device="meta")
         return self.values.as_strided(slot.shape, torch.empty_like(like).stride(), slot.start).detach()  # else a view
-
-
-def agreed_order(came: Sequence[ParamSlot], topology: Topology) -> list[ParamSlot] | None:
-    """Return all slots in the order in which they came on the first rank; None if they have it. Every rank calls it."""
-    agreed = torch.tensor([slot.index for slot in came], device=topology.device)
-    if topology.size > 1:
-        dist.broadcast(agreed, topology.ranks[0], topology.group)
-    indices = agreed.tolist()
-    by_index = {slot.index: slot for slot in came}
-    return None if indices == sorted(indices) else [by_index[index] for index in indices]

@@ -33,17 +33,16 @@ class LayerTimer:
             slots: The slots in pool order.
             topology: The ranks to average over.
             layers: Whether to record when each layer is called, too; of a compiled block, when the block is.
-            steps: Number of recorded steps, after two that warm up.
+            steps: Number of steps that count, after two that warm up.
         """
         self._slots = list(slots)
         self._device = topology.device
         self._topology = topology
-        self._steps = -_WARM_STEPS
-        self._last = steps
+        self._last = _WARM_STEPS + steps
         self._called: dict[nn.Module, Timestamp] = {}
         self._turned: Timestamp | None = None  # the end of the last forward
         self._pushed: list[Timestamp] = []
-        self._rows: list[list[float]] = []
+        self._rows: list[list[float]] = []  # of each step
         around = fronts(model)
         self._fronts = [
             around.get(model if slot.module is None else slot.module, model) if layers else model
@@ -56,29 +55,23 @@ class LayerTimer:
     @property
     def complete(self) -> bool:
         """True if enough steps have been recorded, the same on every rank."""
-        return self._steps == self._last
+        return len(self._rows) == self._last
 
     def gradient_ready(self) -> None:
         """Record that the gradient of the next slot in pool order is ready."""
-        if not self.complete:
-            self._pushed.append(record_timestamp(self._device))
+        self._pushed.append(record_timestamp(self._device))
 
     def finish(self) -> None:
-        """Record the end of backward, and with it of a step. The first steps only warm up."""
-        if self.complete:
-            return
-        end = record_timestamp(self._device)
-        if self._steps >= 0:
-            first = self._pushed[0]
-            begin, turn = self._called.get(self._model, first), self._turned or first
-            moments = [
-                *(seconds_between(begin, self._called.get(front, begin)) for front in self._fronts),
-                seconds_between(begin, turn),
-                *(seconds_between(turn, pushed) for pushed in self._pushed),
-                seconds_between(turn, end),
-            ]
-            self._rows.append(moments)
-        self._steps += 1
+        """Record the end of backward, and with it of a step."""
+        end, first = record_timestamp(self._device), self._pushed[0]
+        begin, turn = self._called.get(self._model, first), self._turned or first
+        moments = [
+            *(seconds_between(begin, self._called.get(front, begin)) for front in self._fronts),
+            seconds_between(begin, turn),
+            *(seconds_between(turn, pushed) for pushed in self._pushed),
+            seconds_between(turn, end),
+        ]
+        self._rows.append(moments)
         self._called.clear()
         self._pushed.clear()
 
@@ -88,7 +81,7 @@ class LayerTimer:
         Every rank must call it, once the timer is complete.
         """
         self.close()
-        rows = torch.tensor(self._rows, dtype=torch.float64, device=self._device)
+        rows = torch.tensor(self._rows[_WARM_STEPS:], dtype=torch.float64, device=self._device)
         mean = rows.median(0).values
         if self._topology.size > 1:
             dist.all_reduce(mean, group=self._topology.group)
@@ -96,13 +89,11 @@ class LayerTimer:
 
     def recorded(self) -> list[Timing]:
         """Return the recorded steps of this rank alone."""
-        return list(map(self._as_timing, self._rows))
+        return list(map(self._as_timing, self._rows[_WARM_STEPS:]))
 
     def _as_timing(self, moments: list[float]) -> Timing:
         count = len(self._slots)
-        return Timing(
-            tuple(moments[:count]), moments[count], tuple(moments[count + 1 : 2 * count + 1]), moments[2 * count + 1]
-        )
+        return Timing(tuple(moments[:count]), moments[count], tuple(moments[count + 1 : -1]), moments[-1])
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -60,10 +60,8 @@ class NetworkProbe(Links):
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements so far."""
         links = {collective: astuple(link) for collective, link in self._links.items()}
-        return {
-            "links": links,
-            "codecs": {str(wire).removeprefix("torch."): astuple(cost) for wire, cost in self._codecs.items()},
-        }
+        codecs = {str(wire).removeprefix("torch."): astuple(cost) for wire, cost in self._codecs.items()}
+        return {"links": links, "codecs": codecs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Use a value of ``state_dict`` as this probe's measurements."""
@@ -91,13 +89,17 @@ def measure_link(collective: Collective, wire: torch.dtype, topology: Topology) 
     take up to a third of the time on a CPU, and are not a property of the network.
     """
     piece, (short, long) = piece_bytes(topology.layout), _SHORT_AND_LONG[topology.device.type]
-    latency_s, many_s, short_s, long_s = (
-        min(_seconds(sizes, wire, collective, topology) for _ in range(_REPEATS))
-        for sizes in ([_TINY], [_TINY] * _MANY, _pieces(short, piece), _pieces(long, piece))
-    )
+
+    def fastest(sizes: Sequence[int]) -> float:
+        lengths = [topology.padded(size // wire.itemsize) for size in sizes]
+        tries = ([torch.zeros(n, dtype=wire, device=topology.device) for n in lengths] for _ in range(_REPEATS))
+        return min(_seconds(all_reduces(values, collective, topology), topology) for values in tries)
+
+    latency_s, many_s = fastest([_TINY]), fastest([_TINY] * _MANY)
+    short_s, long_s = fastest(_pieces(short, piece)), fastest(_pieces(long, piece))
     s_per_byte = max(0.0, long_s - short_s) / (long - short)
     call_s = max(0.0, (many_s - latency_s) / (_MANY - 1) - _TINY * s_per_byte)
-    return LinkModel(*_of_first_rank([latency_s, s_per_byte / cost_of(collective, topology.layout), call_s], topology))
+    return LinkModel(*topology.of_first_rank([latency_s, s_per_byte / cost_of(collective, topology.layout), call_s]))
 
 
 def all_reduces(messages: Sequence[Tensor], collective: Collective, topology: Topology) -> Callable[[], None]:
@@ -142,25 +144,16 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
         packing.coded.copy_(decode(scales, codes))  # for the op in which means are received
         packing.land(values)
 
-    def seconds(work: Callable[[Tensor, Packer, Tensor], None]) -> float:
-        dist.barrier(topology.group)
-        begun = record_timestamp(topology.device)
-        for piece in zip(pieces, packings, messages, strict=True):
-            work(*piece)
-        return seconds_between(begun, record_timestamp(topology.device))
+    def fastest(work: Callable[[Tensor, Packer, Tensor], None]) -> float:
+        def once() -> None:
+            for piece in zip(pieces, packings, messages, strict=True):
+                work(*piece)
+
+        return min(_seconds(once, topology) for _ in range(_REPEATS))
 
     size = sum(message.nbytes for message in messages)
-    figures = [min(seconds(work) for _ in range(_REPEATS)) / size for work in (write, read)]
-    return CodecCost(*_of_first_rank(figures, topology))
-
-
-def _of_first_rank(figures: list[float], topology: Topology) -> list[float]:
-    """Return the first rank's ``figures`` on every rank."""
-    agreed = torch.tensor(figures, dtype=torch.float64, device=topology.device)
-    if topology.size > 1:
-        dist.broadcast(agreed, src=topology.ranks[0], group=topology.group)
-    told: list[float] = agreed.tolist()
-    return told
+    figures = [fastest(work) / size for work in (write, read)]
+    return CodecCost(*topology.of_first_rank(figures))
 
 
 def _pieces(size: int, piece: int) -> list[int]:
@@ -168,14 +161,12 @@ def _pieces(size: int, piece: int) -> list[int]:
     return [min(piece, size - start) for start in range(0, size, piece)]
 
 
-def _seconds(sizes: Sequence[int], wire: torch.dtype, collective: Collective, topology: Topology) -> float:
-    """Return the seconds of all-reduces of ``sizes`` bytes, launched at once, on the device's clock.
+def _seconds(work: Callable[[], None], topology: Topology) -> float:
+    """Return the seconds of ``work``, which all ranks begin at once, on the device's clock.
 
     A GPU's host takes longer to launch a message than its links take to send it.
     """
-    values = [torch.zeros(topology.padded(size // wire.itemsize), dtype=wire, device=topology.device) for size in sizes]
-    once = all_reduces(values, collective, topology)
     dist.barrier(topology.group)
     begun = record_timestamp(topology.device)
-    once()
+    work()
     return seconds_between(begun, record_timestamp(topology.device))

@@ -31,13 +31,13 @@ from imagenet_fast.sync.fork import fork_settled
 from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
-from imagenet_fast.sync.pending import Pending, PendingUpdate, Readers, Update, settle_all
+from imagenet_fast.sync.pending import Pending, Readers, Update, settle_all
 from imagenet_fast.sync.per_param_step import InTurn, needs_all, settle_before_state, snapshot_step, step_scaled
-from imagenet_fast.sync.step import Step
+from imagenet_fast.sync.step import Owner, Step
 from imagenet_fast.sync.topology import Topology
 
 
-class GradientPool:
+class GradientPool(Owner):
     """One flat buffer that holds the gradient of every trainable parameter of a model, last layer first.
 
     In backward a hook takes note of each gradient. Before they are sent, gradients are copied into their places, many
@@ -106,16 +106,6 @@ class GradientPool:
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
         self.gradients.before_layout = self.settle
         self.lock = threading.RLock()  # autograd may run several threads
-        self.knows_order = False
-        """True once the order of gradients has been learned or loaded."""
-        self.learned: list[ParamSlot] | None = None
-        """The order that the next step adopts."""
-        self.largest: float | None = None
-        """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
-        self.syncing = True
-        """True if a backward pushes its gradients, as outside of ``no_sync``."""
-        self.pending: PendingUpdate | None = None
-        """The last update that was deferred."""
         self.engine: SyncEngine = (
             engine(self.gradients) if callable(engine) else build_engine(engine, self.gradients, steps_per_epoch)
         )

@@ -83,7 +83,8 @@ def _matrix(slot: ParamSlot, pool: Tensor, rank: int, memory: Kept) -> _Matrix:
     if shapes != {"error": shape, "q": (rank, columns)}:  # else it is new, or perhaps of another shard
         generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
         start = torch.randn(columns, rank, generator=generator, device="cpu").to(pool.device, exact)
-        memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": _orthonormal(start).T.contiguous()}
+        (basis,) = _each_orthonormal([start])
+        memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": basis.T.contiguous()}
     whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
     return _Matrix(place, pool[slot.flag], whole, **memory[slot.name])
 
@@ -171,23 +172,18 @@ class _Message:
             torch.where(finite, basis.T, matrix.q, out=matrix.q)
 
 
-def _orthonormal(columns: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns' span, completed where they are linearly dependent."""
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis
-
-
 def _each_orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return ``_orthonormal`` of each matrix, computed together for those of one shape.
+    """Return an orthonormal basis of each matrix' columns, completed where they are linearly dependent.
 
-    One after the other, ResNet-50's 53 matrices would cost a GPU 50 us each and more.
+    Those of one shape are computed together: ResNet-50's 53 matrices would cost a GPU 50 us each and more.
     """
     alike: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         alike.setdefault(matrix.shape, []).append(number)
     bases: dict[int, Tensor] = {}
     for numbers in alike.values():
-        bases |= zip(numbers, _orthonormal(torch.stack([matrices[number] for number in numbers])), strict=True)
+        alone = torch.linalg.qr(torch.stack([matrices[number] for number in numbers])).Q
+        bases |= zip(numbers, alone, strict=True)
     return [bases[number] for number in range(len(matrices))]
 
 

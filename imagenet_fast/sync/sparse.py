@@ -55,7 +55,7 @@ class Sparse(SyncEngine):
     share that is not sent grows. No chunk waits more than twice as long as it would if all took turns.
     """
 
-    sends_part = True
+    sends_part = has_residual = True
 
     def __init__(self, settings: SparseSync, pool: GradientBuffer, steps_per_epoch: int) -> None:
         """Take over the pool, with an empty residual.
@@ -82,7 +82,6 @@ class Sparse(SyncEngine):
         self._step = 0
         self._stats = SyncStats.of_step(pool.values.device, 0, self.defers)
         self._agreed: Sequence[Wait] = ()  # on the scores, and so on the next step's chunks; empty where all are sent
-        self._arrived: torch.cuda.Event | None = None  # when the ids of these are on the host
         pool.pad(settings.chunk)
         pool.values.zero_()  # what another engine has sent is no residual
         self.rebuild_buckets()
@@ -105,7 +104,7 @@ class Sparse(SyncEngine):
         self._agreement = [
             CommOp(topology.stream((), "packing"), self._put_means),
             *all_reduce(self._scores, torch.float32, None, topology),
-            CommOp(topology.stream((), "landing"), self._choose_next),
+            CommOp(topology.stream((), "landing"), self._choose),
         ]
         self._here = torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")  # ids
         self._choose()
@@ -128,14 +127,10 @@ class Sparse(SyncEngine):
     def start(self) -> None:
         """Clear the chunks that were sent, and read which chunks this step sends."""
         self._await(list(self._messages))  # those whose layers no forward has read
-        if self._agreed:
-            self._await_choice()
-            if self._arrived is not None:  # of the last step, long past: ids arrived during forward
-                self._arrived.synchronize()
-            self._selected = self._here[: len(self._ids)].tolist()
-        else:
-            everything = len(self._ids) == len(self._chunks)
-            self._selected = list(range(len(self._chunks))) if everything else self._ids.tolist()
+        self._await_choice()
+        if self._arrived is not None:  # of the last step, long past: ids arrived during forward
+            self._arrived.synchronize()
+        self._selected = self._here[: len(self._ids)].tolist()
         self._clear(self._pool.values, self._velocity)
         self._sent = self._ids[:0]
 
@@ -180,9 +175,6 @@ class Sparse(SyncEngine):
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
             landed = [wait for message in self._messages for wait in message.waits]
             self._agreed = launch(self._agreement, [*launch(self._measurement), *landed], "the chunks' norms")
-            self._arrived = self._agreement[-1].stream.record()
-        else:
-            self._age()
         stats, self._stats = self._stats, SyncStats.of_step(self._pool.values.device, self._step, self.defers)
         return stats
 
@@ -317,21 +309,13 @@ class Sparse(SyncEngine):
         self._scores[: len(self._chunks)] = _norms(self._chunks)
 
     def _put_means(self) -> None:
-        """Replace the scores of sent chunks by the norms of their means."""
+        """Replace the scores of sent chunks by the norms of their means; all others are a step older."""
         self._scores[self._ids] = self._norms[: len(self._ids)]
-
-    def _age(self) -> None:
-        """Increment the ages of all chunks, but reset those of the chunks that this step sent."""
         self._ages += 1
-        self._ages[self._ids] = 0
-
-    def _choose_next(self) -> None:
-        """Choose the next step's chunks, now that ranks have agreed on the scores."""
-        self._age()
-        self._choose()
+        self._ages[self._ids] = 0  # all, in a step before the first choice: those need no ages
 
     def _choose(self) -> None:
-        """Choose the chunks of the next step, the same on every rank.
+        """Choose the chunks of the next step, the same on every rank, as they agree on the scores.
 
         Overdue chunks go first, those that have waited longest before the others. With a mere bonus for age, some
         chunks would starve because of their place.
@@ -343,6 +327,7 @@ class Sparse(SyncEngine):
         by_urgency = by_score[torch.sort(urgency[by_score], descending=True, stable=True).indices]
         self._ids = by_urgency[:count].sort().values
         self._here[:count].copy_(self._ids, non_blocking=True)
+        self._arrived = torch.cuda.current_stream().record_event() if self._ids.is_cuda else None
 
 
 def _norms(chunks: Tensor) -> Tensor:

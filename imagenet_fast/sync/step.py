@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from imagenet_fast.sync import contract
 from imagenet_fast.sync.contract import StepState
 from imagenet_fast.sync.engine import SyncEngine, SyncStats
-from imagenet_fast.sync.gradient_buffer import GradientBuffer, agreed_order
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import USED, ParamSlot
 from imagenet_fast.sync.pending import PendingUpdate, Readers, Update
 
@@ -28,15 +28,20 @@ class Owner(Protocol):
 
     engine: SyncEngine
     gradients: GradientBuffer
-    knows_order: bool
-    learned: list[ParamSlot] | None
-    largest: float | None
-    syncing: bool
-    pending: PendingUpdate | None
     readers: Readers
     lock: threading.RLock
     lockstep: bool
     current: Step
+    knows_order: bool = False
+    """True once the order of gradients has been learned or loaded."""
+    learned: list[ParamSlot] | None = None
+    """The order that the next step adopts."""
+    largest: float | None = None
+    """The magnitude above which a gradient counts as infinite; None: gradients are not checked."""
+    syncing: bool = True
+    """True if a backward pushes its gradients, as outside of ``no_sync``."""
+    pending: PendingUpdate | None = None
+    """The last update that was deferred."""
 
     def settle(self) -> None:
         """Carry out every deferred update."""
@@ -126,7 +131,7 @@ class Step:
             self.stats = pool.engine.finish()
             self.state = StepState.SENT
             if not pool.knows_order:
-                pool.knows_order, pool.learned = True, agreed_order([*self._taken], pool.gradients.topology)
+                pool.knows_order, pool.learned = True, pool.gradients.agreed_order(self._taken)
         assert self.stats is not None
         return self.stats
 

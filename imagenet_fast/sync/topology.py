@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from hashlib import sha1
 from typing import ClassVar
 
@@ -17,16 +16,6 @@ import torch.distributed as dist
 from imagenet_fast.cost_model.collectives import RankLayout, row_of
 from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.sync.comm_stream import CommStream
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Ranks in rows of equal length; a row is close together, a column joins the same place of all rows."""
-
-    row: tuple[int, ...]
-    """The ranks of this rank's row."""
-    column: tuple[int, ...]
-    """The ranks of this rank's column."""
 
 
 class Topology:
@@ -81,8 +70,10 @@ class Topology:
         """The number of ranks on each node, for the cost model."""
         return RankLayout(tuple(map(len, self.nodes)), on_gpu=self.device.type != "cpu")
 
-    def grid(self, collective: Collective) -> Grid:
-        """Return the grid on which a collective works: a row per node, or rows of a single rank.
+    def grid(self, collective: Collective) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks of this rank's row and column in the grid on which a collective works.
+
+        A row is a node, or a single rank. A column joins the same place of all rows.
 
         Raises:
             ValueError: The collective has a row per node, and nodes have different numbers of ranks.
@@ -96,11 +87,18 @@ class Topology:
         width = row_of(collective, self.layout)
         ranks = [rank for node in self.nodes for rank in node]
         row, place = divmod(ranks.index(self.rank), width)
-        return Grid(tuple(ranks[row * width : (row + 1) * width]), tuple(sorted(ranks[place::width])))
+        return tuple(ranks[row * width : (row + 1) * width]), tuple(sorted(ranks[place::width]))
 
     def padded(self, elements: int) -> int:
         """Return the length of a message that holds ``elements`` and can be cut evenly on every level."""
         return -(-elements // self.size) * self.size
+
+    def of_first_rank(self, numbers: Sequence[float]) -> list[float]:
+        """Return the first rank's ``numbers`` on every rank. Every rank must call it."""
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        if self.size > 1:
+            dist.broadcast(told, self.ranks[0], self.group)
+        return list(told.tolist())
 
     def anew(self) -> Topology:
         """Return the same ranks and nodes, with streams of its own."""

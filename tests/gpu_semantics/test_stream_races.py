@@ -20,6 +20,7 @@ from imagenet_fast.distributed import device_timer
 from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.sync import EngineSettings, GradientPool, comm_stream, factory, network_benchmark, sparse
+from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot
 from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
@@ -55,11 +56,10 @@ def engines(wire: Wire) -> dict[str, EngineSettings]:
 OPTIM = Lars(kind="lars", lr=0.1, momentum=0.9, weight_decay=1e-3, trust_coefficient=0.01)
 PAGEABLE = "aten::_to_copy between pageable memory and the GPU"
 MAY_WAIT = frozenset({
-    "aten::_to_copy in agreed_order", f"{PAGEABLE} in agreed_order",  # on the order of the first step
+    "aten::_to_copy in of_first_rank", f"{PAGEABLE} in of_first_rank",  # on the order of the first step
     f"{PAGEABLE} in lay_out", f"{PAGEABLE} in __init__",  # of the pool in that order, and of its messages
     "aten::_local_scalar_dense in _counted_apart", f"{PAGEABLE} in _counted_apart",  # sparse makes its first streams
-    "aten::_to_copy in start",  # in sparse's first step, there are no ids of one before
-    "Event.synchronize in start",  # of those of the step before, which came during its forward
+    "Event.synchronize in start",  # of sparse's ids, which came during forward
     "Event.synchronize in seconds_between", f"{PAGEABLE} in timing", "aten::_to_copy in timing",  # of watched steps
 })  # fmt: skip
 """Where the host may wait inside a step."""
@@ -280,7 +280,7 @@ def test_links_are_timed_by_the_clock_of_the_gpu() -> None:
 
 @pytest.mark.parametrize(("wire", "place"), [("bf16", CUDA), ("fp16", CUDA), ("fp32", CUDA), ("bf16", CPU)])
 def test_auto_considers_nccls_own_all_reduce_where_sums_are_of_16_bits(wire: Wire, place: torch.device):
-    names = [candidate.name for candidate in factory._candidates(sync.AutoSync(wire=wire), 1, place)]
+    names = [candidate.name for candidate in factory._candidates(sync.AutoSync(wire=wire), place)]
     assert ("lazy native" in names) is (wire != "fp32" and place == CUDA)
     assert len(set(names)) == len(names)
 
@@ -343,9 +343,12 @@ def test_steps_are_timed_with_long_messages_as_each_launch_takes_time(settings: 
 def test_nccl_takes_as_many_thread_blocks_for_a_group_as_it_may() -> None:
     """As training attaches an engine; and of one that ``auto`` builds in its place."""
     chooser = sync.AutoSync(inexact=True, max_ctas=4)
-    build = next(c.build for c in factory._candidates(chooser, 1, CUDA) if c.build is not None)
+
+    def elected(gradients: GradientBuffer) -> sync.SyncEngine:
+        return factory.build_engine(chooser, gradients).go_on_as("sparse")
+
     dear = sync.DearSync(wire="bf16", bucket_mb=0)
-    for settings, limit in ((dear.model_copy(update={"max_ctas": 4}), 4), (dear, None), (build, 4)):
+    for settings, limit in ((dear.model_copy(update={"max_ctas": 4}), 4), (dear, None), (elected, 4)):
         with PretendedGpu() as gpu:
             pool = GradientPool(gpu.move(Model()), settings)
             assert set(gpu.group_limits) == {limit}

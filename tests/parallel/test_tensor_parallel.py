@@ -121,7 +121,7 @@ def test_auto_defers_no_update_of_shards() -> None:
     pools = sharded(model).synchronised(AutoSync(wire="fp32"))
     assert isinstance(pools, Pools)
     of_shards, of_the_rest = (
-        {candidate.engine.awaits for candidate in pool.engine._electable.values()}  # type: ignore[attr-defined]
+        {candidate.settings.awaits for candidate in pool.engine._electable.values()}  # type: ignore[attr-defined]
         for pool in pools._pools
     )
     assert "read" in of_the_rest - of_shards

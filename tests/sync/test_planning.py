@@ -149,8 +149,8 @@ def test_auto_may_change_to_codes_and_a_step_takes_the_mean_of_what_its_backward
     """Of an engine that defers and lays the pool out anew."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 60), nn.Tanh(), nn.Linear(60, 10))
-    meanwhile, coded = declare(LazySync(wire="fp32", threshold_mb=1.0)), declare(sync.HybridSync(wire="int8"))
-    candidates = [Candidate("hybrid int8", coded, exact=False)]
+    meanwhile = declare(LazySync(wire="fp32", threshold_mb=1.0))
+    candidates = [Candidate("hybrid int8", sync.HybridSync(wire="int8"), electable=True)]
     pool = GradientPool(model, lambda gradients: Auto(gradients, meanwhile, candidates))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(8):
