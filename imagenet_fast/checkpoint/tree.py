@@ -1,9 +1,9 @@
 """Write a tree of dicts, lists, tuples, tensors and plain values as the bytes of a safetensors file, and read it.
 
 The same values are restored: integers of any size, floats, strings, keys that are not strings, and the order of keys.
-Tensors are restored with their strides, so with their memory format. If one tensor is
-in two places, it is one tensor again. A tensor that does not fill its memory, such as a slice or an expanded one, is
-restored dense, in the same order of dimensions. Subclasses of dict become dicts, parameters become tensors.
+Tensors are restored with their strides, so with their memory format. If one tensor is in two places, it is one tensor
+again. A tensor that does not fill its memory, such as a slice or an expanded one, is restored dense, in the same order
+of dimensions. Subclasses of dict become dicts, parameters become tensors.
 
 Format (https://github.com/huggingface/safetensors#format): eight bytes with the length of the header, the header in
 JSON, and the tensors without a gap. The header's metadata has the outline of the tree, in which what JSON lacks is an
