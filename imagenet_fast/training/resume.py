@@ -40,8 +40,8 @@ class ResumePoint:
         """Last step before the checkpoint."""
         return self.checkpoint.manifest.step
 
-    def load(self, state: TrainState, world: DistContext, recipe: Recipe) -> None:
-        """Load the checkpoint into ``state``, and have it evaluated again if ``recipe`` judges by another accuracy."""
+    def load(self, state: TrainState, world: DistContext, recipe: Recipe) -> ResumePoint:
+        """Load the checkpoint into ``state``, evaluated again if ``recipe`` judges otherwise; return the rest."""
         checkpoint = self.checkpoint
         if self.elsewhere:
             parts = (part for _, part in checkpoint.parts(world.device))
@@ -68,6 +68,7 @@ class ResumePoint:
         state.needs_eval = checkpoint.manifest.top1 is None or otherwise
         if state.needs_eval:
             state.outcome.clear_target()
+        return replace(self, checkpoint=replace(checkpoint, shared={}))  # weights and momenta take memory
 
     def check_data(self, contents: Contents) -> None:
         """Raise UserError if classes, images or labels have changed to ``contents`` since."""

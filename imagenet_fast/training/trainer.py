@@ -11,7 +11,6 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -186,8 +185,7 @@ class Trainer:
         )
         self.state = self.step.state
         if found is not None:
-            found.load(self.state, world, recipe)
-            self.resumed_from = replace(found, checkpoint=replace(found.checkpoint, shared={}))  # its weights are large
+            self.resumed_from = found.load(self.state, world, recipe)
 
     def _loaders(self, first_step: int) -> Loaders:
         """Return loaders whose training images are those from step ``first_step`` on."""
@@ -278,9 +276,8 @@ class Trainer:
         meter.restart()
         self.outcome.record_eval(accuracy, self.clock.run_s())
         self.metrics(
-            "eval", state.step, epoch=epoch, eval_s=eval_s, train_s=self.clock.train_s(),
-            **accuracy.measured(),
-        )  # fmt: skip
+            "eval", state.step, epoch=epoch, eval_s=eval_s, train_s=self.clock.train_s(), **accuracy.measured()
+        )
         return accuracy
 
     def state_dict(self) -> dict[str, Any]:
