@@ -92,13 +92,13 @@ def bench_loading(
         raise UserError(f"--resize shrinks the photos that are made here; run `data prepare --resize` on {root} first")
     device, _ = prepare_device(0)
     with images_to_time(root, batch, resize) as (images, about, folder):
-        decoded = _described(images).startswith("ppm")
+        decoded = (described := _described(images)).startswith("ppm")
         about = f"decoded {about}" if decoded else about
         chosen = _possible(loaders, images, decoded)
         sources = dict.fromkeys(chosen, images)
         if "pixels" in chosen:
             sources["pixels"] = stored_pixels(images, 2 * batch, image_size, folder)
-        reads = {loader: _described(source) for loader, source in sources.items()}
+        reads = {loader: described if of is images else _described(of) for loader, of in sources.items()}
 
         def timed(loader: Loader) -> tuple[float, float]:
             batches = _open(loader, sources[loader], image_size, batch, workers, device)

@@ -141,7 +141,7 @@ class _Spread(Sparse):
     """
 
     def __init__(self, settings: SparseSync, pool: GradientBuffer) -> None:
-        # Its first step is dense, and needs no chunk ids.
+        # Its first step sends all chunks.
         past = settings.model_copy(update={"dense_epochs": 1.0, "ramp_epochs": 0.0})
         super().__init__(past, pool, steps_per_epoch=1)
 
