@@ -16,7 +16,7 @@ from imagenet_fast.data.device import Batch, Mixer, Normalizer
 from imagenet_fast.data.fingerprint import Contents, contents, contents_of_split
 from imagenet_fast.data.loader import ThreadLoader
 from imagenet_fast.data.order import EvalSampler, Order, TrainSampler
-from imagenet_fast.data.pixel_loader import LARGEST, PixelLoader, resident_on
+from imagenet_fast.data.pixel_loader import PixelLoader, resident_on, resizable
 from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import ImageSource, SplitName, open_training, open_validation
 from imagenet_fast.errors import UserError
@@ -144,9 +144,8 @@ def open_loader(
             threads = min(data.workers or cores, cores)
             load: type[DaliLoader | ThreadLoader | PixelLoader]
             load = DaliLoader if data.loader == "dali" else ThreadLoader
-            if device.type == "cuda" and isinstance(images, Shards):
-                resized_there = ((images.sides > 0) & (images.sides <= LARGEST)).all(1)
-                load = PixelLoader if resized_there.mean() > 0.5 else load
+            if device.type == "cuda" and isinstance(images, Shards) and resizable(images.sides).mean() > 0.5:
+                load = PixelLoader
             return _resident_or_read(images, order, data, device, load(images, order, data, device, threads))
         case _:
             assert_never(data)

@@ -17,11 +17,11 @@ from imagenet_fast.data.order import Augmentation, BatchIndices, Resolution
 from imagenet_fast.data.pixels import LONGEST
 
 Sides = NDArray[np.int32]
-"""Of height and width in turn, one pair for each of n images, int32 [n, 2]."""
+"""Heights and widths of n images, or rows and columns in them, int32 [n, 2]."""
 
 
 class Crops(NamedTuple):
-    """What is shown of n images, S pixels high and wide."""
+    """Which parts of n images are resized and shown, each in S x S pixels."""
 
     begins: Sides
     """First row and column of the window that is resized."""
@@ -33,18 +33,18 @@ class Crops(NamedTuple):
     """The rows and columns of the resized window that are shown, in this order, [n, 2, S]."""
 
     def leave(self, which: NDArray[np.bool_]) -> None:
-        """Show ``which`` images, [n], as they are: S pixels high and wide."""
+        """Show these images, [n], as they are; they have S x S pixels."""
         size = self.shown.shape[2]
         self.begins[which], self.lengths[which], self.resized[which] = 0, size, size
         self.shown[which] = np.arange(size)
 
     def places(self, first: Sides) -> NDArray[np.int32]:
-        """Return what ``resample`` takes, of tiles that begin at the row and column ``first`` of images, [n, 2]."""
+        """Return ``places`` for ``resample``, of tiles that begin at these rows and columns of the images."""
         numbers = np.stack((first - self.begins, self.lengths, self.resized), 2)
         return np.concatenate((numbers, self.shown), 2).swapaxes(0, 1)
 
     def needed(self) -> tuple[Sides, Sides]:
-        """Return the first row and column of images on which what is shown depends, and how many do, each [n, 2]."""
+        """Return the first row and column of each image that resizing reads, and the numbers of rows and columns."""
         scale = self.lengths / self.resized
         reach = np.maximum(scale, 1)
         first = (self.shown.min(2) + 0.5) * scale - reach
@@ -83,9 +83,9 @@ def crops_of(sides: Sides, resolution: Resolution, augmentation: Augmentation | 
 
 
 def resample(tiles: Tensor, places: Tensor) -> Tensor:
-    """Return what is shown of ``tiles``, uint8 [n, 3, S, S] in channels_last memory.
+    """Crop and resize ``tiles``; return images, uint8 [n, 3, S, S] in channels_last memory.
 
-    They are rounded once. On a GPU the products are in fp16, in which bytes are exact.
+    Values are rounded once. On a GPU the products are in fp16, in which bytes are exact.
 
     Args:
         tiles: Parts of n images, uint8 [n, H, W, 3]; what lies beyond a part has any value.

@@ -249,7 +249,7 @@ class _Source:
         self.given: deque[_DaliBatch] = deque()
         """Batches that DALI has taken and not yet returned; the loader takes them off."""
         self.error: RuntimeError | None = None
-        """What ended the batches: an error of a reader or of pinning memory, which comes out as if it were DALI's."""
+        """The error of a reader, or of pinning memory, that ended the batches; DALI raises it as if it were its own."""
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         try:

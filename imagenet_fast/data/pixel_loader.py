@@ -33,7 +33,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.units import gigabytes
 
-LARGEST = 512
+_LARGEST = 512
 """Sides, in pixels, of images up to which the GPU resizes them; the CPU resizes larger ones."""
 
 _MULTIPLE = 16
@@ -63,9 +63,9 @@ class _Tiles:
     indices: BatchIndices
     labels: Tensor
     places: Tensor
-    """What is shown of each tile, as ``resample`` takes it."""
+    """The ``places`` that ``resample`` takes."""
     rows: Tensor
-    """Where a tile's first row begins in ``pixels``, the bytes from row to row, and how many rows; int64 [3, n]."""
+    """Of each tile: its first byte in ``pixels``, the bytes from one row to the next, its rows; int64 [3, n]."""
     pixels: Tensor
     """Rows of images one after another, uint8; of resident images all rows, on the device."""
     height: int = 0
@@ -104,13 +104,11 @@ class PixelLoader:
         """Allocate a batch and return it with the job that fills it; no pinned memory may be allocated elsewhere."""
         images, count, pinned = indices.images, len(indices.images), self._device.type == "cuda"
         size = resolution(self._data, self._order, indices).size
-        if isinstance(self._every, Resident):
-            sides, stored, pixels = self._every.sides[images], np.ones(count, np.bool_), self._every.pixels
-        else:
-            sides = self._every.sides[images]
-            stored = ((sides > 0) & (sides <= LARGEST)).all(1) & ~np.isin(images, list(self._unread))
-            sides[~stored] = size
-            pixels = empty((_length(sides),), torch.uint8, pinned)
+        sides = self._every.sides[images]
+        stored = resizable(sides) & ~np.isin(images, list(self._unread))
+        sides[~stored] = size
+        resident = self._every.pixels if isinstance(self._every, Resident) else None
+        pixels = empty((_length(sides),), torch.uint8, pinned) if resident is None else resident
         labels, places = empty((count,), torch.int64, pinned), empty((2, count, 3 + size), torch.int32, pinned)
         batch = _Tiles(indices, labels, places, empty((3, count), torch.int64, pinned), pixels)
         return batch, [self._fill(batch, sides, stored)]
@@ -170,6 +168,12 @@ class PixelLoader:
         return Batch(resample(tiles, places), labels, batch.indices)
 
 
+def resizable(sides: Sides) -> NDArray[np.bool_]:
+    """Return whether the GPU can resize each stored image of these sides, [n]; those of others are 0."""
+    fits: NDArray[np.bool_] = (sides.min(1) > 0) & (sides.max(1) <= _LARGEST)
+    return fits
+
+
 def _length(sides: Sides) -> int:
     """Return the bytes of images of these sides, and of one row of a tile."""
     return 3 * int(sides.prod(1, dtype=np.int64).sum() + sides.max() + _MULTIPLE)
@@ -187,13 +191,15 @@ def resident_on(device: torch.device, images: ImageSource, data: ImageData) -> R
     whole = partial(_whole, images)
     try:
         sample = [whole(index).nbytes for index in np.linspace(0, len(images) - 1, _SAMPLE).astype(int).tolist()]
-        _check_fits(len(images) * sum(sample) // _SAMPLE, most)
+        if len(images) * sum(sample) / _SAMPLE > most:
+            return None
         every = deque(map_in_order(whole, range(len(images))))
-        sides = np.array([pixels.shape[:2] for pixels in every], np.int32)
-        _check_fits(_length(sides), most)
     except _Unfit as error:
         if data.resident is True:
             raise UserError(f"{error}, so images cannot live on the device; --set data.resident=false") from None
+        return None
+    sides = np.array([pixels.shape[:2] for pixels in every], np.int32)
+    if _length(sides) > most:
         return None
     ends = np.cumsum(3 * sides.prod(1, dtype=np.int64))
     begins, pixels = np.concatenate(([0], ends[:-1])), np.empty(_length(sides), np.uint8)
@@ -208,12 +214,7 @@ def resident_on(device: torch.device, images: ImageSource, data: ImageData) -> R
 
 
 class _Unfit(Exception):
-    """Error for images that cannot live on a device. The message says why."""
-
-
-def _check_fits(taken: int, most: float) -> None:
-    if taken > most:
-        raise _Unfit(f"they take {gigabytes(taken)}, and {gigabytes(most)} are free")
+    """Error for an image that cannot live on a device. The message says which and why."""
 
 
 def _whole(images: ImageSource, index: int) -> Pixels:
@@ -221,6 +222,6 @@ def _whole(images: ImageSource, index: int) -> Pixels:
         pixels = patiently(images, index, lambda index: decode(images.read(index)))
     except (ImageDecodeError, OSError) as error:
         raise _Unfit(f"{images.name(index)} cannot be read ({error})") from None
-    if max(pixels.shape) > LARGEST:
-        raise _Unfit(f"{images.name(index)} has more than {LARGEST} pixels a side")
+    if max(pixels.shape) > _LARGEST:
+        raise _Unfit(f"{images.name(index)} has more than {_LARGEST} pixels a side")
     return pixels

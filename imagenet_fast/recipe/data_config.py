@@ -16,9 +16,9 @@ class DaliDecoding(Table):
     hw_decoder_load: Annotated[float, Field(ge=0, le=1)] = 0.65
     """Share of the JPEGs, from 0 to 1, decoded by the GPU's hardware decoder, if it has one."""
     fancy_upsampling: bool = True
-    """Whether chroma is upsampled as by libjpeg, and so by the CPU loaders.
+    """Whether to upsample chroma as libjpeg and the CPU loaders do.
 
-    If not, as in NVIDIA's submissions to MLPerf, the GPU has less to do, and colours at edges differ from theirs.
+    If not, as in NVIDIA's submissions to MLPerf, the GPU has less to do, and colours at edges differ.
     """
     device_padding_mb: NonNegativeInt = 16
     """GPU memory, in MiB, that nvJPEG reserves per thread.
@@ -94,9 +94,9 @@ class ImageData(Table):
     With ``mixup`` too, each micro-batch is mixed in one of the two ways.
     """
     resident: Literal["auto"] | bool = "auto"
-    """Whether all images of a split live on the GPU, decoded: they must be sound, and have at most 512 pixels a side.
+    """Whether to keep all images of a split on the GPU, decoded; each must be sound, with at most 512 pixels a side.
 
-    ``auto``: on a GPU, if they do and take at most 4 GiB and a quarter of its free memory.
+    ``auto``: keep them there if they are so, and take at most 4 GiB and a quarter of its free memory.
     """
     workers: NonNegativeInt = 0
     """Decoding threads per rank, at most the cores that the rank may use; 0: as many as those cores."""
