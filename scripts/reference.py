@@ -49,7 +49,7 @@ ROWS: dict[str, type] = {
     "bench data": LoadingRate,
     "report": RunSummary,
     "plan": Planned,
-    "plan --fastest": Way,
+    "plan fastest": Way,
     "plan rows": Compared,
     "plan validate": Validated,
 }

@@ -126,7 +126,7 @@ def indented(command: str) -> list[str]:
 
 
 def held_out() -> Iterator[str]:
-    """Yield the table of MLPerf's submissions beside the ways of `plan --fastest`."""
+    """Yield the table of MLPerf's submissions beside the ways of `plan fastest`."""
     headings = ["system", "GPUs", "its batch", "logged min", "nearest", "place", "GPUs", "predicted min", "first, min"]
     rows = known_results().published
     yield from markdown(headings, [logged(row, row.minutes) for row in rows if row.minutes is not None])
@@ -134,7 +134,7 @@ def held_out() -> Iterator[str]:
 
 def logged(row: Published, minutes: float) -> list[str]:
     """Return a submission beside the published training of the nearest batch, and its place."""
-    ways, _ = fastest_ways(load_cluster(row.cluster), published_trainings("resnet50"), row.gpus)
+    ways, _ = fastest_ways(load_cluster(row.cluster, "published"), published_trainings("resnet50"), row.gpus)
     found = [way for way in ways if way.exact and way.training != "resnet50-8gpu-mild"]
     batch = row.gpus * row.batch
     near = min(found, key=lambda way: abs(way.global_batch - batch))

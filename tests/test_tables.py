@@ -61,7 +61,7 @@ QUOTES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("without it, {top1:.2f} %", AIRBENCH),
         ("Target reached: top-1 {top1:.2f} % of 97 % after {epochs} epochs.", DEMO),
         ("time to accuracy {time_to_accuracy_s:.1f} s", DEMO),
-        *(("|{case}|{training}|`{engine}`|{minutes:.2g}|", row) for row in FASTEST),
+        *(("|{case}|{training}|`{loader}`|`{engine}`|{minutes:.2g}|", row) for row in FASTEST),
     ],
     "docs/index.md": [],
     "docs/engines.md": [("{100 * (ratio_to_plain - 1):.1f} % longer", row_of("step", loop="ours, lazy"))],

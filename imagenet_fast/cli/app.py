@@ -58,11 +58,9 @@ class Group(_PlainFlags, TyperGroup):
     """A group of commands."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that ``args`` begin with; it may have two words, as ``plan rows`` and ``plan --fastest``."""
-        for place, word in enumerate(args[1:], 1):
-            if (name := f"{args[0]} {word}") in self.commands and (place == 1 or word.startswith("-")):
-                return super().resolve_command(ctx, [name, *args[1:place], *args[place + 1 :]])
-        return super().resolve_command(ctx, args)
+        """Find the command that ``args`` begin with; it may have two words, as ``plan rows``."""
+        two = " ".join(args[:2])
+        return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 
 
 class App(typer.Typer):

@@ -176,7 +176,7 @@ def doctor(
 
 
 app.command()(plan)
-app.command("plan --fastest")(plan_fastest)
+app.command("plan fastest")(plan_fastest)
 app.command("plan rows")(plan_rows)
 app.command("plan validate")(plan_validate)
 for command in (compare, report, timeline):

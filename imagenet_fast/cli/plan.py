@@ -2,6 +2,8 @@
 
 Options of several commands:
     cluster: A shipped cluster's name, or a TOML file. Default: this machine.
+    pace: Whose steps: this program's, launched kernel by kernel or replayed from a CUDA graph, or those of published
+        results, such as NVIDIA's.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ClusterOption = Annotated[str | None, typer.Option(metavar="NAME|FILE")]
+Pace = Literal["launched", "replayed", "published"]
 SweepOption = Annotated[str | None, typer.Option(metavar="KEY=RANGE")]
 
 
@@ -32,6 +35,7 @@ def plan(
     sync: opt.Names[str | None] = None,
     sweep: SweepOption = None,
     scaling: Literal["weak", "strong"] = "weak",
+    pace: Pace = "launched",
     keys: opt.Keys = opt.NO_KEYS,
     json_file: opt.Json = None,
     png: opt.Png = None,
@@ -41,7 +45,7 @@ def plan(
     Nothing is run. The table has, for each engine, the step, its exposed
     communication (+), the bytes through a node's NICs, images/s, efficiency
     against one GPU with its band. A dry run of the job comes with it. Accuracy
-    is assumed. `plan --fastest` needs no recipe: it says which is best.
+    is assumed. `plan fastest` needs no recipe: it says which is best.
 
     Args:
         gpus: GPUs, on nodes like the cluster's. Default: the recipe's ranks; of this machine all.
@@ -57,7 +61,7 @@ def plan(
     from imagenet_fast.recipe.sync_config import engines as all_engines
 
     if recipe is None:
-        raise UserError("which recipe? add --recipe NAME, or --fastest, which finds the best")
+        raise UserError("which recipe? add --recipe NAME; `plan fastest` finds the best")
     of_engines = [key for key in keys if key.partition("=")[0].partition(".")[0].strip() in ("sync", *all_engines())]
     engines = planned_engines(sync, of_engines)
     # The recipe's own engine is not predicted, and must not refuse what those of --sync can do.
@@ -67,7 +71,7 @@ def plan(
         situation = situation_of(written, machine, count, scaling)
         return situation, situation.rows(engines)
 
-    predicted = _each(_places(cluster, gpus, written.ranks, sweep, png), predict)
+    predicted = _each(_places(cluster, pace, gpus, written.ranks, sweep, png), predict)
     rows = [row for _, planned in predicted for row in planned]
     title = f"{Path(recipe).stem} on {predicted[-1][0].cluster.name}, {scaling} scaling"
     opt.show_rows(rows, json_file, lambda _, figure: draw_plan(predicted, title, figure), png)
@@ -75,7 +79,7 @@ def plan(
     for situation, planned in predicted:
         rate = situation.cluster.nic.node_gbit
         place = f"{situation.batching.ranks} GPUs{'' if rate is None else f', {rate:g} Gbit/s'}: "
-        print(("" if sweep is None else place) + verdict(planned))
+        print(("" if sweep is None else place) + verdict(planned, situation.model_error))
     print()
     last = next((row for row in planned if row.chosen), planned[-1])
     print(*dry_run(written, situation, last), *inputs(situation.cluster, written.model.kind), sep="\n")
@@ -89,6 +93,7 @@ def plan_fastest(
     cheapest: bool = False,
     model: Literal["resnet50", "alexnet"] = "resnet50",
     sweep: SweepOption = None,
+    pace: Pace = "launched",
     write: opt.NewFile[Path | None] = None,
     json_file: opt.Json = None,
     png: opt.Png = None,
@@ -107,19 +112,20 @@ def plan_fastest(
     """
     from imagenet_fast.metrics.tables import table
     from imagenet_fast.plan.fastest import SHOWN, as_recipe, fastest_ways, published_trainings, remarks
+    from imagenet_fast.plan.report import inputs
     from imagenet_fast.plan.sweep import draw_fastest
 
     if sweep is not None and (write is not None or sweep.startswith("nic")):
         option = "--write" if write is not None else "--sweep nic="
-        raise UserError(f"{option} does not go with --fastest over several numbers of GPUs; write --gpus instead")
+        raise UserError(f"{option} does not go with `plan fastest` over several numbers of GPUs; write --gpus instead")
     known = published_trainings(model)
-    places = _places(cluster, gpus, None, sweep, png)
+    places = _places(cluster, pace, gpus, None, sweep, png)
     machine = places[0][0]
     predicted = _each(places, lambda machine, count: (count, *fastest_ways(machine, known, count, cheapest)))
     swept = [(count, next(way for way in ways if way.exact)) for count, ways, _ in predicted]
     if sweep is None:
         ((_, found, left_out),) = predicted
-        below = [*remarks(machine, found, left_out, cheapest)]
+        below = [*remarks(machine, found, left_out, cheapest), *inputs(machine, known[0].recipe.model.kind)]
     else:
         found = [way for _, way in swept]
         below = ["the best exact way on up to so many GPUs each: predicted, not run"]
@@ -127,7 +133,7 @@ def plan_fastest(
     print()
     print(*below, sep="\n")
     if write is not None:
-        write.write_text(as_recipe(known, swept[0][1], machine.name), encoding="utf-8")
+        write.write_text(as_recipe(known, swept[0][1], machine), encoding="utf-8")
         print(f"{write} has the recipe of the first exact row: `imagenet-fast train --recipe {write}`")
 
 
@@ -167,7 +173,7 @@ def plan_validate(
 
 
 def _places(
-    cluster: str | None, gpus: int | None, ranks: int | None, sweep: str | None, png: Path | None
+    cluster: str | None, pace: Pace, gpus: int | None, ranks: int | None, sweep: str | None, png: Path | None
 ) -> list[tuple[Cluster, int]]:
     """Return the clusters and numbers of GPUs that options ask for; without --gpus ``ranks``, or all of a machine."""
     from imagenet_fast.plan.cluster import load_cluster, this_machine
@@ -176,7 +182,7 @@ def _places(
     if sweep is None and png is not None:
         raise UserError(f"--png {png} draws a sweep; add --sweep gpus=8..4096 or nic=10..400")
     key, values = ("", ()) if sweep is None else parse_sweep(sweep)
-    machine = this_machine() if cluster is None else load_cluster(cluster)
+    machine = this_machine(pace) if cluster is None else load_cluster(cluster, pace)
     if key == "gpus":
         if gpus is not None:
             raise UserError("--gpus does not go with --sweep gpus=...; leave one of them out")

@@ -1,7 +1,7 @@
 """Judge a run of ResNet-50 by MLCommons' reference convergence points: epochs to 75.9 % top-1 by batch size.
 
 MLPerf's checker of version 4.0 accepts a submission by the same points. They are LARS runs with MLPerf's crops and
-schedule, of which `plan --fastest` chooses, too.
+schedule, of which `plan fastest` chooses, too.
 """
 
 from __future__ import annotations

@@ -12,16 +12,22 @@ from pathlib import Path
 
 import torch
 
-from imagenet_fast.data.source import check_folders, open_validation
+from imagenet_fast.data.dali import is_installed
+from imagenet_fast.data.pixel_loader import resizable
+from imagenet_fast.data.shards import Shards
+from imagenet_fast.data.source import check_folders, open_training, open_validation
+from imagenet_fast.data.throughput import OwnLoader, measure, training_batches
 from imagenet_fast.distributed.cores import usable_cores, usable_memory
 from imagenet_fast.doctor.report import CheckResult, check, refused
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.models.compiler import check_compiler
+from imagenet_fast.plan.devices import device_of
 
 _OLDEST_TORCH = (2, 11)
 _GIB = 2**30
 _MEMORY, _SHARED, _FREE, _FILES = 2 * _GIB, _GIB, 5 * _GIB, 4096
+_BATCH, _SECONDS = 128, 2.0
 
 
 def examine(data: Path | None, out: Path, ranks: int) -> list[CheckResult]:
@@ -34,7 +40,7 @@ def examine(data: Path | None, out: Path, ranks: int) -> list[CheckResult]:
     """
     return [
         *_software(), *_graphics(), _dali(), _compiler(), *_processors(ranks),
-        *_limits(), _disk(out), *(() if data is None else _images(data)),
+        *_limits(), _disk(out), *(() if data is None else _images(data, ranks)),
     ]  # fmt: skip
 
 
@@ -142,8 +148,8 @@ def _disk(out: Path) -> CheckResult:
     return check("runs", free >= _FREE, f"{free / _GIB:.0f} GiB free under {place}", "make room, or give another --out")
 
 
-def _images(data: Path) -> Iterator[CheckResult]:
-    """Check that there are images to train on. This lists all validation images, and the list is kept."""
+def _images(data: Path, ranks: int) -> Iterator[CheckResult]:
+    """Check that there are images to train on, and how fast. This lists all images, and the lists are kept."""
     try:
         check_folders(data)
         val = open_validation(data)
@@ -156,3 +162,23 @@ def _images(data: Path) -> Iterator[CheckResult]:
         many = f"{len(missing)} of the {len(val.classes)} classes, the first {missing[0]!r}"
         said = f"in {data} val has no images of {many}"
     yield check("data", not missing, said, "copy them, too, or top-1 says nothing about these classes")
+    try:
+        yield _speed(data, max(1, usable_cores() // ranks))
+    except UserError as error:
+        yield refused("images", error)
+
+
+def _speed(data: Path, threads: int) -> CheckResult:
+    """Time what one rank's loader gives alone, beside what its GPU takes."""
+    images, on_gpu = open_training(data), torch.cuda.is_available()
+    batch, device = min(_BATCH, len(images)), torch.device("cuda:0" if on_gpu else "cpu")
+    stored = isinstance(images, Shards) and bool(resizable(images.sides).mean() > 0.5)
+    loader: OwnLoader = "dali" if on_gpu and not stored and is_installed() else "folder"
+    rate, _ = measure(training_batches(loader, images, 224, batch, threads, device), batch, _SECONDS, device, 0)
+    said = f"`{loader}` gives a rank {rate:,.0f} images/s of 224 pixels by {threads} threads"
+    card = device_of(torch.cuda.get_device_name()) if on_gpu else None
+    if card is None:
+        return CheckResult("images", "ok", said)
+    trained = _BATCH / card.compute("resnet50").seconds(_BATCH)
+    fix = "store them decoded, by `data prepare --format pixels --resize 256`, or shrink them"
+    return check("images", rate >= trained, f"{said}; its {card.name} trains ResNet-50 at {trained:,.0f}", fix)

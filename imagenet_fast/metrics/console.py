@@ -167,7 +167,7 @@ class ConsoleSink:
             if not value.startswith(NOTHING):
                 self._print(f"  {label:<17} {value}")
         if (outcome["data_wait_pct"] or 0.0) > BEARABLE_WAIT_PCT:
-            self._print("It waited for images: use all cores (data.workers=0), or shrink them (data prepare --resize).")
+            self._print("It waited for images: try another data.workers, or shrink or decode them once (data prepare).")
 
 
 def verdict(outcome: Event) -> str:

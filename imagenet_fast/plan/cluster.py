@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.errors import UserError
-from imagenet_fast.plan.devices import Device, Kind, find_device
+from imagenet_fast.plan.devices import Device, Kind, Pace, device_of, find_device
 from imagenet_fast.plan.network import StatedNetwork, expected_max
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.load import find_file, read_toml, shipped, validated
@@ -24,7 +24,7 @@ Share = Annotated[float, Field(ge=1e-6, le=1)]
 Sigma = Annotated[float, Field(ge=0, le=10)]
 Shown = Literal[
     "nodes", "nic.gbit", "nic.count", "nic.efficiency", "nic.latency_us", "inside.gb_per_s", "inside.latency_us",
-    "stragglers.sigma", "input.images_per_s",
+    "stragglers.sigma", "input.images_per_s", "input.dali", "input.published",
 ]  # fmt: skip
 """The values that `plan` shows, each with its kind."""
 
@@ -74,9 +74,14 @@ class Stragglers(Table):
 
 
 class Input(Table):
-    """Rate of a node's loaders."""
+    """Images a second that a node's loaders give."""
 
     images_per_s: Known = None
+    """By whatever loader, as `bench data` shows."""
+    dali: Known = None
+    """By this program's ``dali`` from JPEGs, for each GPU, which decodes them."""
+    published: Known = None
+    """By the programs whose results were published."""
 
 
 class Cluster(Table):
@@ -92,19 +97,29 @@ class Cluster(Table):
     """A device of ``plan/devices.toml``, or the path of a layer profile that `bench profile` wrote."""
     device_batch: Count | None = None
     """Images of a step in that layer profile."""
+    memory_gb: Positive | None = None
+    """Memory of a GPU, if it is not the device's."""
     usd_per_gpu_hour: Annotated[float, Field(gt=0, le=1e4)] | None = None
-    """The price of a GPU for an hour, for `plan --fastest`."""
+    """The price of a GPU for an hour, for `plan fastest`."""
     kinds: dict[Shown, Kind] = Field(default_factory=dict)
     """The kind of each value, by its key."""
     nic: Nic
     inside: Inside = Inside(gb_per_s=None)
     stragglers: Stragglers = Stragglers()
     input: Input = Input()
+    pace: Pace = "launched"
+    """Whose steps the device takes."""
 
     @property
     def gpu(self) -> Device:
         """The device. Raises UserError if there is no such device."""
-        return find_device(self.device, self.device_batch)
+        device = find_device(self.device, self.device_batch, self.pace)
+        return device if self.memory_gb is None else device.model_copy(update={"memory_gb": self.memory_gb})
+
+    def images_per_s(self, loader: str, gpus: int) -> float | None:
+        """Return the images a second that a ``loader`` gives ``gpus`` of a node; None if that is not known."""
+        dali = gpus * self.input.dali if loader == "dali" and self.input.dali else None
+        return self.input.images_per_s or (self.input.published if self.pace == "published" else dali)
 
     def with_nics(self, gbit: float) -> Cluster:
         """Return the cluster with another rate of all NICs of a node together."""
@@ -156,45 +171,44 @@ class Cluster(Table):
         )  # fmt: skip
 
 
-def load_cluster(name: str) -> Cluster:
-    """Read a cluster by the name of a shipped one, or from a TOML file.
+def load_cluster(name: str, pace: Pace = "launched") -> Cluster:
+    """Read a cluster by the name of a shipped one, or from a TOML file, with steps of a ``pace``.
 
     Raises:
         UserError: There is none, or a value is wrong. The message names the key and a fix.
     """
     path = find_file("cluster", name)
-    cluster = validated(Cluster, path.name, {"name": path.stem} | read_toml(path))
+    cluster = validated(Cluster, path.name, {"name": path.stem} | read_toml(path) | {"pace": pace})
     beside = path.parent / cluster.device
     recorded = beside.suffix == ".json" and beside.exists()
     return cluster.model_copy(update={"device": str(beside)}) if recorded else cluster
 
 
-def this_machine() -> Cluster:
+def this_machine(pace: Pace) -> Cluster:
     """Return this machine's GPUs as a cluster of one node, with links inside as in a shipped cluster of such GPUs.
 
     Raises:
         UserError: There are none, or of a kind that no shipped cluster has.
     """
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    asked = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         gpus = subprocess.run(asked, capture_output=True, encoding="utf-8", timeout=30, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         gpus = []
-    words = set(re.split(r"[^a-z0-9]+", gpus[0].lower())) if gpus else set()
+    card, _, mib = gpus[0].rpartition(", ") if gpus else ("", "", "")
+    device = device_of(card)
     for name in shipped("cluster"):
-        like = load_cluster(name)
-        if words >= set(like.device.split("-")):
-            source = f"this machine, {len(gpus)} x {gpus[0]}; its links are assumed to be those of {name}"
+        like = load_cluster(name, pace)
+        if device is not None and like.device == device.name:
+            switched = re.search("pcie|nvl", card, re.IGNORECASE) is None
+            source = f"this machine, {len(gpus)} x {card}; its {'links' if switched else 'steps'} are assumed to be"
             own = {
-                "name": "this machine",
-                "source": source,
-                "nodes": 1,
-                "gpus_per_node": len(gpus),
-                "nic": Nic(gbit=None),
-                "kinds": {},
-            }
+                "name": "this machine", "source": f"{source} those of {name}", "nodes": 1, "gpus_per_node": len(gpus),
+                "memory_gb": float(mib) * 2**20 / 1e9, "nic": Nic(gbit=None), "kinds": {},
+                "inside": like.inside if switched else Inside(gb_per_s=None),
+            }  # fmt: skip
             return like.model_copy(update=own)
-    found = f"nothing is known of its {gpus[0]}" if gpus else "it has no GPUs that nvidia-smi shows"
+    found = f"nothing is known of its {card}" if gpus else "it has no GPUs that nvidia-smi shows"
     raise UserError(
         f"--cluster is missing, so this machine was asked, and {found}; there are {', '.join(shipped('cluster'))}, or "
         "give a .toml file"

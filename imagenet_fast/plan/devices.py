@@ -1,7 +1,8 @@
-"""Devices: how long a model's step computes, as c0 + c1 x batch, with source and confidence."""
+"""Devices: how long a model's step computes, and by which program, with source and confidence."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,9 @@ from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.load import read_toml, validated
 
 Kind = Literal["measured", "published", "fitted", "assumed"]
+Pace = Literal["launched", "replayed", "published"]
+"""Whose steps are predicted: this program's whose kernels the host launches, or replays from a CUDA graph, or those of
+the programs whose results were published."""
 
 PROFILES: dict[str, str] = {
     "alexnet": "alexnet", "alexnet_bn": "alexnet", "resnet50": "resnet50", "resnet18": "resnet18",
@@ -25,17 +29,19 @@ PIXELS = 224
 
 
 class Compute(Table):
-    """The milliseconds of a step without any synchronisation: ``c0`` + ``c1`` x batch."""
+    """The milliseconds of a step without any synchronisation: ``c0`` + ``c1`` x batch, and at least ``host``."""
 
     c0: float
     c1: float
     kind: Kind
     source: str
+    host: float = 0.0
+    """Milliseconds in which the host starts the kernels of a step."""
 
     def seconds(self, batch: int, pixels: int = PIXELS) -> float:
         """Return the seconds of a step of ``batch`` images with sides of ``pixels``."""
         area = 1.0 if abs(pixels - PIXELS) <= 8 else (pixels / PIXELS) ** 2
-        return (self.c0 + self.c1 * batch * area) / 1e3
+        return max(self.host, self.c0 + self.c1 * batch * area) / 1e3
 
 
 class Device(Table):
@@ -43,7 +49,8 @@ class Device(Table):
 
     name: str
     computes: dict[str, Compute]
-    """Compute times of a model, by the name of its layer profile."""
+    """Published compute times of a model, by the name of its layer profile."""
+    pace: Pace = "published"
     memory_gb: float | None = None
     on_gpu: bool = True
     scale: int = 1
@@ -60,13 +67,22 @@ class Device(Table):
         layers = PROFILES.get(model)
         if layers is None:
             raise UserError(f"plan cannot predict {model}, only {', '.join(PROFILES)}; take a recipe of one of these")
-        if layers in self.computes:
-            return self.computes[layers]
-        known = ", ".join(name for name, profile in PROFILES.items() if profile in self.computes)
-        raise UserError(
-            f"device {self.name} has no step times of {model}, only of {known}; record some there by "
-            f"`imagenet-fast bench profile FILE --model {model}` and name that file as the cluster's device"
-        )
+        if (published := self.computes.get(layers)) is None:
+            known = ", ".join(name for name, profile in PROFILES.items() if profile in self.computes)
+            raise UserError(
+                f"device {self.name} has no step times of {model}, only of {known}; record some there by "
+                f"`imagenet-fast bench profile FILE --model {model}` and name that file as the cluster's device"
+            )
+        if self.pace == "published" or not self.on_gpu or self.profile is not None:
+            return published
+        ratio = _PACES[self.pace][layers]
+        times, measured_on = ratio["times"], ratio["measured_on"]
+        where = "as measured" if self.name in measured_on else f"as on {' and '.join(measured_on) or 'others'}"
+        return Compute(
+            c0=times * published.c0, c1=times * published.c1, host=ratio["host"],
+            kind="measured" if self.name in measured_on else "assumed",
+            source=f"this program, {self.pace}: {times:.3g} times the published, {where}; {published.source}",
+        )  # fmt: skip
 
     def layers(self, model: str) -> Profile:
         """Return the layers of ``model`` with their shares of a step."""
@@ -79,27 +95,34 @@ def _shipped(name: str, scale: int) -> Profile:
     return load_profile(name).downscaled(scale)
 
 
-DEVICES = {
-    name: validated(Device, name, {"name": name} | table)
-    for name, table in read_toml(Path(__file__).with_name("devices.toml")).items()
-}
+_TABLES = read_toml(Path(__file__).with_name("devices.toml"))
+_PACES = _TABLES.pop("paces")
+DEVICES = {name: validated(Device, name, {"name": name} | table) for name, table in _TABLES.items()}
 """The devices that a cluster can name."""
 
 
+def device_of(card: str) -> Device | None:
+    """Return the device that the driver calls ``card``, with steps of this program, or None if it is not known."""
+    words = set(re.split(r"[^a-z0-9]+", card.lower()))
+    name = next((name for name in DEVICES if words >= set(name.split("-"))), None)
+    return None if name is None else find_device(name, None, "launched")
+
+
 @cache
-def find_device(name: str, batch: int | None) -> Device:
+def find_device(name: str, batch: int | None, pace: Pace) -> Device:
     """Return a device by its name, or one made of a recorded layer profile.
 
     Args:
         name: A name, or the path of a .json file.
         batch: Images of a step in that file.
+        pace: Whose steps it has; a layer profile's are those that were recorded.
 
     Raises:
         UserError: There is no such device, the file is no profile, or its batch is not said.
     """
     if not name.endswith(".json"):
         if name in DEVICES:
-            return DEVICES[name]
+            return DEVICES[name].model_copy(update={"pace": pace})
         raise UserError(
             f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
         )

@@ -11,7 +11,8 @@ from typing import Literal
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import Cluster
-from imagenet_fast.plan.prediction import MODEL_ERROR, Result, Situation, planned_engines, training_images
+from imagenet_fast.plan.devices import Pace
+from imagenet_fast.plan.prediction import BySide, Result, Situation, planned_engines
 from imagenet_fast.plan.report import needed_gb
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.load import load_recipe, parse_recipe, read_toml, to_toml
@@ -29,7 +30,7 @@ _EXACT = "lazy,hybrid,dear,ring,ddp,allreduce"
 """In this order: one is taken instead of those before it if it is faster by more than the model's error."""
 _INEXACT = "lazy:int8,hybrid:int8,dear:int8,sparse,powersgd"
 
-HeldBack = Literal["compute", "network", "stragglers", "input", "memory", "batch-norm span"]
+HeldBack = Literal["compute", "host", "network", "stragglers", "input", "memory", "batch-norm span"]
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Way(Row):
     held_back_by: HeldBack = field(metadata=column("held back by"))
     """The cause that costs most time, if it is more than the model's error; else ``compute``.
 
-    ``memory`` stands for gradients that are accumulated, and ``batch-norm span`` for GPUs that stay idle, since norms
-    would see fewer than 32 images.
+    ``host`` stands for GPUs that wait for kernels to be launched, ``memory`` for gradients that are accumulated, and
+    ``batch-norm span`` for GPUs that stay idle, since norms would see fewer than 32 images.
     """
     minutes: float = field(metadata=column("min", form=three_digits))
     """Minutes of steps and evaluations up to the evaluation that shows the target."""
@@ -74,6 +75,10 @@ class Way(Row):
     gpu_hours: float = field(metadata=column("GPU h", form=three_digits))
     usd: float | None = field(metadata=column("USD", form=three_digits))
     """None: the cluster has no ``usd_per_gpu_hour``."""
+    pace: Pace = field(metadata=column("steps of"))
+    """Whose steps these are: this program's, launched or replayed, or those of the programs that were published."""
+    loader: str = field(metadata=column("loader"))
+    """The recipe's ``data.loader``; ``folder`` of ``resnet50-8gpu-mild`` reads stored pixels."""
     node_images_per_s: float = field(metadata=column("images/s a node", form=",.0f"))
     """Images a second that a node's loaders must give."""
 
@@ -133,11 +138,9 @@ def remarks(cluster: Cluster, best: Sequence[Way], refused: Sequence[str], cheap
         yield f"batch-norm span: norms would see fewer than {FEW_IMAGES} images on more GPUs, so those stay idle"
     if any(way.held_back_by == "memory" for way in best):
         yield "memory: a GPU does not hold its share of the batch at once, so gradients are accumulated"
-    if cluster.input.images_per_s is None:
-        yield (
-            "input.images_per_s of the cluster is unknown, so no row waits for images: a node's loaders must give "
-            "those of the last column, and the most that MLPerf's logs show is 63,600"
-        )
+    if unknown := {way.loader for way in best if cluster.images_per_s(way.loader, 1) is None}:
+        named = " and ".join(f"`{loader}`" for loader in sorted(unknown))
+        yield f"what {named} feeds is unknown, so such rows wait for no images: it must give those of the last column"
     yield "predicted, not run: accuracy and epochs are those of the published runs; start and reading are left out"
 
 
@@ -150,24 +153,18 @@ class _Plan(Situation):
     """Share of the GPUs that norms of too few images leave idle."""
     cheapest: bool
 
-    @property
-    def loading_s(self) -> float:
-        """Seconds in which a node's loaders give the images of a step; 0 if their rate is not known."""
-        return self.node_images / (self.cluster.input.images_per_s or math.inf)
-
-    def cost(self, step_s: float) -> float:
-        """Return what is best if it is least, the GPU hours or the minutes with steps of ``step_s``."""
-        minutes = self.minutes(step_s, self.training.epochs[0])
+    def cost(self, seconds: BySide) -> float:
+        """Return what is best if it is least, the GPU hours or the minutes with steps of these ``seconds``."""
+        minutes = self.minutes(seconds, self.training.epochs[0])
         return self.batching.ranks * minutes / 60 if self.cheapest else minutes
 
-    def minutes(self, step_s: float, epochs: float) -> float:
+    def minutes(self, seconds: BySide, epochs: float) -> float:
         """Return the minutes up to the evaluation that shows what ``epochs`` have reached."""
         recipe, last = self.recipe, self.shown(epochs)
         evaluations = sum(map(recipe.evaluates_after, range(1, last + 1)))
         images = math.ceil(EVALUATED / self.batching.ranks)
         forward_s = self.compute.seconds(images, recipe.data.evaluated_size) / 3
-        steps = last * (training_images(recipe) // recipe.global_batch)
-        return (steps * max(step_s, self.loading_s) + evaluations * forward_s) / 60
+        return (self.sides(last).total() * self.mean_s(seconds, last, loaded=True) + evaluations * forward_s) / 60
 
     def shown(self, epochs: float) -> int:
         """Return the first epoch after ``epochs`` that an evaluation follows."""
@@ -179,10 +176,10 @@ class _Plan(Situation):
         first, *others = engines
         found = first, self.predict(first)
         for engine in others:
-            if (1 - MODEL_ERROR) * found[1].step_s <= self.slowest_s:
+            worthwhile_s = (1 - self.model_error) * found[1].step_s
+            if worthwhile_s <= self.mean_s(self.compute_s(slowest=True)):
                 break
-            result = self.predict(engine)
-            if result.step_s < (1 - MODEL_ERROR) * found[1].step_s:
+            if (result := self.predict(engine)).step_s < worthwhile_s:
                 found = engine, result
         return found
 
@@ -190,19 +187,22 @@ class _Plan(Situation):
         """Return the way with an engine whose step is predicted as ``result``."""
         recipe, gpus = self.recipe, self.batching.ranks
         mean, fewest, most = self.training.epochs
-        worst, best = (self.predict(engine, case, result.fuse).step_s for case in (0, 2))
-        minutes = self.minutes(result.step_s, mean)
+        worst, best = (self.predict(engine, case, result.fuse).seconds for case in (0, 2))
+        minutes = self.minutes(result.seconds, mean)
         hours, price = gpus * minutes / 60, self.cluster.usd_per_gpu_hour
+        alone_s, slowest_s = (self.mean_s(self.compute_s(slowest)) for slowest in (False, True))
+        step_s, loaded_s = (self.mean_s(result.seconds, self.shown(mean), loaded) for loaded in (False, True))
         costs: dict[HeldBack, float] = {
-            "network": result.step_s - self.slowest_s, "stragglers": self.slowest_s - self.compute_s,
-            "input": self.loading_s - result.step_s, "memory": self.compute.c0 / 1e3 * (self.batching.accumulation - 1),
-            "batch-norm span": self.idle * self.compute_s, "compute": MODEL_ERROR * self.compute_s,
+            "network": result.step_s - slowest_s, "stragglers": slowest_s - alone_s,
+            "input": loaded_s - step_s, "memory": self.compute.c0 / 1e3 * (self.batching.accumulation - 1),
+            "batch-norm span": self.idle * alone_s, "host": self.host_s, "compute": self.model_error * alone_s,
         }  # fmt: skip
         return Way(
             self.training.name, f"{engine.kind} {engine.wire}", not engine.keeps and engine.wire == "bf16",
-            max(costs, key=costs.__getitem__), minutes, self.minutes(best, fewest), self.minutes(worst, most), gpus,
-            recipe.global_batch, self.batching.micro_batch, self.shown(mean), hours,
-            None if price is None else hours * price, self.node_images / max(result.step_s, self.loading_s),
+            max(costs, key=costs.__getitem__), minutes, (1 - self.model_error) * self.minutes(best, fewest),
+            (1 + self.model_error) * self.minutes(worst, most), gpus, recipe.global_batch, self.batching.micro_batch,
+            self.shown(mean), hours, None if price is None else hours * price, self.cluster.pace,
+            getattr(recipe.data, "loader", ""), self.node_images / loaded_s,
         )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def _plans(training: Training, cluster: Cluster, most: int, cheapest: bool) -> l
             plans.append(_Plan(recipe, cluster, Batching(gpus, micro, share // micro), training, idle, cheapest))
     if not plans:
         raise UserError(f"{memory_gb:g} GB of a GPU hold {fit:.0f} of its images, and norms need {FEW_IMAGES}")
-    return sorted(plans, key=lambda plan: plan.cost(plan.slowest_s))
+    return sorted(plans, key=lambda plan: plan.cost(plan.compute_s(slowest=True)))
 
 
 def _best(plans: Sequence[_Plan], groups: Iterable[Sequence[Sync]]) -> Iterator[Way]:
@@ -237,17 +237,17 @@ def _best(plans: Sequence[_Plan], groups: Iterable[Sequence[Sync]]) -> Iterator[
     for engines in groups:
         best = None
         for plan in plans:
-            if plan.cost(plan.slowest_s) >= limit:
+            if plan.cost(plan.compute_s(slowest=True)) >= limit:
                 break  # nor can those behind it
             engine, result = plan.fastest(engines)
-            if plan.cost(result.step_s) < limit:
-                limit, best = plan.cost(result.step_s), plan.way(engine, result)
+            if plan.cost(result.seconds) < limit:
+                limit, best = plan.cost(result.seconds), plan.way(engine, result)
         if best is not None:
             yield best
-        limit *= 1 - MODEL_ERROR
+        limit *= 1 - plans[0].model_error
 
 
-def as_recipe(known: Sequence[Training], way: Way, cluster: str) -> str:
+def as_recipe(known: Sequence[Training], way: Way, cluster: Cluster) -> str:
     """Return the complete recipe of a way as TOML, with a header that cites its source."""
     training = next(training for training in known if training.name == way.training)
     mean, fewest, most = training.epochs
@@ -256,9 +256,10 @@ def as_recipe(known: Sequence[Training], way: Way, cluster: str) -> str:
     tables |= {"ranks": way.gpus, "micro_batch": way.micro_batch, "sync": {"kind": engine, "wire": wire}}
     recipe = parse_recipe(way.training, tables)
     return (
-        f"# {way.training}, for {way.gpus} GPUs of {cluster}, by `imagenet-fast plan --fastest`: predicted, not run.\n"
+        f"# {way.training}, for {way.gpus} GPUs of {cluster.name}, by `imagenet-fast plan fastest`: predicted, not "
+        f"run.\n"
         f"# Source: {training.source}.\n"
         f"# Its runs took {mean:g} epochs to {recipe.target_top1:g} % on average, {fewest:g} to {most:g}.\n"
         f"# Predicted: {three_digits(way.minutes)} minutes ({three_digits(way.least)} to "
-        f"{three_digits(way.most)}).\n{to_toml(recipe)}"
+        f"{three_digits(way.most)}).\n# Steps: {cluster.gpu.compute(recipe.model.kind).source}.\n{to_toml(recipe)}"
     )

@@ -8,8 +8,9 @@ from typing import get_args
 
 from imagenet_fast.plan.cluster import Cluster, Shown
 from imagenet_fast.plan.devices import Device
-from imagenet_fast.plan.prediction import MODEL_ERROR, Planned, Situation, training_images
+from imagenet_fast.plan.prediction import Planned, Situation, training_images
 from imagenet_fast.recipe.batching import explain
+from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.schema import Recipe
 
 ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50": 57.0}
@@ -17,31 +18,19 @@ ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50"
 
 ResNet-50's and AlexNet-BN's were counted from the tensors that autograd saves; the others are estimates.
 """
-JPEG_BYTES = 110_000
-"""Bytes of an image of ImageNet's training set: 138 GB over 1.28 million."""
-HOST_S = 150e-6
-"""Assumed seconds that eager PyTorch's host needs a layer, for forward, backward and update."""
 CONTEXT_GB = 1.5
 """Assumed memory of a CUDA context, NCCL and the allocator's rest."""
 
 
-_cases = attrgetter("efficiency_low", "efficiency", "efficiency_high")
-
-
 def dry_run(written: Recipe, situation: Situation, row: Planned) -> Iterator[str]:
-    """Yield lines about the job that ``row`` predicts: ranks, batch, schedule, memory and input."""
+    """Yield lines about the job that ``row`` predicts: ranks, batch, memory and input."""
     recipe, batching, device = situation.recipe, situation.batching, situation.cluster.gpu
     images = training_images(recipe)
     per_epoch = images // batching.global_batch
-    warmup = round(getattr(recipe.schedule, "warmup_epochs", 0) * per_epoch)
     yield explain(written, recipe, batching)
     yield (
         f"global batch {batching.global_batch}, {per_epoch} steps an epoch, {row.steps} steps in {recipe.epochs} "
         f"epochs; {images - per_epoch * batching.global_batch} of {images} images are left out of each epoch"
-    )
-    yield (
-        f"{recipe.schedule.kind} schedule: {recipe.optim.kind} to a rate of {recipe.optim.lr:.4g} over {warmup} steps, "
-        f"then down over {max(0, row.steps - warmup)}"
     )
     held = "" if device.memory_gb is None else f" of {device.memory_gb:g} GB"
     yield (
@@ -50,18 +39,17 @@ def dry_run(written: Recipe, situation: Situation, row: Planned) -> Iterator[str
         f"activations in {16 * _wide(recipe)} bits)"
     )
     rate = situation.node_images / row.step_s
-    yield (
-        f"input: {rate:,.0f} images/s a node, {rate * JPEG_BYTES / 1e9:.2f} GB/s of JPEGs of {JPEG_BYTES // 1000} kB "
-        "(published mean); `bench data` shows what a node's loader gives"
-    )
+    yield f"input: {rate:,.0f} images/s a node; `bench data` shows what its loader gives"
     if recipe.target_top1 is not None:
         yield f"top-1 of {recipe.target_top1:g} % is assumed to be reached: no prediction is made of accuracy"
 
 
 def needed_gb(recipe: Recipe, device: Device, micro_batch: int) -> float:
-    """Return the gigabytes of a GPU's memory that training on ``micro_batch`` images at once needs, about."""
+    """Return the gigabytes of a GPU's memory that ``micro_batch`` images at once need, about, with resident ones."""
     elements = device.layers(recipe.model.kind).elements * device.scale
     state = elements * (4 + 4 + 4 + 2)
+    if isinstance(recipe.data, ImageData) and recipe.data.resident is True:
+        state += 4 * recipe.data.resize**2 * training_images(recipe)
     area = (max(recipe.data.training_sizes) / 224) ** 2
     return (state + _wide(recipe) * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
 
@@ -74,50 +62,39 @@ def _wide(recipe: Recipe) -> int:
 def warnings(situation: Situation, row: Planned) -> Iterator[str]:
     """Yield what to beware of."""
     recipe, device, micro_batch = situation.recipe, situation.cluster.gpu, situation.batching.micro_batch
-    given, rate = situation.cluster.input.images_per_s, situation.node_images / row.step_s
-    if given is None:
-        yield "input.images_per_s of the cluster is unknown, so a slow input is not seen; measure it by `bench data`"
-    elif given < rate:
+    loading_s, images = situation.loading_s, situation.node_images
+    if not loading_s:
+        yield "what the loader feeds a node is unknown, so a slow input is not seen; measure it by `bench data`"
+    elif loading_s > row.step_s:
         yield (
-            f"the input gives {given:,.0f} images/s a node, and {rate:,.0f} are needed: steps would take "
-            f"{rate / given:.1f} times as long; shrink images by `data prepare --resize`, or decode them by "
-            "`--format pixels`"
+            f"the input gives {images / loading_s:,.0f} images/s a node, and {images / row.step_s:,.0f} are needed, so "
+            "training waits; shrink images by `data prepare --resize`, or decode them by `--format pixels`"
         )
     if device.on_gpu and device.profile is None and _wide(recipe) > 1:
+        kind = recipe.precision.kind
+        yield f"step times of {device.name} are of 16 bits, so with precision.kind {kind} a step takes longer"
+    if situation.host_s > situation.model_error * row.step_s:
         yield (
-            f"the step times of {device.name} are of 16 bits, so with precision.kind {recipe.precision.kind} a step "
-            "takes longer"
-        )
-    layers, micro_s = len(device.layers(recipe.model.kind).layers), situation.micro_s
-    if device.on_gpu and layers * HOST_S > micro_s:
-        yield (
-            f"a micro-batch of {micro_batch} computes {1e3 * micro_s:.1f} ms, and eager PyTorch's host needs about "
-            f"{1e3 * layers * HOST_S:.0f} ms (assumed, {layers} layers): "
-            "the host sets the pace; compile, or take more images a GPU"
+            f"a micro-batch of {micro_batch} computes in less than the {situation.compute.host:.1f} ms that the host "
+            "needs to launch it: the host sets the pace; take more images a GPU"
         )
     if device.memory_gb is not None and (needed := needed_gb(recipe, device, micro_batch)) > device.memory_gb:
         yield f"{needed:.1f} GB do not fit into {device.memory_gb:g} GB; --set micro_batch={max(1, micro_batch // 2)}"
 
 
-def verdict(rows: Sequence[Planned]) -> str:
-    """Return what ``auto`` would take on the GPUs of ``rows``, or that there is no clear winner.
-
-    What is not known of a cluster is the same for all engines: its NICs and its stragglers. So engines are compared in
-    each of three cases, with low, used and high inputs for both, and not by whether their bands overlap.
-    """
+def verdict(rows: Sequence[Planned], error: float) -> str:
+    """Return what ``auto`` would take on the GPUs of ``rows``, and what comes within the model's ``error`` of it."""
     best = next((row for row in rows if row.chosen), None)
     if best is None:
         return "auto takes exact engines of ours only, and none was asked for"
-    others = [
+    near = [
         f"{row.engine} {row.wire}" for row in rows
-        if row is not best and row.ours
-        and any(own > (1 - MODEL_ERROR) * its for own, its in zip(_cases(row), _cases(best), strict=True))
+        if row.ours and row is not best and (1 - error) * row.step_s < best.step_s
     ]  # fmt: skip
     taken = f"auto would take {best.engine} {best.wire}"
-    if not others:
+    if not near:
         return taken
-    near = f"within {MODEL_ERROR:.0%} of it under the same inputs"
-    return f"no clear winner: {taken}, and {', '.join(others)} come{'s' * (len(others) == 1)} {near}"
+    return f"no clear winner: {taken}, and {', '.join(near)} come{'s' * (len(near) == 1)} within {error:.0%} of it"
 
 
 def inputs(cluster: Cluster, model: str) -> Iterator[str]:
@@ -130,6 +107,7 @@ def inputs(cluster: Cluster, model: str) -> Iterator[str]:
     )
     compute = cluster.gpu.compute(model)
     yield (
-        f"device {cluster.gpu.name}: {compute.c0:g} + {compute.c1:.4g} x batch ms a step of {model} "
+        f"device {cluster.gpu.name}: {compute.c0:.3g} + {compute.c1:.4g} x batch ms a step of {model}"
+        f"{f', at least {compute.host:.3g} by the host' if compute.host else ''} "
         f"({compute.kind}: {compute.source})"
     )

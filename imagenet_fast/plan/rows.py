@@ -12,6 +12,7 @@ from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import load_profile
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.plan.cluster import load_cluster
+from imagenet_fast.plan.devices import Pace
 from imagenet_fast.plan.network import StatedNetwork
 from imagenet_fast.plan.prediction import label, planned_engines, predict_step
 from imagenet_fast.recipe.base import Table
@@ -71,6 +72,7 @@ class Published(Table):
     compute: tuple[float, float] | None = None
     model: str = "resnet50"
     calibrated_on: str = "held out"
+    pace: Pace = "published"
     gbit: float | None = None
     minutes: float | None = None
     left: str = ""
@@ -78,11 +80,11 @@ class Published(Table):
     def compute_s(self) -> float:
         """Return the seconds of a step that a GPU computes alone."""
         own = dict(zip(("c0", "c1"), self.compute or (), strict=False))
-        return load_cluster(self.cluster).gpu.compute(self.model).model_copy(update=own).seconds(self.batch)
+        return load_cluster(self.cluster, self.pace).gpu.compute(self.model).model_copy(update=own).seconds(self.batch)
 
     def compared(self) -> Compared:
         """Predict it on its cluster, and the fastest exact engine of ours there."""
-        cluster = load_cluster(self.cluster)
+        cluster = load_cluster(self.cluster, self.pace)
         network = (cluster if self.gbit is None else cluster.with_nics(self.gbit)).network(self.gpus)
         layers = cluster.gpu.layers(self.model).scaled_to(self.compute_s() * cluster.slowest(self.gpus))
         engines = [self.engine, *planned_engines("ring,lazy,hybrid,dear")]
@@ -151,13 +153,15 @@ def all_rows() -> list[Compared]:
 
 def summary(rows: Sequence[Compared]) -> Iterator[str]:
     """Yield mean and worst error of the measured rows, and of MLPerf's systems by size, those held out apart."""
-    held_out = [row for row in rows if row.name.startswith("MLPerf") and row.calibrated_on == "held out"]
+    out = [row for row in rows if row.calibrated_on == "held out"]
+    held_out = [row for row in out if row.name.startswith("MLPerf")]
     large = [row for row in held_out if row.gpus >= 512]
     for name, some in (
         ("measured between shaped hosts, nothing fitted", [row for row in rows if row.calibrated_on == "nothing"]),
         ("MLPerf systems of 512 GPUs and more, held out", large),
         ("of these, without v0.5", [row for row in large if not row.name.startswith("MLPerf v0.5")]),
         ("MLPerf systems of 1 to 64 GPUs, held out", [row for row in held_out if row.gpus <= 64]),
+        ("this program on one GPU, held out", [row for row in out if row.name.startswith("ours")]),
     ):
         errors = [abs(row.error) for row in some]
         yield f"{name}: {len(errors)} rows, mean error {fmean(errors):.1%}, worst {max(errors):.1%}"

@@ -50,7 +50,7 @@ IN_PROCESS = (
     ("export --weights {run} --out {out}/weights.safetensors", "written to"),
     ("compare --recipe smoke --sync lazy,ring --nproc 2 --out {out}/both --json {out}/both.json", "drawn to"),
     ("plan --recipe alexnet-512gpu --cluster dgx1 --sync lazy --json {out}/rows.json", "512 ranks, micro-batch 128"),
-    ("plan --fastest --cluster dgx-h100 --gpus 8 --json {out}/ways.json", "is the fastest"),
+    ("plan fastest --cluster dgx-h100 --gpus 8 --json {out}/ways.json", "is the fastest"),
     ("plan validate --recipe alexnet-512gpu --sync lazy --json {out}/rows.json", "1.500 1.600"),
     ("launch slurm --recipe smoke --nodes 2", "#SBATCH --nodes=2"),
     ("launch k8s --recipe smoke --nodes 2 --image me/it --run-claim runs", '"kind": "JobSet"'),

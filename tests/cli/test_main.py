@@ -175,7 +175,10 @@ REFUSED = {
         ("--set epochs=2 epochs=none", "epochs cannot be none, which is for keys that may be absent"),
         ("--set", "--set belongs to no option and is not KEY=VALUE"),
     ],
-    "plan": [("", "which recipe? add --recipe NAME, or --fastest"), ("rows --json /", "/ is a directory; name a file")],
+    "plan": [
+        ("", "which recipe? add --recipe NAME; `plan fastest` finds the best"),
+        ("rows --json /", "/ is a directory; name a file"),
+    ],
     "plan validate": [("--recipe smoke --sync auto", "--sync auto becomes one of the others, and `plan` marks which")],
     "bench": [("step --json /", "/ is a directory; name a file"), ("profile /", "/ is a directory; name a file")],
     "report": [("x --png /", "/ is a directory; name a file")],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from imagenet_fast.data.throughput import make_photos
 from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.report import CheckResult
 from imagenet_fast.models.compiler import check_compiler
+from imagenet_fast.plan.devices import device_of
 from tests.data.small import put
 
 pytestmark = pytest.mark.usefixtures("subprocesses")
@@ -49,6 +52,17 @@ def test_untrainable_data_fails_with_trains_sentence(tmp_path: Path):
     found = examined("data", tmp_path, data)
     assert found.state == "fail"
     assert "has no folder val" in found.said
+
+
+@pytest.mark.ci
+def test_images_are_timed_beside_the_gpu_that_trains_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_photos(tmp_path, 4)
+    monkeypatch.setattr(host_checks, "_SECONDS", 0.0)
+    found = examined("images", tmp_path, tmp_path)
+    assert found.state == "ok"
+    assert re.fullmatch(r"`folder` gives a rank [\d,]+ images/s of 224 pixels by \d+ threads", found.said)
+    assert device_of("NVIDIA H200 NVL").name == "h200"
+    assert device_of("Voodoo 2") is None
 
 
 def test_a_place_for_runs_need_not_exist_yet_and_more_ranks_than_cores_are_doubtful(tmp_path: Path):

@@ -184,7 +184,7 @@ def test_where_no_panel_can_stand_are_plain_lines(text: type[io.StringIO], varia
     assert re.search(r"skipped +6 of 800 steps, since gradients overflowed\n", printed)
     assert "waited for images" not in printed
     waiting = follow(tmp_path, text(), variables, wait_s=9.0)
-    assert waiting.endswith("all cores (data.workers=0), or shrink them (data prepare --resize).\n")
+    assert waiting.endswith("another data.workers, or shrink or decode them once (data prepare).\n")
     assert "skipped steps" not in waiting, "where there is no loss scale"
 
 

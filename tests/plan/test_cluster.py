@@ -67,7 +67,7 @@ def test_what_is_unknown_is_asked_for_where_it_matters(tmp_path: Path):
 
 
 def test_unknown_devices_and_models_are_refused():
-    assert "device 'abacus' is not known; there are v100" in refusal_of(find_device, "abacus", None)
+    assert "device 'abacus' is not known; there are v100" in refusal_of(find_device, "abacus", None, "launched")
     for device, model, sentence in (
         ("v100", "resnet18", "device v100 has no step times of resnet18, only of alexnet, alexnet_bn, resn"),
         ("v100", "cifarnet", "plan cannot predict cifarnet, only alexnet, alexnet_bn, resnet50, resnet18"),
@@ -79,11 +79,11 @@ def test_a_recorded_profile_is_a_device_of_its_own_model_and_image_size(tmp_path
     file = tmp_path / "mine.json"
     profile = replace(load_profile("resnet50"), model="resnet18", pixels=160).scaled_to(0.2)
     save_profile(load_profile("resnet50"), tmp_path / "other.json")
-    other = find_device(str(tmp_path / "other.json"), 128)
+    other = find_device(str(tmp_path / "other.json"), 128, "launched")
     assert "has no step times of alexnet, only of resnet50" in refusal_of(other.compute, "alexnet")
     save_profile(profile, file)
-    assert "write the images of its step as device_batch" in refusal_of(find_device, str(file), None)
-    device = find_device(str(file), 100)
+    assert "write the images of its step as device_batch" in refusal_of(find_device, str(file), None, "launched")
+    device = find_device(str(file), 100, "launched")
     assert device.layers("resnet18").model == "resnet18"
     compute = device.compute("resnet18")
     assert (compute.seconds(100, 160), compute.kind) == (pytest.approx(0.2, rel=1e-3), "measured")

@@ -29,7 +29,7 @@ def test_a_plan_has_a_table_a_verdict_a_dry_run_and_the_kind_of_each_input():
     for part in (
         "auto would take dear bf16\n",
         "512 ranks, micro-batch 128", "memory a GPU", "images/s a node", "is assumed to be reached", "(published)",
-        "(assumed)", "circular", "input.images_per_s of the cluster is unknown",
+        "(assumed)", "circular", "what the loader feeds a node is unknown",
     ):  # fmt: skip
         assert part in text, part
 
@@ -110,7 +110,7 @@ def test_a_recipe_is_planned_though_its_own_engine_could_not_train_it():
 
 CARDS = {
     "": "this machine was asked, and it has no GPUs that nvidia-smi shows; there are abci, cloud-25g",
-    "Voodoo 2\n": "this machine was asked, and nothing is known of its Voodoo 2; there are abci",
+    "Voodoo 2, 12\n": "this machine was asked, and nothing is known of its Voodoo 2; there are abci",
 }
 
 
@@ -125,7 +125,7 @@ def test_without_a_cluster_the_machine_is_asked(tmp_path: Path, refusal: Callabl
     for cards, sentence in CARDS.items():
         has(cards)
         assert sentence in refusal("plan", "--recipe", "resnet50-8gpu")
-    has(4 * "NVIDIA H100 80GB HBM3\n")
+    has(4 * "NVIDIA H100 80GB HBM3, 81559\n")
     text = planned("--recipe resnet50-512gpu --sync lazy").output
     assert "4 ranks, micro-batch 128" in text
     assert "this machine, 4 x NVIDIA H100 80GB HBM3; its links are assumed to be those of dgx-h100" in text
