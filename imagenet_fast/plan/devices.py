@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from imagenet_fast.cost_model.layer_profile import Profile, load_profile
 from imagenet_fast.errors import UserError
@@ -14,16 +14,22 @@ from imagenet_fast.recipe.load import read_toml, validated
 
 Kind = Literal["measured", "published", "fitted", "assumed"]
 Pace = Literal["launched", "replayed", "published"]
-"""Whose steps are predicted: this program's whose kernels the host launches, or replays from a CUDA graph, or those of
-the programs whose results were published."""
+"""Whose steps: this program's, launched by the host or replayed from a CUDA graph, or those that were published."""
 
-PROFILES: dict[str, str] = {
-    "alexnet": "alexnet", "alexnet_bn": "alexnet", "resnet50": "resnet50", "resnet18": "resnet18",
+
+class Known(NamedTuple):
+    """A model's layer profile, by which its layers share a step, and what an image of 224 pixels in 16 bits keeps."""
+
+    layers: str
+    activation_mb: float
+
+
+MODELS = {
+    "alexnet": Known("alexnet", 3.0), "alexnet_bn": Known("alexnet", 4.0), "resnet50": Known("resnet50", 57.0),
+    "resnet18": Known("resnet18", 11.0),
 }  # fmt: skip
-"""The layer profile that gives a model's layers their shares of a step; AlexNet's norms have no parameters.
-
-None of ``resnet18`` is shipped: it comes with a profile that `bench profile` recorded on the device.
-"""
+"""The models that are predicted. ResNet-50's and AlexNet-BN's activations were counted from the tensors that autograd
+saves; the others are estimates. ResNet-18 comes with a profile that `bench profile` recorded on the device."""
 PIXELS = 224
 """Side of the images for which devices are described. If others differ by more than 8, time is scaled by their area."""
 
@@ -64,11 +70,11 @@ class Device(Table):
         Raises:
             UserError: The model has no layer profile, or this device was not timed with it.
         """
-        layers = PROFILES.get(model)
-        if layers is None:
-            raise UserError(f"plan cannot predict {model}, only {', '.join(PROFILES)}; take a recipe of one of these")
+        if model not in MODELS:
+            raise UserError(f"plan cannot predict {model}, only {', '.join(MODELS)}; take a recipe of one of these")
+        layers = MODELS[model].layers
         if (published := self.computes.get(layers)) is None:
-            known = ", ".join(name for name, profile in PROFILES.items() if profile in self.computes)
+            known = ", ".join(name for name, its in MODELS.items() if its.layers in self.computes)
             raise UserError(
                 f"device {self.name} has no step times of {model}, only of {known}; record some there by "
                 f"`imagenet-fast bench profile FILE --model {model}` and name that file as the cluster's device"
@@ -86,7 +92,7 @@ class Device(Table):
 
     def layers(self, model: str) -> Profile:
         """Return the layers of ``model`` with their shares of a step."""
-        return self.profile or _shipped(PROFILES[model], self.scale)
+        return self.profile or _shipped(MODELS[model].layers, self.scale)
 
 
 @cache
@@ -129,11 +135,10 @@ def find_device(name: str, batch: int | None, pace: Pace) -> Device:
     profile = load_profile(name)
     if batch is None:
         raise UserError(f"device {name} is a layer profile; write the images of its step as device_batch")
-    layers = PROFILES.get(profile.model)
-    if layers is None:
+    if profile.model not in MODELS:
         raise UserError(
             f"device {name} is a profile of {profile.model}, which no prediction knows; record another model"
         )
     each_ms = 1e3 * profile.compute_s / batch * (PIXELS / profile.pixels) ** 2
     times = Compute(c0=0.0, c1=each_ms, kind="measured", source=profile.source)
-    return Device(name=Path(name).stem, computes={layers: times}, profile=profile)
+    return Device(name=Path(name).stem, computes={MODELS[profile.model].layers: times}, profile=profile)

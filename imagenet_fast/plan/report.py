@@ -7,17 +7,12 @@ from operator import attrgetter
 from typing import get_args
 
 from imagenet_fast.plan.cluster import Cluster, Shown
-from imagenet_fast.plan.devices import Device
+from imagenet_fast.plan.devices import MODELS, Device
 from imagenet_fast.plan.prediction import Planned, Situation, training_images
 from imagenet_fast.recipe.batching import explain
 from imagenet_fast.recipe.data_config import ImageData
 from imagenet_fast.recipe.schema import Recipe
 
-ACTIVATION_MB = {"alexnet": 3.0, "alexnet_bn": 4.0, "resnet18": 11.0, "resnet50": 57.0}
-"""Megabytes kept for backward by an image of 224 pixels in 16 bits.
-
-ResNet-50's and AlexNet-BN's were counted from the tensors that autograd saves; the others are estimates.
-"""
 CONTEXT_GB = 1.5
 """Assumed memory of a CUDA context, NCCL and the allocator's rest."""
 
@@ -50,8 +45,8 @@ def needed_gb(recipe: Recipe, device: Device, micro_batch: int) -> float:
     state = elements * (4 + 4 + 4 + 2)
     if isinstance(recipe.data, ImageData) and recipe.data.resident is True:
         state += 4 * recipe.data.resize**2 * training_images(recipe)
-    area = (max(recipe.data.training_sizes) / 224) ** 2
-    return (state + _wide(recipe) * area * micro_batch * ACTIVATION_MB[recipe.model.kind] * 1e6) / 1e9 + CONTEXT_GB
+    images = (max(recipe.data.training_sizes) / 224) ** 2 * micro_batch * _wide(recipe)
+    return (state + images * MODELS[recipe.model.kind].activation_mb * 1e6) / 1e9 + CONTEXT_GB
 
 
 def _wide(recipe: Recipe) -> int:

