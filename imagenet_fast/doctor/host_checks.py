@@ -175,7 +175,7 @@ def _speed(data: Path, threads: int) -> CheckResult:
     stored = isinstance(images, Shards) and bool(resizable(images.sides).mean() > 0.5)
     loader: OwnLoader = "dali" if on_gpu and not stored and is_installed() else "folder"
     rate, _ = measure(training_batches(loader, images, 224, batch, threads, device), batch, _SECONDS, device, 0)
-    said = f"`{loader}` gives a rank {rate:,.0f} images/s of 224 pixels by {threads} threads"
+    said = f"`{loader}` gives a rank {rate:,.0f} images/s of 224 pixels by {threads} thread{'s' * (threads > 1)}"
     card = device_of(torch.cuda.get_device_name()) if on_gpu else None
     if card is None:
         return CheckResult("images", "ok", said)
