@@ -144,7 +144,7 @@ def open_loader(
             threads = min(data.workers or cores, cores)
             load: type[DaliLoader | ThreadLoader | PixelLoader]
             load = DaliLoader if data.loader == "dali" else ThreadLoader
-            if device.type == "cuda" and isinstance(images, Shards) and resizable(images.sides).mean() > 0.5:
+            if device.type == "cuda" and isinstance(images, Shards) and resizable(images.pixel_sides).mean() > 0.5:
                 load = PixelLoader
             return _resident_or_read(images, order, data, device, load(images, order, data, device, threads))
         case _:

@@ -63,19 +63,17 @@ def crops_of(sides: Sides, resolution: Resolution, augmentation: Augmentation | 
     if augmentation is not None:
         numbers, flips = augmentation.draw(batch)
     if augmentation is not None and augmentation.padding is None:
-        drawn = zip(*sides.T.tolist(), numbers.tolist(), strict=True)
-        windows = np.array([augmentation.window(*image) for image in drawn], np.int32)
+        windows = augmentation.windows(sides, numbers)
         begins, lengths, resized = windows[:, :2], windows[:, 2:], np.full_like(sides, size)
     else:
         shortest = sides.min(1, keepdims=True)
         begins = (sides - LONGEST * shortest).clip(0) // 2
         lengths = sides - 2 * begins
         resized = shorter * lengths // shortest
-        first = np.rint((resized - size) / 2)
-        if augmentation is not None and augmentation.padding is not None:
-            first = np.floor(numbers[:, :2] * (resized + 2 * augmentation.padding - size + 1)) - augmentation.padding
+        middle = np.rint((resized - size) / 2).astype(np.int32)
+        first = middle if augmentation is None else augmentation.corners(resized, size, numbers)
     last = resized[..., None] - 1
-    shown = first.astype(np.int32)[..., None] + np.arange(size, dtype=np.int32)
+    shown = first[..., None] + np.arange(size, dtype=np.int32)
     shown = last - np.abs(last - np.abs(shown))  # padding is the mirror image
     if augmentation is not None:
         shown[flips, 1] = shown[flips, 1, ::-1]

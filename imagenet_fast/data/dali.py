@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from imagenet_fast.data.crops import crops_of
 from imagenet_fast.data.device import Batch
 from imagenet_fast.data.loader import NO_CLASS, BadImagePolicy, Job, prefetched, shared_out
 from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, resolution
@@ -25,11 +26,10 @@ from imagenet_fast.data.pixels import (
     decode,
     encode,
     is_strip,
-    middle_of,
-    scaled_size,
     to_common_format,
     without_ends,
 )
+from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import ImageSource
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import ImageData
@@ -61,6 +61,8 @@ class DaliLoader:
         self._order = order
         self._data = data
         self._augmentation = augmentation_of(data, order)
+        self._sides = images.jpeg_sides if isinstance(images, Shards) else np.zeros((len(images), 2), np.int32)
+        """Heights and widths of images whose bytes are given as they are, without a look at them; 0 of others."""
         self._policy = BadImagePolicy(images, order, data)
         self._decoded: set[int] = set()
         """Indices of images that are passed as pixels, because DALI failed to decode a batch that they were in."""
@@ -105,25 +107,26 @@ class DaliLoader:
         """Fill the slots ``places`` of a batch with encoded images, labels and crops, one image per step."""
         batch = given.batch._replace(images=given.batch.images[places])
         self._images.readahead(batch.images)
-        numbers, labels = None, given.labels.numpy()
-        if self._augmentation is not None:
-            numbers, flips = self._augmentation.draw(batch)
-            given.sides[places, 1] = np.where(flips, -given.sizes.size, given.sizes.size)
-        for row, place in enumerate(places):
-            load = self._from_pixels if given.decoded or batch.images[row] in self._decoded else self._encoded
-            shown = self._policy.load_or_substitute(int(batch.images[row]), batch.epoch, load)
+        labels, sides = given.labels.numpy(), []
+        for place, index in zip(places, batch.images.tolist(), strict=True):
+            load = self._from_pixels if given.decoded or index in self._decoded else self._encoded
+            shown = self._policy.load_or_substitute(index, batch.epoch, load)
             image, labels[place] = shown or (_black(), NO_CLASS)
             given.encoded[place] = np.frombuffer(image.encoded, dtype=np.uint8)
-            whole = scaled_size(image.height, image.width, given.sizes.shorter)
-            if self._augmentation is None or numbers is None:
-                given.sides[place], given.places[place] = whole, middle_of(whole, given.sizes.size)
-            else:
-                window = self._augmentation.window(image.height, image.width, numbers[row].tolist())
-                given.places[place], given.extents[place] = window[:2], window[2:]
+            sides.append(image[1:])
             yield
+        crops = crops_of(np.array(sides, np.int32), given.sizes, self._augmentation, batch)
+        given.sides[places] = crops.resized
+        if self._augmentation is None:
+            given.places[places] = crops.shown[:, :, 0]
+        else:
+            mirrored = crops.shown[:, 1, 0] > crops.shown[:, 1, -1]
+            given.sides[places, 1] = np.where(mirrored, -given.sizes.size, given.sizes.size)
+            given.places[places], given.extents[places] = crops.begins, crops.lengths
 
     def _encoded(self, index: int) -> EncodedImage:
-        image = to_common_format(self._images.read(index))
+        encoded, (height, width) = self._images.read(index), self._sides[index].tolist()
+        image = EncodedImage(encoded, height, width) if height else to_common_format(encoded)
         is_cut = self._augmentation is not None  # before it is resized
         return image if is_cut or not is_strip(image.height, image.width) else self._from_pixels(index)
 

@@ -23,7 +23,7 @@ from imagenet_fast.data.paths import cache_dir
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError
 
-_VERSION = 5
+_VERSION = 6
 _TICK_S = 0.02  # file systems' clocks advance in steps of up to 10 ms
 _MANY = 100  # files or folders; the user is told when this many are scanned
 _THREADS = 16  # they wait for a file server

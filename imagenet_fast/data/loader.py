@@ -211,6 +211,6 @@ class ThreadLoader:
             return
         numbers, flip = drawn
         crop = np.empty_like(into) if flip else into
-        random_crop(image, sizes, self._augmentation, numbers.tolist(), into=crop)
+        random_crop(image, sizes, self._augmentation, numbers, into=crop)
         if flip:
             cv2.flip(crop, 1, dst=into)

@@ -10,9 +10,8 @@ the next name picks from.
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -189,19 +188,6 @@ _WINDOW_NUMBERS = 2 + 2 * _ATTEMPTS
 _ASPECTS = (3 / 4, 4 / 3)
 
 
-class Window(NamedTuple):
-    """A rectangular part of an image, in pixels."""
-
-    top: int
-    left: int
-    height: int
-    width: int
-
-    def of(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the part of an image, [height, width, ...], that the window covers, as a view."""
-        return image[self.top : self.top + self.height, self.left : self.left + self.width]
-
-
 @dataclass(frozen=True)
 class Augmentation:
     """A crop to a random window, and a horizontal flip of half of the images unless ``flip`` is False."""
@@ -214,13 +200,13 @@ class Augmentation:
     side: float | None = None
     """Side of square windows, as a share of the image's shorter side; None: windows are drawn by ``area``."""
     padding: int | None = None
-    """Pixels of padding on each side of a resized image, of which a square is cropped; None: ``window`` applies."""
+    """Pixels of padding on each side of a resized image, of which a square is cropped; None: ``windows`` apply."""
 
     def draw(self, batch: BatchIndices) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Draw the random numbers for a batch.
 
         Returns:
-            The numbers that ``window`` takes, float64 [n, 22], and whether each image is flipped, bool [n].
+            The numbers that ``windows`` takes, float64 [n, 22], and whether each image is flipped, bool [n].
         """
         numbers = uniforms(_WINDOW_NUMBERS + 1, "augmentation", self.seed, batch.epoch, of=batch.images)
         flips = numbers[:, -1] < 0.5
@@ -229,8 +215,8 @@ class Augmentation:
             flips = first ^ (batch.epoch % 2 == 1)
         return numbers[:, :-1], flips & bool(self.flip)
 
-    def window(self, height: int, width: int, numbers: Sequence[float]) -> Window:
-        """Choose the crop window of one image, in pixels, by its row [22] of the ``numbers`` that ``draw`` returns.
+    def windows(self, sides: NDArray[np.integer], numbers: NDArray[np.float64]) -> NDArray[np.int32]:
+        """Choose the crop windows of n images: top, left, height and width in pixels, [n, 4].
 
         If ``side`` is None, follow torchvision's ``RandomResizedCrop``. It tries an area and an aspect ratio from 3:4
         to 4:3 (uniform in its logarithm) up to ten times, until the window fits. A window that fits is placed anywhere
@@ -238,33 +224,37 @@ class Augmentation:
 
         If ``side`` is set, the square window lies anywhere in the central square, as in AlexNet (Krizhevsky et al.,
         2012).
+
+        Args:
+            sides: Heights and widths of the images, [n, 2]; none is 0.
+            numbers: Those that ``draw`` returns, [n, 22].
         """
+        whole = sides.astype(np.float64)
         if self.side is not None:
-            shorter = min(height, width)
-            side = max(1, round(self.side * shorter))
-            down, right = (int(number * (shorter - side + 1)) for number in numbers[:2])
-            return Window((height - shorter) // 2 + down, (width - shorter) // 2 + right, side, side)
-        (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
-        for attempt in range(2, _WINDOW_NUMBERS, 2):
-            pixels = height * width * (smallest + (largest - smallest) * numbers[attempt])
-            aspect = narrowest * (widest / narrowest) ** numbers[attempt + 1]
-            tall, wide = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
-            if 0 < tall <= height and 0 < wide <= width:
-                return Window(int(numbers[0] * (height - tall + 1)), int(numbers[1] * (width - wide + 1)), tall, wide)
-        tall, wide = min(height, round(width / narrowest)), min(width, round(height * widest))
-        return Window((height - tall) // 2, (width - wide) // 2, tall, wide)
+            shorter = whole.min(1, keepdims=True)
+            lengths = np.maximum(1, np.rint(self.side * shorter)).repeat(2, 1)
+            first = (whole - shorter) // 2 + np.floor(numbers[:, :2] * (shorter - lengths + 1))
+        else:
+            (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
+            pixels = (whole[:, :1] * whole[:, 1:]) * (smallest + (largest - smallest) * numbers[:, 2::2])
+            aspects = narrowest * (widest / narrowest) ** numbers[:, 3::2]
+            tall, wide = np.rint(np.sqrt(pixels / aspects)), np.rint(np.sqrt(pixels * aspects))
+            fit = (tall > 0) & (tall <= whole[:, :1]) & (wide > 0) & (wide <= whole[:, 1:])
+            chosen = np.arange(len(whole)), fit.argmax(1)  # the first that fits
+            central = np.minimum(whole, np.rint(whole[:, ::-1] * (1 / narrowest, widest)))
+            fits = fit[chosen][:, None]
+            lengths = np.where(fits, np.stack((tall[chosen], wide[chosen]), 1), central)
+            first = np.floor(np.where(fits, numbers[:, :2] * (whole - lengths + 1), (whole - lengths) / 2))
+        return np.concatenate((first, lengths), 1).astype(np.int32)
 
-    def padded_window(self, height: int, width: int, size: int, numbers: Sequence[float]) -> Window:
-        """Choose the square of ``size`` pixels that is cropped from one padded image, as torchvision's ``RandomCrop``.
+    def corners(self, sides: NDArray[np.integer], size: int, numbers: NDArray[np.float64]) -> NDArray[np.int32]:
+        """Choose where squares of ``size`` pixels begin in n padded images, [n, 2], as torchvision's ``RandomCrop``.
 
-        Height and width are the image's without padding, the ``numbers`` those that ``window`` takes.
+        A place in the padding above or on the left is below 0. The arguments are as of ``windows``.
         """
         assert self.padding is not None
-        top, left = (
-            int(number * (side + 2 * self.padding - size + 1))
-            for number, side in zip(numbers, (height, width), strict=False)
-        )
-        return Window(top, left, size, size)
+        room = sides + 2 * self.padding - size + 1
+        return np.floor(numbers[:, :2] * room).astype(np.int32) - np.int32(self.padding)
 
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:

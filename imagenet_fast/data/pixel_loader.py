@@ -52,7 +52,7 @@ class Resident(NamedTuple):
     """Their pixels one after another, uint8, and some bytes more than the longest row has."""
     begins: NDArray[np.int64]
     """The first byte of each, [images]."""
-    sides: Sides
+    pixel_sides: Sides
     """Their heights and widths, [images, 2]."""
 
 
@@ -104,7 +104,7 @@ class PixelLoader:
         """Allocate a batch and return it with the job that fills it; no pinned memory may be allocated elsewhere."""
         images, count, pinned = indices.images, len(indices.images), self._device.type == "cuda"
         size = resolution(self._data, self._order, indices).size
-        sides = self._every.sides[images]
+        sides = self._every.pixel_sides[images]
         stored = resizable(sides) & ~np.isin(images, list(self._unread))
         sides[~stored] = size
         resident = self._every.pixels if isinstance(self._every, Resident) else None

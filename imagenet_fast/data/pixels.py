@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from typing import NamedTuple
 
@@ -22,6 +22,9 @@ from imagenet_fast.data.order import Augmentation, Resolution
 Pixels = NDArray[np.uint8]
 """Decoded image, uint8 [height, width, 3], red first."""
 
+Fetch = Callable[[int, int], bytes]
+"""A function that returns the bytes of a file from one offset to another."""
+
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
@@ -33,7 +36,11 @@ _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 _ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """A marker that ends a scan."""
 
+_SEGMENT = struct.Struct(">BBHBHHB")
+"""A marker's two bytes, the length from there on, and what a size's segment holds: bits, height, width, colours."""
+
 _PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")
+_HEADER = 64  # bytes; more than the header of stored pixels has
 _CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
 """Chunks of a PNG that decide its pixels."""
 
@@ -97,6 +104,18 @@ def stored_size(header: bytes, length: int) -> tuple[int, int]:
         return 0, 0
     width, height = map(int, found.groups())
     return (height, width) if found.end() + 3 * height * width == length and height and width else (0, 0)
+
+
+def size_by_header(fetch: Fetch, begin: int, end: int) -> tuple[int, int, bool]:
+    """Return the height and width of an image in a file, and whether its pixels are stored.
+
+    They are 0 unless these are stored, or it is a JPEG of a kind that all decoders know.
+    """
+    head = fetch(begin, min(begin + _HEADER, end))
+    if head.startswith(_JPEG):
+        return *_jpeg_frame(fetch, begin, end)[:2], False
+    height, width = stored_size(head, end - begin)
+    return height, width, height > 0
 
 
 def _decode_slowly(encoded: bytes) -> Pixels:
@@ -181,25 +200,33 @@ def _png_size(png: bytes) -> tuple[int, int] | None:
 
 
 def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
-    """Return the size of a JPEG of 8 bits in one or three colours, whose segments follow one another to its end.
+    """Return the size of a JPEG of the usual kind, whose segments follow one another to its end.
 
     A decoder that meets another marker in a scan stops there, and says so or leaves the rest grey.
     """
-    size, at = None, len(_JPEG)
-    while at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
-        kind, begin, at = jpeg[at + 1], at + 4, at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
-        if kind in _FRAMES and size is None and begin + 6 <= len(jpeg):
-            bits, height, width, colours = struct.unpack_from(">BHHB", jpeg, begin)
-            if bits != 8 or colours not in (1, 3) or not height:
-                return None
-            size = height, width
-        elif kind == _SCAN:
+    height, width, at = _jpeg_frame(lambda begin, end: jpeg[begin:end], 0, len(jpeg))
+    while height and at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
+        kind, at = jpeg[at + 1], at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
+        if kind == _SCAN:
             if (following := _ENDS_SCAN.search(jpeg, at)) is None:
                 return None
             at = following.start()
         elif kind not in _OTHERS:
             return None
-    return size if jpeg[at:] == bytes((0xFF, _END)) else None
+    return (height, width) if jpeg[at:] == bytes((0xFF, _END)) else None
+
+
+def _jpeg_frame(fetch: Fetch, begin: int, end: int) -> tuple[int, int, int]:
+    """Return height and width of a JPEG of 8 bits in one or three colours, else 0, and where what follows begins."""
+    at = begin + len(_JPEG)
+    while at + _SEGMENT.size <= end:
+        first, kind, length, bits, height, width, colours = _SEGMENT.unpack(fetch(at, at + _SEGMENT.size))
+        at += 2 + length
+        if kind in _FRAMES and first == 0xFF and bits == 8 and colours in (1, 3) and height and width:
+            return height, width, at
+        if kind not in _OTHERS or first != 0xFF:
+            break
+    return 0, 0, end
 
 
 def shrunk(image: Pixels, shorter: int) -> Pixels:
@@ -228,11 +255,6 @@ def without_ends(image: Pixels) -> Pixels:
 def is_strip(height: int, width: int) -> bool:
     """Return whether ``without_ends`` takes something away from an image of this size."""
     return max(height, width) - LONGEST * min(height, width) > 1
-
-
-def middle_of(sides: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return where the central ``size`` pixels of each side begin, rounded as in torchvision."""
-    return tuple(round((side - size) / 2) for side in sides)
 
 
 def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) -> Pixels:
@@ -264,27 +286,28 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
 
 
 def random_crop(
-    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float], into: Pixels
+    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: NDArray[np.float64], into: Pixels
 ) -> None:
     """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
 
-    The ``numbers`` are those that ``augmentation`` drew for this image; one that is padded is first resized.
+    The ``numbers``, [22], are those that ``augmentation`` drew for this image; one that is padded is first resized.
     """
-    if augmentation.padding is None:
-        window = augmentation.window(image.shape[0], image.shape[1], numbers)
-        resized(window.of(image), resolution.size, resolution.size, into=into)
+    (size, shorter), padding = resolution, augmentation.padding
+    if padding is None:
+        top, left, height, width = augmentation.windows(np.array([image.shape[:2]]), numbers[None])[0].tolist()
+        resized(image[top : top + height, left : left + width], size, size, into=into)
         return
-    image = _scaled(image, resolution.shorter)
-    window = augmentation.padded_window(image.shape[0], image.shape[1], resolution.size, numbers)
-    around = (augmentation.padding,) * 4  # pixels of its mirror image, without the outermost ones again
-    into[:] = window.of(cv2.copyMakeBorder(image, *around, cv2.BORDER_REFLECT_101))
+    image = _scaled(image, shorter)
+    top, left = (augmentation.corners(np.array([image.shape[:2]]), size, numbers[None])[0] + padding).tolist()
+    around = (padding,) * 4  # pixels of its mirror image, without the outermost ones again
+    into[:] = cv2.copyMakeBorder(image, *around, cv2.BORDER_REFLECT_101)[top : top + size, left : left + size]
 
 
 def central_crop(image: Pixels, resolution: Resolution) -> Pixels:
     """Resize an image to the shorter side ``resolution.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = resolution
     image = _scaled(image, shorter)
-    top, left = middle_of(image.shape[:2], size)
+    top, left = (round((side - size) / 2) for side in image.shape[:2])  # rounded as in torchvision
     return image[top : top + size, left : left + size]
 
 

@@ -20,24 +20,25 @@ from numpy.typing import NDArray
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import SUFFIXES
 from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
-from imagenet_fast.data.pixels import ImageDecodeError, Pixels, stored_size
+from imagenet_fast.data.pixels import Fetch, ImageDecodeError, Pixels, size_by_header
 from imagenet_fast.errors import UserError
 
 COLUMNS = {
     "shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8", "heights": "<i4",
-    "widths": "<i4",
+    "widths": "<i4", "stored": "|b1",
 }  # fmt: skip
 """Columns of a shard index, with their dtypes.
 
 For each image: the number of its shard; the offset and the length of its bytes there; how many bytes before them its
-record, or its member's header, begins; its label as stored; and its height and width if its pixels are stored, else 0.
+record, or its member's header, begins; its label as stored; and, by ``size_by_header``, its height and width, or 0,
+and whether its pixels are stored.
 """
 
 CLASSES = "classes.txt"
 """The file with the class names, one per line in the order of labels, for shards that only have numbers."""
 
-Row = tuple[int, int, int, int, int, int]
-"""Offset, length, ``before``, label, height and width of one image, as in ``COLUMNS``."""
+Row = tuple[int, int, int, int, int, int, bool]
+"""Offset, length and so on of one image, as in ``COLUMNS``."""
 
 Looked = tuple[list[Row], Collection[tuple[int, str]]]
 """The images of a shard in their order, and pairs of a label and its synset, where the shard names synsets."""
@@ -47,7 +48,6 @@ IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 
 _TAR = Kind("webdataset", COLUMNS)
 _DIGITS = 20  # more than any label has
-_HEADER = 64  # bytes; more than the header of stored pixels has
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
 _NAMES = f"images are named KEY.SUFFIX with one of {', '.join(IMAGES)}, and there is no dot in the name of a KEY"
 
@@ -67,8 +67,11 @@ class Shards:
         self._shards, self._offsets, self._lengths, self._before = (
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
         )
-        self.sides = np.stack((index.columns["heights"], index.columns["widths"]), 1)
+        sides, stored = np.stack((index.columns["heights"], index.columns["widths"]), 1), index.columns["stored"]
+        self.pixel_sides = sides * stored[:, None]
         """Height and width of each image whose pixels are stored, int32 [images, 2]; 0 of others."""
+        self.jpeg_sides = sides - self.pixel_sides
+        """Height and width of each JPEG of a kind that all decoders know, int32 [images, 2]; 0 of others."""
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
         if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
             raise UserError(
@@ -92,7 +95,7 @@ class Shards:
                 some = range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
                 bad += [index for index in some if self.name(index) in names]
         kept = copy(self)
-        for column in ("labels", "sides", "_shards", "_offsets", "_lengths", "_before"):
+        for column in ("labels", "pixel_sides", "jpeg_sides", "_shards", "_offsets", "_lengths", "_before"):
             setattr(kept, column, np.delete(getattr(self, column), bad, axis=0))
         return kept if bad else self
 
@@ -122,7 +125,7 @@ class Shards:
 
         Return the places of those among ``indices`` that could not be read.
         """
-        heights, widths = self.sides[indices].astype(np.int64).T
+        heights, widths = self.pixel_sides[indices].astype(np.int64).T
         begins = self._offsets[indices] + self._lengths[indices] - 3 * widths * (heights - first)
         failed = []
         places = zip(self._shards[indices].tolist(), begins.tolist(), into, strict=True)
@@ -163,6 +166,16 @@ class Descriptor:
         return content
 
 
+def fetch_from(file: BinaryIO) -> Fetch:
+    """Return a function that reads from a file, which keeps the bytes around those that were read last."""
+
+    def fetch(begin: int, end: int) -> bytes:
+        file.seek(begin)
+        return file.read(end - begin)
+
+    return fetch
+
+
 def indexes_of(
     root: Path, split: str, kind: Kind, files: Sequence[Path], training: Sequence[Path], look: Callable[[Path], Looked]
 ) -> tuple[Index, Index]:
@@ -173,7 +186,7 @@ def indexes_of(
 
     def make(split: str, files: Sequence[Path]) -> Index:
         found = list(map_in_order(look, files))
-        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 6)
+        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 7)
         if not len(table):
             raise UserError(f"{root}: there is no image in the {len(files)} shard(s) of the {split} split")
         shards = np.repeat(np.arange(len(files)), [len(rows) for rows, _ in found])
@@ -277,19 +290,11 @@ def _samples(shard: Path) -> Looked:
             there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
             name = images[key].name if key in images else f"{key}.cls"
             raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
-        rows = (
-            (member.offset_data, member.size, member.offset_data - member.offset, labels[key], *_sides(file, member))
-            for key, member in images.items()
-        )
+        rows, fetch = list[Row](), fetch_from(file)
+        for key, member in images.items():
+            begin, size = member.offset_data, member.size
+            rows.append((begin, size, begin - member.offset, labels[key], *size_by_header(fetch, begin, begin + size)))
         return sorted(rows), ()
-
-
-def _sides(file: BinaryIO, member: tarfile.TarInfo) -> tuple[int, int]:
-    """Return the height and width of an image whose pixels are stored, else 0."""
-    if not member.name.lower().endswith(".ppm"):
-        return 0, 0
-    file.seek(member.offset_data)
-    return stored_size(file.read(_HEADER), member.size)
 
 
 def _key(name: str) -> tuple[str, str]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import google_crc32c
 
 from imagenet_fast.data.archives import refuse_compressed
 from imagenet_fast.data.index import Kind
-from imagenet_fast.data.pixels import ImageDecodeError
-from imagenet_fast.data.shards import COLUMNS, Looked, Row, Shards, class_names, indexes_of
+from imagenet_fast.data.pixels import Fetch, ImageDecodeError, size_by_header
+from imagenet_fast.data.shards import COLUMNS, Looked, Row, Shards, class_names, fetch_from, indexes_of
 from imagenet_fast.errors import UserError
 
 HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
@@ -25,7 +25,7 @@ HEAD, TAIL = struct.Struct("<QI"), struct.Struct("<I")
 _IMAGES = ("image/encoded", "image")  # in TensorFlow's scripts; in TensorFlow Datasets
 _LABELS = ("image/class/label", "label")
 _SYNSET = "image/class/synset"
-_WINDOW = 512  # bytes read at once
+_BUFFER = 512  # bytes read at once
 _LARGEST = 1 << 31
 _AGAIN = "copy or make it again"
 _MASK = 0xA282EAD8
@@ -34,9 +34,6 @@ _RECORDS = Kind("records", COLUMNS)
 
 Span = tuple[int, int]
 """Offsets in the file: the first byte, and the end (exclusive)."""
-
-Fetch = Callable[[int, int], bytes]
-"""A function that returns the file's bytes from one offset to another."""
 
 
 def masked_crc32c(content: bytes) -> int:
@@ -90,8 +87,8 @@ def open_tfrecord(root: Path, split: str, files: Sequence[Path], training: Seque
 def _records(shard: Path) -> Looked:
     rows: list[Row] = []
     synsets: set[tuple[int, str]] = set()
-    with shard.open("rb", buffering=0) as file:
-        size, fetch = os.fstat(file.fileno()).st_size, _Window(file.fileno())
+    with shard.open("rb", buffering=_BUFFER) as file:
+        size, fetch = os.fstat(file.fileno()).st_size, fetch_from(file)
         at = 0
         while at < size:
             where = f"{shard}: record {len(rows)} at byte {at}"
@@ -114,7 +111,7 @@ def _records(shard: Path) -> Looked:
     return rows, synsets
 
 
-def _record(fetch: _Window, at: int, example: Span) -> tuple[Row, str]:
+def _record(fetch: Fetch, at: int, example: Span) -> tuple[Row, str]:
     """Return the row and the synset, if any, of an Example. Raises ValueError with what is wrong, and the fix."""
     try:
         features = find_features(fetch, example, (*_IMAGES, *_LABELS, _SYNSET))
@@ -130,23 +127,7 @@ def _record(fetch: _Window, at: int, example: Span) -> tuple[Row, str]:
             raise ValueError(f"it has not one {_IMAGES[0]} and one {_LABELS[0]}; write them as TensorFlow's scripts do")
     synset = features.get(_SYNSET, [])
     name = os.fsdecode(fetch(*synset[0])) if synset and not isinstance(synset[0], int) else ""
-    return (begin, end - begin, begin - at, number, 0, 0), name
-
-
-class _Window:
-    """A file's bytes, read some hundreds at a time."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._begin = 0
-        self._content = b""
-
-    def __call__(self, begin: int, end: int) -> bytes:
-        at = begin - self._begin
-        if at < 0 or end > self._begin + len(self._content):
-            self._begin, at = begin, 0
-            self._content = os.pread(self._descriptor, max(end - begin, _WINDOW), begin)
-        return self._content[at : end - self._begin]
+    return (begin, end - begin, begin - at, number, *size_by_header(fetch, begin, end)), name
 
 
 def find_features(fetch: Fetch, example: Span, wanted: Collection[str]) -> dict[str, list[Span | int]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torchvision.transforms import RandomResizedCrop
 
-from imagenet_fast.data.order import Augmentation, BatchIndices, Window
+from imagenet_fast.data.order import Augmentation, BatchIndices
 
 DRAWS = 2000
 WHOLE = (0.08, 1.0)
@@ -20,7 +20,7 @@ def windows(height: int, width: int, area: tuple[float, float], count: int = DRA
     """Of as many images of one size: [count, 4]."""
     augmentation = Augmentation(names.get("seed", 1), area, flip=True)
     numbers, _ = augmentation.draw(BatchIndices(names.get("epoch", 0), np.arange(count)))
-    return np.array([augmentation.window(height, width, drawn) for drawn in numbers.tolist()])
+    return augmentation.windows(np.tile([height, width], (count, 1)), numbers)
 
 
 def torchvisions(height: int, width: int, area: tuple[float, float], count: int = DRAWS) -> np.ndarray:
@@ -71,11 +71,9 @@ def test_every_window_lies_within_its_image_and_some_reach_every_edge():
 
 def test_the_largest_of_numbers_stays_within_the_image():
     augmentation = Augmentation(1, (0.1, 0.2), flip=True)
-    last = 1 - 2.0**-53
-    window = augmentation.window(65535, 65535, [last] * 22)
-    assert (window.top + window.height, window.left + window.width) == (65535, 65535)
-    assert augmentation.window(100, 100, [0.0] * 22)[:2] == (0, 0)
-    assert isinstance(window, Window)
+    last, first = augmentation.windows(np.full((2, 2), 65535), np.array([[1 - 2.0**-53] * 22, [0.0] * 22]))
+    assert (last[:2] + last[2:]).tolist() == [65535, 65535]
+    assert first[:2].tolist() == [0, 0]
 
 
 def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():
@@ -85,17 +83,6 @@ def test_half_of_all_images_are_mirrored_each_in_half_of_all_epochs_if_any():
     assert np.abs(flips.mean(axis=1) - 0.5).max() < 5 * 0.5 / math.sqrt(DRAWS)
     assert np.abs(flips.mean(axis=0) - 0.5).max() < 5 * 0.5 / math.sqrt(40)
     assert not Augmentation(1, WHOLE, flip=False).draw(BatchIndices(0, np.arange(DRAWS)))[1].any()
-
-
-def test_a_padded_crop_lies_anywhere_in_the_padded_image_as_often():
-    augmentation = Augmentation(1, WHOLE, flip=True, padding=2)
-    numbers, _ = augmentation.draw(BatchIndices(0, np.arange(DRAWS)))
-    placed = np.array([augmentation.padded_window(32, 40, 32, drawn) for drawn in numbers.tolist()])
-    assert (placed[:, 2:] == 32).all()
-    for column, places in enumerate((5, 13)):  # 32 + 2 x 2 - 32 + 1, 40 + 2 x 2 - 32 + 1
-        times = np.bincount(placed[:, column], minlength=places)
-        assert len(times) == places
-        assert np.abs(times - DRAWS / places).max() < 4 * math.sqrt(DRAWS / places)
 
 
 def test_alternating_flips_show_both_sides_of_an_image_in_two_epochs():

@@ -205,11 +205,10 @@ def test_every_size_on_the_way_is_known_before():
 def test_alexnets_own_windows_are_squares_from_the_middle_square():
     chance = augmentation_of(image_data(crop="window", image_size=227, resize=256), TrainSampler(40, ALONE, 0, 1))
     assert chance is not None
-    corners = [chance.window(300, 512, [down, right]) for down in (0.0, 0.999) for right in (0.0, 0.999)]
-    side = round(227 / 256 * 300)
-    assert {(w.height, w.width) for w in corners} == {(side, side)}
-    assert [(w.top, w.left) for w in corners] == [(0, 106), (0, 140), (34, 106), (34, 140)]
-    assert chance.window(1, 1, [0.5, 0.5]) == (0, 0, 1, 1)
+    windows = chance.windows(np.array([[300, 512]] * 4), np.array(list(product((0.0, 0.999), repeat=2))))
+    assert (windows[:, 2:] == round(227 / 256 * 300)).all()
+    assert windows[:, :2].tolist() == [[0, 106], [0, 140], [34, 106], [34, 140]]
+    assert chance.windows(np.array([[1, 1]]), np.array([[0.5, 0.5]])).tolist() == [[0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("loader", LOADERS)

@@ -81,13 +81,6 @@ def test_images_that_are_not_resized_are_equal_to_the_byte(tmp_path: Path):
     assert_alike(list(islice(ours, 20)), list(islice(theirs, 20)), most=0)
 
 
-def test_each_rank_gets_its_part(pixels: ImageSource):
-    for rank in range(2):
-        order = TrainSampler(40, Batching(2, 5, 2), rank, seed=1)
-        ours, theirs = (load(pixels, order, image_data(), CPU, 1) for load in (PixelLoader, ThreadLoader))
-        assert_alike(list(islice(ours, 8)), list(islice(theirs, 8)))
-
-
 def test_an_image_that_is_stored_otherwise_or_bad_is_treated_as_ever(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -47,6 +47,17 @@ def test_what_is_no_whole_image_is_refused_with_a_reason(name: str):
         assert name == "a png with a changed bit", "what is broken at an end is given to no other decoder"
 
 
+def test_a_header_tells_the_size_of_stored_pixels_and_of_jpegs_that_all_decoders_read_alike():
+    """Whatever lies around them in a file; of metadata nothing is fetched."""
+    for name, content in IMAGES.items():
+        fetch = Mock(side_effect=lambda begin, end, file=b"?" + content + JPEG: file[begin:end])
+        height, width, stored = decoding.size_by_header(fetch, 1, 1 + len(content))
+        known = stored or (content.startswith(JPEG[:2]) and "cmyk" not in name)
+        assert (height, width) == (decode(content).shape[:2] if known else (0, 0)), name
+        assert stored == (name == "portable pixmap")
+        assert all(end - begin <= 64 for (begin, end), _ in fetch.call_args_list)
+
+
 def test_whatever_a_decoder_raises_is_a_bad_image_unless_memory_is_short(monkeypatch: pytest.MonkeyPatch):
     """Pillow's decoders raise of many kinds; where memory is short, some of them call an image broken."""
     for error in (struct.error("unpack"), EOFError(), ZeroDivisionError("by zero"), KeyError(3)):
@@ -129,7 +140,7 @@ def test_a_strip_is_not_enlarged_as_a_whole(padding: int | None):
         into[:] = central_crop(strip, size)
         assert np.array_equal(into, central_crop(strip[:, 1990:2010], size))
     else:
-        random_crop(strip, size, Augmentation(1, (0.1, 1), False, padding=padding), [0.5] * 22, into)
+        random_crop(strip, size, Augmentation(1, (0.1, 1), False, padding=padding), np.full(22, 0.5), into)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
