@@ -148,9 +148,8 @@ class PixelLoader:
         """Load the crops of the images in these rows of a batch into their ``parts``."""
         indices = batch.indices
         sizes = resolution(self._data, self._order, indices)
-        draws = self._augmentation.draw(indices) if self._augmentation is not None and rows else None
-        for row in rows:
-            drawn = None if draws is None else (draws[0][row], bool(draws[1][row]))
+        draws = self._slowly.draws(indices._replace(images=indices.images[rows]))
+        for row, drawn in zip(rows, draws, strict=False):
             crop = parts[row].reshape(sizes.size, sizes.size, 3)
             batch.labels[row] = self._slowly.show(int(indices.images[row]), indices.epoch, sizes, drawn, crop)
             yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from typing import NamedTuple
 
@@ -286,15 +286,18 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
 
 
 def random_crop(
-    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: NDArray[np.float64], into: Pixels
-) -> None:
+    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: NDArray[np.float64], into: Pixels,
+    window: Sequence[int] | None = None,
+) -> None:  # fmt: skip
     """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
 
-    The ``numbers``, [22], are those that ``augmentation`` drew for this image; one that is padded is first resized.
+    The ``numbers``, [22], are those that ``augmentation`` drew for this image, and decide the ``window`` if it is None.
+    One that is padded is first resized.
     """
     (size, shorter), padding = resolution, augmentation.padding
     if padding is None:
-        top, left, height, width = augmentation.windows(np.array([image.shape[:2]]), numbers[None])[0].tolist()
+        window = window or augmentation.windows(np.array([image.shape[:2]]), numbers[None])[0].tolist()
+        top, left, height, width = window
         resized(image[top : top + height, left : left + width], size, size, into=into)
         return
     image = _scaled(image, shorter)

@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 
 from imagenet_fast.data.dali import is_installed
-from imagenet_fast.data.pixel_loader import resizable
-from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import check_folders, open_training, open_validation
 from imagenet_fast.data.throughput import OwnLoader, measure, training_batches
 from imagenet_fast.distributed.cores import usable_cores, usable_memory
@@ -172,10 +170,9 @@ def _speed(data: Path, threads: int) -> CheckResult:
     """Time what one rank's loader gives alone, beside what its GPU takes."""
     images, on_gpu = open_training(data), torch.cuda.is_available()
     batch, device = min(_BATCH, len(images)), torch.device("cuda:0" if on_gpu else "cpu")
-    stored = isinstance(images, Shards) and bool(resizable(images.sides).mean() > 0.5)
-    loader: OwnLoader = "dali" if on_gpu and not stored and is_installed() else "folder"
+    loader: OwnLoader = "dali" if on_gpu and is_installed() else "folder"
     rate, _ = measure(training_batches(loader, images, 224, batch, threads, device), batch, _SECONDS, device, 0)
-    said = f"`{loader}` gives a rank {rate:,.0f} images/s of 224 pixels by {threads} thread{'s' * (threads > 1)}"
+    said = f"a rank is given {rate:,.0f} images/s of 224 pixels by {threads} thread{'s' * (threads > 1)}"
     card = device_of(torch.cuda.get_device_name()) if on_gpu else None
     if card is None:
         return CheckResult("images", "ok", said)

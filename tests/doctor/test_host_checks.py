@@ -60,7 +60,7 @@ def test_images_are_timed_beside_the_gpu_that_trains_on_them(tmp_path: Path, mon
     monkeypatch.setattr(host_checks, "_SECONDS", 0.0)
     found = examined("images", tmp_path, tmp_path)
     assert found.state == "ok"
-    assert re.fullmatch(r"`folder` gives a rank [\d,]+ images/s of 224 pixels by \d+ threads?", found.said)
+    assert re.fullmatch(r"a rank is given [\d,]+ images/s of 224 pixels by \d+ threads?", found.said)
     assert device_of("NVIDIA H200 NVL").name == "h200"
     assert device_of("Voodoo 2") is None
 
