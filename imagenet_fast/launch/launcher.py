@@ -153,8 +153,8 @@ def run_ranks(job: AnyJob, launcher_dir: LauncherDir, nodes: LaunchConfig, grace
             raise
     finally:
         interrupt_on_signals()  # torchrun leaves its own handlers, whose exception nobody would catch
-    ends = launcher_dir.ends() if code else []
-    if failures := [end for end in ends if end.code > (code < 0)]:  # of a killed rank others only know its silence
+    ends, least = launcher_dir.ends() if code else [], 2 if code < 0 else 1  # of a killed rank others know little
+    if failures := [end for end in ends if end.code >= least]:
         code, cause = max(end.code for end in failures), failures[0].message
     elif code > 0 and ends:
         code = STOPPED
