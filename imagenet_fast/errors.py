@@ -5,10 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 Item = TypeVar("Item")
@@ -100,57 +97,30 @@ def warn(sentence: str) -> None:
     print(f"warning: {sentence}", file=sys.stderr)
 
 
-_refusals: list[Path] = []
-"""The folder for this process's error messages, if it is a launcher's rank; else empty."""
+def _print_error(sentence: str, code: int) -> None:
+    if os.environ.get("LOCAL_RANK", "0") == "0" or "RANK" not in os.environ:  # without RANK it is no rank
+        print(f"error: {sentence}", file=sys.stderr)
 
 
-def write_errors_to(folder: Path) -> None:
-    """Make ``exit_with_error`` write its message to a file in ``folder`` from now on.
+_report: list[Callable[[str, int], None]] = [_print_error]
 
-    The launcher that started the ranks then prints the message of any one of them. A single rank that prints for all is
-    not enough: it may be ended before it reaches the error.
+
+def report_errors_by(report: Callable[[str, int], None]) -> None:
+    """Make ``exit_with_error`` call ``report`` with its message and exit code, instead of printing.
+
+    A launcher prints the message of any one of its ranks: a single rank that prints for all may be ended before it
+    reaches the error.
     """
-    _refusals[:] = [folder]
-    with suppress(FileNotFoundError):  # the launcher has ended, and this process ends with it
-        (folder / f"attempt-{_attempt()}").touch()
-
-
-def _attempt() -> str:
-    """Return how often torchrun has restarted the ranks."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def first_error_in(folder: Path) -> tuple[str, int] | None:
-    """Return the first error message that ranks left in ``folder`` since their last start, and an exit code.
-
-    Returns:
-        The earliest message, and the largest exit code of all messages. None if there is no message.
-    """
-    with suppress(OSError, ValueError):
-        last = max(int(path.name.removeprefix("attempt-")) for path in folder.glob("attempt-*"))
-        left = {tuple(map(int, path.stem.split("-")[2:])): path for path in folder.glob(f"refusal-{last}-*.txt")}
-        if left:
-            sentence = left[min(left)].read_text(encoding="utf-8", errors="surrogateescape")
-            return sentence, max(code for *_, code in left)
-    return None
+    _report[:] = [report]
 
 
 def exit_with_error(sentence: str, code: int = 2) -> NoReturn:
     """Print ``sentence`` as an error on stderr, once per node, and exit with ``code``.
 
-    Only local rank 0 prints, because every rank of a node finds the same error. After ``write_errors_to`` each rank
-    writes its message to a file instead.
+    Only local rank 0 prints, because every rank of a node finds the same error.
 
     Raises:
         SystemExit: Always.
     """
-    if _refusals:
-        rank = os.environ.get("RANK", "0")
-        path = _refusals[0] / f"refusal-{_attempt()}-{time.time_ns()}-{rank}-{code}.txt"
-        with suppress(OSError):  # the launcher has ended
-            # A file name may be no UTF-8.
-            path.with_suffix(".partial").write_text(sentence, encoding="utf-8", errors="surrogateescape")
-            path.with_suffix(".partial").rename(path)
-    elif os.environ.get("LOCAL_RANK", "0") == "0" or "RANK" not in os.environ:  # without RANK it is no rank
-        print(f"error: {sentence}", file=sys.stderr)
+    _report[0](sentence, code)
     raise SystemExit(code) from None

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 from itertools import takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -157,13 +156,14 @@ def doctor(
     from imagenet_fast.doctor.report import findings_table, read_results, refused
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
+    from imagenet_fast.metrics.launcher_dir import LauncherDir
     from imagenet_fast.recipe.job import DoctorJob
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     job = DoctorJob(data, out)
-    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
-        code, cause = run_ranks(job, Path(folder), cluster)
-        found = read_results(Path(folder))
+    with LauncherDir.temporary() as launcher_dir:
+        code, cause = run_ranks(job, launcher_dir, cluster)
+        found = read_results(launcher_dir.results)
     if found is None and not code:  # another node has them
         return
     if found is None:  # that ranks cannot train together is a result, too

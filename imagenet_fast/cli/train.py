@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -98,7 +97,7 @@ def train(
                 "torchrun's --max-restarts would begin a new run each time; add --out DIR, where the run goes on"
             )
         job = plan(place.size)
-        raise typer.Exit(train_as_rank(job, place, join_timeout, traces=job.folder if known else None).exit_code)
+        raise typer.Exit(train_as_rank(job, place, join_timeout, traces=job.folder if known else None))
 
     from imagenet_fast.launch.launcher import launch
     from imagenet_fast.launch.nodes import resolve_nodes
@@ -139,11 +138,12 @@ def evaluate(
 
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
+    from imagenet_fast.metrics.launcher_dir import LauncherDir
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    with TemporaryDirectory(prefix="imagenet-fast-") as folder:
+    with LauncherDir.temporary() as launcher_dir:
         try:
-            code, cause = run_ranks(plan(cluster.ranks), Path(folder), cluster)
+            code, cause = run_ranks(plan(cluster.ranks), launcher_dir, cluster)
         except KeyboardInterrupt:
             raise typer.Exit(1) from None
     if code:

@@ -82,12 +82,12 @@ here = Here()
 """Position of this process, which is one rank."""
 
 
-def publish(board: Board, rank: int, heartbeat: Heartbeat, folder: Path | None = None) -> None:
-    """Publish a position on ``board`` for other ranks, and in ``folder``, if given, for this node's launcher."""
+def publish(board: Board, rank: int, heartbeat: Heartbeat, file: Path | None = None) -> None:
+    """Publish a position on ``board`` for other ranks, and in ``file``, if given, for this node's launcher."""
     position = asdict(heartbeat)
-    if folder is not None:
+    if file is not None:
         with suppress(OSError):  # the launcher has ended
-            atomic_write_text(_file(folder, rank), json.dumps(position), shared=True)
+            atomic_write_text(file, json.dumps(position), shared=True)
     board.post(f"heartbeat/{rank}", position)
 
 
@@ -96,9 +96,8 @@ def published(board: Board, ranks: Sequence[int]) -> dict[int, Heartbeat]:
     return {rank: Heartbeat(**position) for rank, position in board.gather("heartbeat", ranks).items()}
 
 
-def describe_exit(rank: int, fate: str, folder: Path) -> str:
-    """Describe how ``rank`` of this node ended, and its last position from its file in ``folder``."""
-    file = _file(folder, rank)
+def describe_exit(rank: int, fate: str, file: Path) -> str:
+    """Describe how ``rank`` of this node ended, and its last position, which it has published in ``file``."""
     if not file.is_file():
         return f"rank {rank} {fate}"
     last = Heartbeat(**json.loads(file.read_text(encoding="utf-8")))
@@ -162,7 +161,3 @@ def _where(at: Heartbeat) -> str:
     if at.step:
         return f"in {at.phase} at step {at.step}"
     return "before the first step" if at.phase == "start" else f"in {at.phase}"
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"heartbeat-{rank}.json"

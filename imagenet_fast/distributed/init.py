@@ -23,7 +23,7 @@ from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise
 from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit
 from imagenet_fast.distributed.join import connecting, introduce
 from imagenet_fast.distributed.ranks import RankInfo, rank_info_from_env, refuse_mpirun, srun_to_torchrun_env
-from imagenet_fast.distributed.watchdog import watching_ranks
+from imagenet_fast.distributed.watchdog import Reason, watching_ranks
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
 
@@ -47,7 +47,7 @@ class DistContext(RankInfo):
 @contextmanager
 def init_distributed(
     place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout,
-    end: Callable[[str], None] = lambda sentence: None, traces: Path | None = None, left: Path | None = None,
+    end: Callable[[Reason], None] = lambda reason: None, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
     """Join the process group that torchrun's environment describes: NCCL if there are GPUs, else gloo.
@@ -59,7 +59,7 @@ def init_distributed(
         timeout: How long a rank may make no progress later on. Then it is named, and all ranks end.
         end: Called with the reason, in another thread, if this rank must end while it is stuck.
         traces: Directory for NCCL's last operations if this rank is stuck; None for nowhere.
-        left: Directory where this rank leaves its last position; None for nowhere.
+        left: File where this rank leaves its last position; None for nowhere.
         numa_binding: Whether to keep this process to the cores next to its GPU.
 
     Yields:

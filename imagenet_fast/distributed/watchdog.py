@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,14 @@ class PeerLost(RuntimeError):
         self.rank = rank
 
 
+class Reason(NamedTuple):
+    """Why all ranks end. The first one that a rank posts holds for all."""
+
+    message: str
+    status: Literal["failed", "preempted", "interrupted"] = "failed"
+    """How the run ends."""
+
+
 def watch_board(store: Store | None = None, pause: Callable[[float], object] = time.sleep) -> Board:
     """Return the board of heartbeats and failures, in the default store or with a client of it."""
     return Board(store or dist.distributed_c10d._get_default_store(), "watch", pause)
@@ -81,7 +89,7 @@ class Paces:
             )
 
 
-def report_failure(error: Exception) -> str:
+def report_failure(error: Exception) -> Reason:
     """Return why all ranks end, in one sentence, and leave it in the default store for other ranks.
 
     If ``error`` is a broken connection, the sentence names the lost ranks and their last positions. The rest is as in
@@ -90,10 +98,10 @@ def report_failure(error: Exception) -> str:
     error = _first_cause(error)
     what = exceeded_limit(str(error)) or f"{type(error).__name__}: {error}"
     own = str(error) if isinstance(error, JobAborted | UserError) else f"rank {dist.get_rank()}: {what}"
-    return first_reason(own, is_broken_connection(error))
+    return first_reason(Reason(own), is_broken_connection(error))
 
 
-def first_reason(own: str, broken: bool = False) -> str:
+def first_reason(own: Reason, broken: bool = False) -> Reason:
     """Return the first reason to end that any rank has left in the default store; if there is none, leave ``own``.
 
     If connections between ranks are ``broken``, lost ranks are looked for before, which takes at most 10 s.
@@ -106,7 +114,8 @@ def first_reason(own: str, broken: bool = False) -> str:
             found.append(find_culprit(board, rank, size, lambda _: own)[0] if broken else leave_failure(board, own))
         except dist.DistError:  # the process that held the store is lost, too
             if broken:
-                found.append(f"rank {rank} lost others, and the store of all, which could name them, has ended")
+                gone = f"rank {rank} lost others, and the store of all, which could name them, has ended"
+                found.append(Reason(gone))
 
     if dist.is_initialized():
         call_within(_AGREED_IN * LOOK_S if broken else _TOLD_S, ask)
@@ -114,21 +123,21 @@ def first_reason(own: str, broken: bool = False) -> str:
 
 
 def find_culprit(
-    board: Board, rank: int, size: int, otherwise: Callable[[dict[int, Heartbeat]], str]
-) -> tuple[str, bool]:
-    """Agree with all ranks on why they end; return the sentence, and whether it is this rank's.
+    board: Board, rank: int, size: int, otherwise: Callable[[dict[int, Heartbeat]], Reason]
+) -> tuple[Reason, bool]:
+    """Agree with all ranks on why they end; return the reason, and whether it is this rank's.
 
     One rank looks who is lost, and the others wait here for what it leaves. If it is lost before, each looks by itself.
-    If nobody is lost, the sentence is what ``otherwise`` makes of all positions.
+    If nobody is lost, the reason is what ``otherwise`` makes of all positions.
     """
     searches = board.count("search") == 1
     if found := board.read("failure", 0.0 if searches else time.monotonic() + _FOUND_IN * LOOK_S):
-        return str(found), False
+        return Reason(**found), False
     lost = find_lost_ranks(board, [other for other in range(size) if other != rank])
     known = published(board, range(size))
-    sentence = describe_lost(lost, known) if lost else otherwise(known)
-    first = leave_failure(board, sentence)
-    return first, first == sentence
+    own = Reason(describe_lost(lost, known)) if lost else otherwise(known)
+    first = leave_failure(board, own)
+    return first, first == own
 
 
 def find_lost_ranks(board: Board, ranks: Sequence[int]) -> list[int]:
@@ -152,10 +161,10 @@ def find_lost_ranks(board: Board, ranks: Sequence[int]) -> list[int]:
     return silent
 
 
-def leave_failure(board: Board, reason: str) -> str:
+def leave_failure(board: Board, reason: Reason) -> Reason:
     """Publish why all ranks must end; return the first reason that any rank published."""
-    text = reason.encode(errors="backslashreplace").decode()  # a path in it may not be UTF-8, and it is printed
-    return str(board.first("failure", text))
+    text = reason.message.encode(errors="backslashreplace").decode()  # a path may not be UTF-8, and it is printed
+    return Reason(**board.first("failure", reason._replace(message=text)._asdict()))
 
 
 def is_broken_connection(error: Exception) -> bool:
@@ -181,8 +190,8 @@ class Watchdog:
     rank: int
     size: int
     timeout: Timeout
-    end: Callable[[str], None]
-    folder: Path | None = None
+    end: Callable[[Reason], None]
+    file: Path | None = None
     traces: Path | None = None
 
     def __post_init__(self) -> None:
@@ -214,7 +223,7 @@ class Watchdog:
             if failure := self._board.read("failure"):
                 self._failed_s += passed_s
                 if self._failed_s > _GRACE_S:
-                    self._leave_for(failure)
+                    self._leave_for(Reason(**failure))
             started = self._seen[0] and not before[0]
             if started or self._unpublished_s >= _PUBLISHED_S:
                 self.publish()  # the first step at once: a rank that is lost in it was not lost before it
@@ -227,7 +236,7 @@ class Watchdog:
         """Publish this rank's heartbeat; if it has ``ended`` in order, it is not found lost later."""
         self._unpublished_s = 0.0
         self._beats += 1
-        publish(self._board, self.rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self.folder)
+        publish(self._board, self.rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self.file)
 
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
@@ -237,22 +246,24 @@ class Watchdog:
         """End this rank, which has made no progress for too long, and report which ranks are to blame."""
         setting = "timeout.first_step_s" if here.fresh else "timeout.step_s"
         try:
-            first, ours = find_culprit(self._board, self.rank, self.size, lambda known: describe_hang(known, setting))
+            first, ours = find_culprit(
+                self._board, self.rank, self.size, lambda known: Reason(describe_hang(known, setting))
+            )
             if ours:
-                print(f"error: {first}", file=sys.stderr, flush=True)
+                print(f"error: {first.message}", file=sys.stderr, flush=True)
         except dist.DistError:
             alone = describe_hang({self.rank: self._heartbeat()}, setting)
-            first = f"{alone}; the store of all ranks, which could name others, has ended"
+            first = Reason(f"{alone}; the store of all ranks, which could name others, has ended")
         self._leave_for(first)
 
     def _publish_after(self, seconds: float) -> None:
         time.sleep(seconds)
         self.publish()  # other ranks look whose heart beats, too
 
-    def _leave_for(self, sentence: str) -> NoReturn:
+    def _leave_for(self, reason: Reason) -> NoReturn:
         def end() -> None:
             try:
-                self.end(sentence)
+                self.end(reason)
             finally:
                 write_flight_record(self.rank, self.traces)
 
@@ -262,7 +273,7 @@ class Watchdog:
 
 @contextmanager
 def watching_ranks(
-    timeout: Timeout, end: Callable[[str], None], folder: Path | None = None, traces: Path | None = None
+    timeout: Timeout, end: Callable[[Reason], None], file: Path | None = None, traces: Path | None = None
 ) -> Iterator[None]:
     """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
@@ -275,7 +286,7 @@ def watching_ranks(
     Args:
         timeout: How long the rank may make no progress.
         end: Called with the reason before the thread ends the process.
-        folder: Where to publish the rank's position for the launcher of this node; None for nowhere.
+        file: Where to publish the rank's position for the launcher of this node; None for nowhere.
         traces: Where to leave NCCL's last operations if the thread ends the process; None for nowhere.
 
     Raises:
@@ -283,7 +294,7 @@ def watching_ranks(
     """
     leaving = threading.Event()
     store = dist.distributed_c10d._get_default_store().clone()
-    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, folder, traces)
+    watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, file, traces)
 
     def watch() -> None:
         before = time.monotonic()
@@ -303,8 +314,8 @@ def watching_ranks(
     except Exception as error:
         in_order = False
         reason = report_failure(error)
-        if is_broken_connection(error) and not reason.startswith(f"rank {dist.get_rank()}: "):
-            raise JobAborted(reason) from None
+        if is_broken_connection(error) and not reason.message.startswith(f"rank {dist.get_rank()}: "):
+            raise JobAborted(reason.message) from None
         raise
     finally:
         leaving.set()

@@ -25,15 +25,15 @@ _REPEATS, _ROUNDS = 20, 5
 _DRIFT_S = 1.0  # between clocks; up to this, files and records of several nodes can be told apart
 
 
-def examine_all(job: DoctorJob, world: DistContext, folder: Path) -> None:
-    """Check every node and what is between them; rank 0 writes the results to ``folder``. Every rank must call it."""
+def examine_all(job: DoctorJob, world: DistContext, file: Path) -> None:
+    """Check every node and what is between them; rank 0 writes the results to ``file``. Every rank must call it."""
     own = []
     here.enter("data")
     if world.is_local_main:  # when all have come: to look through the data of a slow server may take long
         own = host_checks.examine(job.data, job.out, world.local_size)
     found = gather_results(own, world, socket.gethostname())
     if world.is_main:
-        write_results(found, folder)
+        write_results(found, file)
 
 
 def gather_results(own: list[CheckResult], world: DistContext, host: str) -> list[CheckResult]:

@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from imagenet_fast.errors import UserError
 
 State = Literal["ok", "warn", "fail"]
-_FILE = "results.json"
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -43,14 +42,13 @@ def refused(about: str, error: UserError, state: State = "fail") -> CheckResult:
     return CheckResult(about, state, said, fix)
 
 
-def write_results(results: Iterable[CheckResult], folder: Path) -> None:
-    """Leave the results of all nodes in the launcher's directory."""
-    (folder / _FILE).write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
+def write_results(results: Iterable[CheckResult], file: Path) -> None:
+    """Leave the results of all nodes in ``file``, for the launcher."""
+    file.write_text(json.dumps([asdict(result) for result in results]), encoding="utf-8")
 
 
-def read_results(folder: Path) -> list[CheckResult] | None:
-    """Return the results that rank 0 has left in the launcher's directory; None if it has not come so far."""
-    file = folder / _FILE
+def read_results(file: Path) -> list[CheckResult] | None:
+    """Return the results that rank 0 has left in ``file``; None if it has not come so far."""
     return [CheckResult(**one) for one in json.loads(file.read_text(encoding="utf-8"))] if file.is_file() else None
 
 

@@ -1,8 +1,7 @@
 """Entry point of each rank under our launcher: ``python -m imagenet_fast.launch FILE SECONDS LAUNCHER [HOST...]``.
 
-The launcher has torchrun start it. It reads how a run ended from files next to the job file. So the exit code, which
-torchrun would flatten, only reports success or failure. The launcher also prints the user errors that ranks leave
-there.
+The launcher has torchrun start it. It reads how a run ended, and the errors that it prints, from what ranks leave in
+its directory, where the job file is.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -17,12 +17,12 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 
 from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent, rank_info_from_env
-from imagenet_fast.errors import JobAborted, UserError, exit_with_error, write_errors_to
+from imagenet_fast.errors import JobAborted, UserError, exit_with_error, report_errors_by
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter
 from imagenet_fast.stdio import exit_now, keep_printing, refuse_if_lost
 
 _PORT = 29400  # where simulated nodes meet; in their network no other process listens
-_FINAL = "final"  # file next to the job: ranks that had met reported a user error, and would end so again
 
 
 def main() -> None:
@@ -34,29 +34,30 @@ def main() -> None:
     kill_with_parent()
     if os.getppid() != int(sys.argv[3]):
         raise SystemExit(1)  # it has ended already
-    if (path.parent / _FINAL).exists():
+    launcher_dir = LauncherDir(path.parent, int(os.environ["LOCAL_RANK"]))
+    if launcher_dir.final.exists():
         raise SystemExit(2)  # torchrun has restarted the ranks
-    write_errors_to(path.parent)
+    launcher_dir.leave()
+    report_errors_by(partial(launcher_dir.leave, "failed"))
     if hosts := [Host(*text.split("=")) for text in sys.argv[4:]]:
         _move_to(hosts)
     try:
-        succeeded = _do(path, join_timeout_s)
+        code = _do(path, join_timeout_s, launcher_dir)
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # it had begun, and storage may come back
             exit_with_error(str(error), code=1)
         if distributed is not None and distributed.is_initialized():  # they had met
-            (path.parent / _FINAL).touch()
+            launcher_dir.final.touch()
         exit_with_error(str(error))
     except JobAborted as fault:
-        if path.stem != "train":  # the launcher reports on training
-            exit_with_error(str(fault), code=1)
-        raise SystemExit(1) from None
+        exit_with_error(str(fault), code=1)
     except Exception as error:
         if limit := exceeded_limit(str(error)):
             exit_with_error(f"rank {os.environ['RANK']}: {limit}")
+        launcher_dir.leave("failed", f"rank {os.environ['RANK']}: {type(error).__name__}: {error}", 1)
         raise
-    raise SystemExit(0 if succeeded else 1)
+    raise SystemExit(code)
 
 
 def _move_to(hosts: list[Host]) -> None:
@@ -68,8 +69,8 @@ def _move_to(hosts: list[Host]) -> None:
     del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # torchrun's own is on this node's network
 
 
-def _do(path: Path, join_timeout_s: float) -> bool:
-    """Do the job in the file, which is named after its task; return whether it succeeded."""
+def _do(path: Path, join_timeout_s: float, launcher_dir: LauncherDir) -> int:
+    """Do the job in the file, which is named after its task; return the exit code."""
     from imagenet_fast.launch.job_setup import on_ranks
     from imagenet_fast.launch.rank import evaluate_as_rank, examine_as_rank, train_as_rank  # takes seconds
     from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job, read_job
@@ -78,19 +79,16 @@ def _do(path: Path, join_timeout_s: float) -> bool:
     assert rank is not None, "torchrun tells a rank its place"
     match path.stem:
         case Evaluation.task:
-            evaluate_as_rank(read_job(path, Evaluation), rank, join_timeout_s, path.parent)
+            evaluate_as_rank(read_job(path, Evaluation), rank, join_timeout_s, launcher_dir)
             refuse_if_lost()
-            return True
+            return 0
         case DoctorJob.task:
-            examine_as_rank(read_job(path, DoctorJob), rank, join_timeout_s, path.parent)
-            return True
+            examine_as_rank(read_job(path, DoctorJob), rank, join_timeout_s, launcher_dir)
+            return 0
     job = read_job(path, Job)
     if job.elastic:
         job = on_ranks(job, rank.size)
-    outcome = train_as_rank(job, rank, join_timeout_s, path.parent, job.folder)
-    # If nodes may leave, a stop that was saved concerns only the nodes that got the signal; torchrun restarts the
-    # others.
-    return outcome.status in ("reached", "finished") or (outcome.status == "preempted" and not job.elastic)
+    return train_as_rank(job, rank, join_timeout_s, launcher_dir, job.folder)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ import logging
 import math
 import os
 import signal
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
@@ -21,17 +19,17 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from imagenet_fast.checkpoint.folder import MANIFEST
+from imagenet_fast.checkpoint.folder import read_survey
 from imagenet_fast.distributed.cores import cores_per_rank
 from imagenet_fast.distributed.heartbeat import describe_exit
 from imagenet_fast.distributed.join import Meeting, meet
 from imagenet_fast.distributed.network import route_to
-from imagenet_fast.errors import JobAborted, UserError, first_error_in, first_line
+from imagenet_fast.errors import JobAborted, UserError, first_line
 from imagenet_fast.launch.nodes import LaunchConfig, refused_threads
-from imagenet_fast.launch.signals import ignore_signals, interrupt_on_signals
-from imagenet_fast.metrics.exit_status import OPENED
+from imagenet_fast.launch.signals import ENDS, ignore_signals, interrupt_on_signals
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import NOTHING_LOST, STOPPED_WORDS, RunResult, read_outcome
+from imagenet_fast.metrics.run_result import STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
 from imagenet_fast.training.run_lock import locked
 
@@ -39,6 +37,7 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun for
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
 _SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
 _LEAST_THREADS, _MOST_THREADS = 10, 40  # of a rank, besides those that compute and decode
+_WORST_FIRST = ("failed", "interrupted", "preempted", "finished", "reached")
 _ENDING_S = 10  # on top of the grace time: after it, ranks are killed
 
 
@@ -51,62 +50,56 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
 
     Raises:
         UserError: If the run directory cannot be written, the nodes cannot meet, or ranks refuse.
-        JobAborted, KeyboardInterrupt: If a rank failed, or a signal came, before a run had begun.
+        JobAborted: If nodes that may leave and join do not meet again.
+        KeyboardInterrupt: If a signal came before a run had begun.
     """
     run = RunDir(job.folder)
     run.check_writable(job.resume)
-    interrupted, code, cause = False, 0, ""
-    with tempfile.TemporaryDirectory(prefix="imagenet-fast-") as folder:
-        launcher_dir = Path(folder)
+    with LauncherDir.temporary() as launcher_dir:
         try:
             code, cause = run_ranks(job, launcher_dir, nodes, job.recipe.checkpoint.grace_s)
         except KeyboardInterrupt:
-            interrupted = True
+            code, cause = STOPPED, ""
         ignore_signals()  # what is left takes milliseconds, and is to be written
-        left = read_outcome(launcher_dir)
-        has_run = (launcher_dir / OPENED).exists()  # rank 0 is here
-    if left is None and not has_run:
-        if interrupted:
+        ends, has_run = launcher_dir.ends(), launcher_dir.opened.exists()
+    stopped = code == STOPPED or -code in ENDS  # a signal kills a rank that still imports
+    if not ends and not has_run:  # nor could this node tell how the run has ended
+        if stopped:
             raise KeyboardInterrupt
-        if code:
-            raise UserError(cause) if code == 2 else JobAborted(cause)
-        return 0
-    outcome = left or RunResult.of(job.name, job.recipe, job.batching)
-    if interrupted and outcome.status == "failed":
-        outcome.status = "interrupted"
-        saved = any(run.checkpoints.glob(f"step-*/{MANIFEST}"))
-        then = "goes on from the last checkpoint" if saved else "begins again, as no checkpoint was written"
-        outcome.message = outcome.message or (
-            f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.resuming} {then}"
-        )
-    elif code and not interrupted and (outcome.status != "preempted" or outcome.message.startswith(NOTHING_LOST)):
-        outcome.status = "failed"  # a rank that reports no loss was stopped since another one failed
-        if code < 0 or outcome.message.startswith(NOTHING_LOST):  # of a killed rank others only know that it is silent
-            outcome.message = cause
-        outcome.message = outcome.message or cause
+        if not code:
+            return 0
+    outcome = RunResult.of(job.name, job.recipe, job.batching)
+    worst = min(ends, key=lambda end: _WORST_FIRST.index(end.status), default=outcome)
+    status, message = worst.status or "failed", worst.message
+    if stopped and status == "failed":
+        saved = max((manifest.step for manifest in read_survey(run.checkpoints)[0].values()), default=0)
+        killed = f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.going_on(saved)}"
+        status, message = "interrupted", message or killed
+        print(message)
+    elif code and not stopped:
+        status, message = "failed", cause
         if code != 2:
-            there = f"; what there is of the run lies in {job.folder}" if has_run else ""
-            print(f"failed: {outcome.message}{there}")
-    if outcome.status in ("preempted", "interrupted") and not (has_run and outcome.run_s):  # else rank 0 has told it
-        print(outcome.message)
-    if has_run and not (job.elastic and interrupted):  # after this node left, others may have resumed
-        # rank 0 may have written it; a new run has started; the disk is full
-        with suppress(OSError, UserError), locked(job.folder):
+            print(f"failed: {cause}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
+    if has_run and not job.elastic:  # else the run may be another node's by now
+        with suppress(OSError, UserError), locked(job.folder):  # a new run has started; the disk is full
+            outcome = read_outcome(job.folder) or outcome
+            outcome.status, outcome.message = status, message
             outcome.write(job.folder)
+    outcome.status = status
     if code == 2:
         raise UserError(cause)
     return outcome.exit_code
 
 
-def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
+def run_ranks(job: AnyJob, launcher_dir: LauncherDir, nodes: LaunchConfig, grace_s: float = 20.0) -> tuple[int, str]:
     """Run ``job`` on this node's ranks, once the other nodes have arrived, until all ranks have ended.
 
-    The job file is in ``launcher_dir``, where ranks leave their messages and positions. After a signal they have
-    ``grace_s`` seconds to end.
+    The job file is in ``launcher_dir``, where ranks leave what they have to say. After a signal they have ``grace_s``
+    seconds to end.
 
     Returns:
-        The exit code of the rank that failed first and how it ended, or 0 and an empty string. If ranks report a user
-        error, the code is 2, and the first one's message is returned.
+        0 and an empty string if all ranks succeed; else the exit code of the rank that failed first and how it ended.
+        1 or 2 and the first message if ranks report errors, 2 if the user can fix one; ``STOPPED`` if all were stopped.
 
     Raises:
         UserError: If the nodes cannot meet.
@@ -115,7 +108,7 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
     """
     interrupt_on_signals()  # until torchrun has started ranks and handles signals itself
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s) + _ENDING_S)
-    path = launcher_dir / f"{job.task}.json"
+    path = launcher_dir.job(job.task)
     write_job(job, path)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):  # torchrun's own report of a failure, which ours replaces
@@ -147,7 +140,8 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
         code = failure.exitcode
         end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         limit = refused_threads(nodes.ranks_each * (_MOST_THREADS + 3 * cores_per_rank(nodes.ranks_each)))
-        cause = describe_exit(rank, end, launcher_dir) + (limit and f": {limit}")
+        left = LauncherDir(launcher_dir.folder, failure.local_rank)
+        cause = describe_exit(rank, end, left.heartbeat) + (limit and f": {limit}")
     except SignalException:
         raise KeyboardInterrupt from None
     except DistError as error:
@@ -159,8 +153,11 @@ def run_ranks(job: AnyJob, launcher_dir: Path, nodes: LaunchConfig, grace_s: flo
             raise
     finally:
         interrupt_on_signals()  # torchrun leaves its own handlers, whose exception nobody would catch
-    if code:
-        cause, code = first_error_in(launcher_dir) or (cause, code)
+    ends, least = launcher_dir.ends() if code else [], 2 if code < 0 else 1  # of a killed rank others know little
+    if failures := [end for end in ends if end.code >= least]:
+        code, cause = max(end.code for end in failures), failures[0].message
+    elif code > 0 and ends:
+        code = STOPPED
     return code, cause
 
 

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
+from imagenet_fast.distributed.watchdog import Reason
 from imagenet_fast.launch.signals import Signals
-from imagenet_fast.metrics.exit_status import OPENED, Ending
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.metrics.exit_status import Ending
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.tables import write_json
 from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job
 from imagenet_fast.recipe.schema import Timeout
@@ -26,11 +26,11 @@ from imagenet_fast.training.trainer import Trainer
 
 
 def train_as_rank(
-    job: Job, rank: RankInfo, join_timeout_s: float, launcher_dir: Path | None = None, traces: Path | None = None
-) -> RunResult:
-    """Join the other ranks, train or resume, and return the result.
+    job: Job, rank: RankInfo, join_timeout_s: float, launcher_dir: LauncherDir | None = None, traces: Path | None = None
+) -> int:
+    """Join the other ranks, train or resume, and return the exit code of this rank.
 
-    Rank 0 writes the outcome to the run directory. The first rank of each node writes it to ``launcher_dir`` too.
+    Rank 0 writes the outcome to the run directory.
 
     Args:
         job: What to train.
@@ -45,32 +45,29 @@ def train_as_rank(
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:  # torchrun has restarted the ranks after a loss
         job = replace(job, resume=True)
-    if rank.is_local_main and launcher_dir is not None:
-        for left in (RunDir(launcher_dir).outcome, launcher_dir / OPENED):  # of the attempt before
-            left.unlink(missing_ok=True)
     ending = Ending(job, rank, launcher_dir)
     signals = Signals(job.recipe.checkpoint.grace_s, ending.late)
 
-    def end(reason: str) -> None:
+    def end(reason: Reason) -> None:
         """Write the outcome from another thread, as the training thread may be stuck."""
         ending.fail(reason)
-        ending.leave()
+        ending.write()
 
-    recipe = job.recipe
+    recipe, left = job.recipe, launcher_dir.heartbeat if launcher_dir is not None else None
     try:
         with init_distributed(
-            rank, job.agreed(), join_timeout_s, recipe.timeout, end, traces, launcher_dir, recipe.numa_binding
+            rank, job.agreed(), join_timeout_s, recipe.timeout, end, traces, left, recipe.numa_binding
         ) as world:
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:
         if not ending.ended:  # during the start
             ending.stop()
-            ending.leave()
-    return ending.outcome
+            ending.write()
+    return ending.exit_code
 
 
 def evaluate_as_rank(
-    evaluation: Evaluation, rank: RankInfo, join_timeout_s: float, launcher_dir: Path | None = None
+    evaluation: Evaluation, rank: RankInfo, join_timeout_s: float, launcher_dir: LauncherDir | None = None
 ) -> None:
     """Join the other ranks and evaluate; rank 0 prints the result, and writes it to ``evaluation.report`` if given.
 
@@ -79,10 +76,10 @@ def evaluate_as_rank(
     Raises:
         UserError: If the ranks cannot meet or were given different jobs, or the weights or images do not fit.
     """
-    recipe = evaluation.recipe
+    recipe, left = evaluation.recipe, launcher_dir.heartbeat if launcher_dir is not None else None
     Signals()  # nothing is saved, so a signal ends the rank at once
     with init_distributed(
-        rank, evaluation.agreed(), join_timeout_s, recipe.timeout, left=launcher_dir, numa_binding=recipe.numa_binding
+        rank, evaluation.agreed(), join_timeout_s, recipe.timeout, left=left, numa_binding=recipe.numa_binding
     ) as world:
         result = evaluate_weights(evaluation, world)
         if world.is_main:
@@ -90,8 +87,8 @@ def evaluate_as_rank(
             write_json(result, evaluation.report)
 
 
-def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: Path) -> None:
-    """Join the other ranks and run the checks; rank 0 writes the results of all ranks to ``launcher_dir``.
+def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launcher_dir: LauncherDir) -> None:
+    """Join the other ranks and run the checks; rank 0 leaves the results of all ranks in ``launcher_dir``.
 
     The other arguments are those of ``train_as_rank``.
 
@@ -101,5 +98,5 @@ def examine_as_rank(job: DoctorJob, rank: RankInfo, join_timeout_s: float, launc
     from imagenet_fast.doctor.cluster_checks import examine_all  # ranks that train do not need it
 
     Signals()
-    with init_distributed(rank, {}, join_timeout_s, Timeout(), left=launcher_dir) as world:
-        examine_all(job, world, launcher_dir)
+    with init_distributed(rank, {}, join_timeout_s, Timeout(), left=launcher_dir.heartbeat) as world:
+        examine_all(job, world, launcher_dir.results)

@@ -22,9 +22,7 @@ STOPPED = 4
 """Exit code of a run that a signal stopped without loss. The same command resumes it."""
 
 STOPPED_WORDS = "stopped by a signal"
-NOTHING_LOST = f"{STOPPED_WORDS}, and nothing is lost"
-"""Begins the message of a run that was stopped while all its training was saved."""
-NOT_BEGUN = f"{NOTHING_LOST}; the same command starts it again"
+NOT_BEGUN = f"{STOPPED_WORDS}, and nothing is lost; the same command starts it again"
 """Message of a run that was stopped before it wrote anything."""
 
 BEARABLE_WAIT_PCT = 5.0

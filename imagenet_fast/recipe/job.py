@@ -72,6 +72,11 @@ class Job:
             folder = folder.relative_to(Path.cwd())
         return f"the same train command with --resume {shlex.quote(str(folder))}"
 
+    def going_on(self, saved: int) -> str:
+        """Return from where that command resumes if step ``saved`` is the last that is saved; 0: none is."""
+        then = f"goes on from step {saved}" if saved else "begins again, as no checkpoint was written"
+        return f"{self.resuming} {then}"
+
     def agreed(self) -> dict[str, Any]:
         """Return the settings that must be equal on all nodes.
 

@@ -259,7 +259,7 @@ def open_checkpoints(
         resumed: Checkpoint from which the run resumes, which all ranks see; None: none.
 
     Raises:
-        UserError: The job is elastic, and not every node sees the run directory.
+        UserError: Not every node sees the run directory, and the job says that the same command is to resume it.
     """
     if resumed is None:
         root, begun = common_folder(RunDir(job.folder).checkpoints, world, make=True), 0
@@ -269,8 +269,8 @@ def open_checkpoints(
             set_aside(resumed.checkpoint.damaged)
     if root is None:
         unseen, fix = f"not every node sees {job.folder}", "give an --out that all of them share"
-        if job.elastic:
-            raise UserError(f"{unseen}, where all go on when one leaves; {fix}")
+        if job.resume:
+            raise UserError(f"{unseen}, so there would be no checkpoint to resume from; {fix}")
         if world.is_main:
             warn(f"no checkpoints are written, since {unseen}; {fix}")
     store = dist.distributed_c10d._get_default_store()

@@ -125,13 +125,13 @@ class Trainer:
             JobAborted: It had to end early, for a reason that the message gives.
             KeyboardInterrupt: A signal ended it.
         """
-        with claimed(self.job, self.world) as ended, ExitStack() as at_end:
+        with ExitStack() as at_end:
             at_end.callback(gc.unfreeze)  # what lived in this run can then be collected
-            if ended is not None:
-                self._tell(ended)
-            else:
-                self.open_data()
-                with self._recorded():
+            with self._recorded():
+                if (ended := at_end.enter_context(claimed(self.job, self.world))) is not None:
+                    self._tell(ended)
+                else:
+                    self.open_data()
                     self.build()
                     at_end.callback(self.step.close)
                     with self._saving():
@@ -324,9 +324,7 @@ class Trainer:
             raise JobAborted(f"{why}; {kept}") from None
         except StorageAway as error:
             self.step.abandon()
-            saved, resuming = checkpoints.save_alone(self.state), self.job.resuming
-            then = f"goes on from step {saved}" if saved else "begins again, as no checkpoint had been written"
-            raise JobAborted(f"{error}; {resuming} {then}") from None
+            raise JobAborted(f"{error}; {self.job.going_on(checkpoints.save_alone(self.state))}") from None
         if outcome.status == "preempted":
             self.ending.stopped(checkpoints.saves)
             return None
@@ -353,7 +351,6 @@ class Trainer:
     def _tell(self, ended: RunResult) -> None:
         """Say what the run has reached that has ``ended``, and take that for the outcome."""
         self.outcome = self.ending.outcome = ended
-        self.ending.write()
         if self.world.is_main:
             from imagenet_fast.metrics.console import verdict
 
@@ -362,24 +359,27 @@ class Trainer:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Record how the block ends, once it has begun the record in the run directory."""
-        ending, outcome = self.ending, self.outcome
+        """Record how the block ends."""
+        ending = self.ending
         try:
             yield
         except KeyboardInterrupt:
-            ending.stop("" if self._ask_first is not None else "in the middle of it")
+            ending.stop("since it came again" if self._ask_first is not None else "in the middle of it")
             raise
         except Exception as error:
             ending.fail(report_failure(error))
-            if outcome.status == "failed":
+            if ending.outcome.status == "failed":
                 raise
             raise KeyboardInterrupt from None  # a signal ended another rank
         finally:
-            outcome.run_s = self.clock.run_s()
-            ending.write()
+            outcome = ending.outcome
+            if ending.begun:
+                outcome.run_s = self.clock.run_s()
+            ending.write(told=ending.begun and self.world.is_main)
             # Report the first failure, not that its record failed too.
             with suppress(UserError, OSError) if outcome.status == "failed" else nullcontext():
-                self.metrics("end", outcome.steps, **vars(outcome))
+                if ending.begun:
+                    self.metrics("end", outcome.steps, **vars(outcome))
 
 
 def _job_by_name(

@@ -20,6 +20,7 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.compare import contest
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.ranks import rank_info_from_env
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.recipe.job import DoctorJob, Job
 from tests.bench.small import SMALL
 from tests.conftest import make_images
@@ -135,7 +136,7 @@ def on_ranks(line: str, port: int) -> tuple[int, str]:
     """
     from imagenet_fast.launch import launcher, rank
 
-    def run_ranks(job: DoctorJob, launcher_dir: Path, nodes: object) -> tuple[int, str]:
+    def run_ranks(job: DoctorJob, launcher_dir: LauncherDir, nodes: object) -> tuple[int, str]:
         place = rank_info_from_env()
         assert place is not None
         rank.examine_as_rank(job, place, 60.0, launcher_dir)

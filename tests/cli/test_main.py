@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from imagenet_fast.cli.main import app, main
 from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.load import find_file
@@ -218,8 +217,7 @@ def test_weights_of_no_run_need_a_recipe_and_fit_it(tmp_path: Path, refusal: Cal
 def test_of_the_ranks_of_a_torchrun_the_first_alone_warns(rank: str, warnings: int, monkeypatch, capsys):
     for key, value in zip(TORCHRUN, (rank, "2", rank, "2"), strict=True):
         monkeypatch.setenv(key, value)
-    trained = RunResult("finished", "smoke", "lazy", 2, 32)
-    monkeypatch.setattr("imagenet_fast.launch.rank.train_as_rank", lambda *_, **named: trained)
+    monkeypatch.setattr("imagenet_fast.launch.rank.train_as_rank", lambda *_, **named: 0)
     monkeypatch.setattr(sys, "argv", ["imagenet-fast", "train", "--recipe", "smoke", "--set", "target_top1=0.85"])
     with pytest.raises(SystemExit) as end:
         main()

@@ -17,7 +17,7 @@ from imagenet_fast.distributed import heartbeat, watchdog
 from imagenet_fast.distributed.groups import SLACK_S, set_group_timeouts, write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, Here, Phase, describe_hang, describe_lost, publish, published
 from imagenet_fast.distributed.ranks import ranges
-from imagenet_fast.distributed.watchdog import Watchdog, leave_failure, watch_board
+from imagenet_fast.distributed.watchdog import Reason, Watchdog, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.sync.comm_stream import CommStream
 from tests.ranks import with_ranks
@@ -102,15 +102,16 @@ def test_waiting_restores_phase_unless_it_failed():
 
 
 def test_what_is_published_is_read_by_ranks_and_by_whoever_started_them(tmp_path: Path):
-    board, last = watch_board(HashStore()), Heartbeat("node7", 12, "backward", 3.5)
-    publish(board, 2, last, tmp_path)
+    board, last, file = watch_board(HashStore()), Heartbeat("node7", 12, "backward", 3.5), tmp_path / "2"
+    publish(board, 2, last, file)
     assert published(board, range(4)) == {2: last}
-    assert heartbeat.describe_exit(2, "was killed by SIGKILL", tmp_path) == (
+    assert heartbeat.describe_exit(2, "was killed by SIGKILL", file) == (
         "rank 2 on node7 was killed by SIGKILL in backward at step 12"
     )
-    assert heartbeat.describe_exit(3, "was killed by SIGKILL", tmp_path) == "rank 3 was killed by SIGKILL"
-    assert leave_failure(board, "d\udcff/1.png cannot be read") == r"d\udcff/1.png cannot be read", "is not UTF-8"
-    assert [path.name for path in tmp_path.iterdir()] == ["heartbeat-2.json"]
+    assert heartbeat.describe_exit(3, "was killed by SIGKILL", tmp_path / "3") == "rank 3 was killed by SIGKILL"
+    left = leave_failure(board, Reason("d\udcff/1.png cannot be read"))
+    assert left == Reason(r"d\udcff/1.png cannot be read"), "is not UTF-8"
+    assert [*tmp_path.iterdir()] == [file]
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def position(monkeypatch: pytest.MonkeyPatch) -> Here:
 
 
 def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: pytest.CaptureFixture[str]):
-    told: list[str] = []
+    told: list[Reason] = []
     lonely = Watchdog(HashStore(), 0, 1, Timeout(first_step_s=3, step_s=1), told.append)
     lonely.tick(2)
     position.enter("data", 1)
@@ -138,7 +139,7 @@ def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: py
     with pytest.raises(SystemExit):
         lonely.tick(1)
     sentence = f"rank 0 on {socket.gethostname()} has been in data at step 2 for 2 s, longer than timeout.step_s allows"
-    assert told == [sentence]
+    assert told == [Reason(sentence)]
     assert capsys.readouterr().err == f"error: {sentence}\n"
 
 
@@ -156,14 +157,14 @@ def test_first_step_is_published_at_once(position: Here):
 
 
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
-    store, told = HashStore(), list[str]()
+    store, told = HashStore(), list[Reason]()
     stuck = Watchdog(store, 0, 2, Timeout(), told.append)
-    leave_failure(watch_board(store), "rank 1: OutOfMemoryError: as it is")
+    leave_failure(watch_board(store), Reason("rank 1: OutOfMemoryError: as it is"))
     stuck.tick(3)
     assert not told
     with pytest.raises(SystemExit):
         stuck.tick(3)
-    assert told == ["rank 1: OutOfMemoryError: as it is"]
+    assert told == [Reason("rank 1: OutOfMemoryError: as it is")]
     assert capsys.readouterr().err == "", "rank 1 has said it"
 
 
@@ -178,13 +179,13 @@ class Deaf:
 
 
 def test_without_a_store_a_rank_still_ends(position: Here, monkeypatch: pytest.MonkeyPatch):
-    told: list[str] = []
+    told: list[Reason] = []
     lonely = Watchdog(HashStore(), 0, 2, Timeout(first_step_s=2), told.append)
     monkeypatch.setattr(lonely._board, "_store", Deaf())
     lonely.tick(1.5)
     with pytest.raises(SystemExit):
         lonely.tick(1.5)
-    (sentence,) = told
+    ((sentence, _),) = told
     assert sentence.endswith("; the store of all ranks, which could name others, has ended")
 
 

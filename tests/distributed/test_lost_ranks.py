@@ -21,7 +21,7 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
 from imagenet_fast.distributed.heartbeat import here
-from imagenet_fast.distributed.watchdog import report_failure, watching_ranks
+from imagenet_fast.distributed.watchdog import Reason, report_failure, watching_ranks
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.models.stages import LocalStages
 from imagenet_fast.parallel.parallelize import parallelize
@@ -103,8 +103,8 @@ def _train(rank: int, fault: str, engine: EngineSettings, parallel: Parallel, po
         )  # fmt: skip
         backpropagate = partial(pipeline, images, labels)
 
-    def end(sentence: str) -> None:
-        (folder / str(rank)).write_text(sentence)
+    def end(reason: Reason) -> None:
+        (folder / str(rank)).write_text(reason.message)
 
     def fail() -> None:
         """In the faulty rank's way, once the others know where it is."""
@@ -130,5 +130,5 @@ def _train(rank: int, fault: str, engine: EngineSettings, parallel: Parallel, po
                 sync.end_backward()
                 sync.update(lambda *_: None)
     except (RuntimeError, JobAborted) as error:
-        end(str(error) if isinstance(error, JobAborted) else report_failure(error))
+        end(report_failure(error))
         os._exit(1)

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from imagenet_fast.distributed import watchdog
 from imagenet_fast.distributed.heartbeat import Heartbeat, publish
-from imagenet_fast.distributed.watchdog import Watchdog, find_culprit, find_lost_ranks, leave_failure, watch_board
+from imagenet_fast.distributed.watchdog import Reason, find_culprit, find_lost_ranks, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout
 
 WORLD = 8
@@ -45,7 +45,7 @@ def test_all_ranks_hear_the_same_and_ask_little(lost: tuple[int, ...], sentence:
 
 def test_a_failure_that_a_rank_has_left_is_told_without_looking():
     shared = HashStore()
-    leave_failure(watch_board(shared), "rank 1: OutOfMemoryError")
+    leave_failure(watch_board(shared), Reason("rank 1: OutOfMemoryError"))
     stores = {rank: Mock(wraps=shared) for rank in (0, 2)}
     assert told_at_once(stores) == dict.fromkeys(stores, "rank 1: OutOfMemoryError")
     assert not any(store.multi_get.called for store in stores.values())
@@ -56,7 +56,7 @@ def test_a_rank_whose_heart_stopped_is_lost_unless_it_has_ended_in_order():
     with beating(shared, [1]):
         pass
     assert find_lost_ranks(watch_board(shared), [1, 2]) == [1, 2], "one is heard no more, one was never heard"
-    Watchdog(shared, 1, 3, Timeout(), print).publish(ended=True)
+    watchdog.Watchdog(shared, 1, 3, Timeout(), print).publish(ended=True)
     assert find_lost_ranks(watch_board(shared), [1, 2]) == [2], "one has ended in order"
 
 
@@ -84,7 +84,7 @@ def told_at_once(stores: dict[int, Mock]) -> dict[int, str]:
     told: dict[int, str] = {}
 
     def fail(rank: int, store: Mock) -> None:
-        told[rank], _ = find_culprit(watch_board(store), rank, WORLD, lambda known: "nobody is lost")
+        told[rank] = find_culprit(watch_board(store), rank, WORLD, lambda known: Reason("nobody is lost"))[0].message
 
     threads = [threading.Thread(target=fail, args=(rank, store)) for rank, store in stores.items()]
     for thread in threads:

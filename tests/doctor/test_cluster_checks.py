@@ -16,6 +16,7 @@ from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results
 from imagenet_fast.launch.rank import examine_as_rank
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.recipe.job import DoctorJob
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
@@ -36,10 +37,10 @@ def test_a_node_that_looks_through_slow_data_has_come_all_the_same(tmp_path: Pat
     """Ranks wait for one another for a time, and for what one of them does as long as in training."""
     with free_port() as port:
         run(2, _examined, port, tmp_path, fresh=True)
-    assert [found.said for found in read_results(tmp_path) or []][:1] == ["at last"]
+    assert [found.said for found in read_results(LauncherDir(tmp_path).results) or []][:1] == ["at last"]
 
 
-def _examined(port: int, handover: Path) -> None:
+def _examined(port: int, folder: Path) -> None:
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     rank = rank_info_from_env()
@@ -50,7 +51,7 @@ def _examined(port: int, handover: Path) -> None:
         return [CheckResult("data", "ok", "at last")]
 
     with patch.object(host_checks, "examine", slowly):
-        examine_as_rank(DoctorJob(None, handover), rank, 1.0, handover)
+        examine_as_rank(DoctorJob(None, folder), rank, 1.0, LauncherDir(folder))
 
 
 def test_one_rank_alone_has_nobody_to_measure():

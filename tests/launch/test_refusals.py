@@ -9,43 +9,50 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from imagenet_fast import errors
+from imagenet_fast.checkpoint.folder import Manifest
 from imagenet_fast.distributed.network import Endpoint
-from imagenet_fast.distributed.ranks import TORCHRUN
-from imagenet_fast.launch import launcher
+from imagenet_fast.distributed.ranks import TORCHRUN, rank_info_from_env
+from imagenet_fast.launch import launcher, signals
 from imagenet_fast.launch.nodes import LaunchConfig
+from imagenet_fast.launch.rank import train_as_rank
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job, write_job
+from imagenet_fast.training.trainer import Trainer
 from tests.conftest import make_images, refuses, tiers
 from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
 from tests.ports import free_port
-from tests.ranks import with_ranks
+from tests.ranks import run, with_ranks
 from tests.root import as_user
 from tests.training.jobs import job_of
 
 
 def test_a_refusal_is_heard_though_rank_0_is_ended_before_it_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(errors, "_refusals", [])
+    monkeypatch.setattr(errors, "_report", errors._report[:])
+    launcher_dir = LauncherDir(tmp_path)
     sentence = os.fsdecode(b"caf\xe9.jpg") + " cannot be decoded; replace it"  # a name that is no UTF-8
 
     def torchrun(_: object) -> None:
-        errors.write_errors_to(tmp_path)  # as a rank
+        errors.report_errors_by(partial(launcher_dir.leave, "failed"))  # as a rank
         with pytest.raises(SystemExit) as end:
             errors.exit_with_error(sentence)
         assert end.value.code == 2
         raise failed(-signal.SIGTERM)
 
     monkeypatch.setattr("torch.distributed.run.run", torchrun)
-    assert launcher.run_ranks(job(tmp_path), tmp_path, LaunchConfig(2)) == (2, sentence)
+    assert launcher.run_ranks(job(tmp_path), launcher_dir, LaunchConfig(2)) == (2, sentence)
 
 
 def failed(code: int) -> ChildFailedError:
@@ -111,7 +118,7 @@ def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str],
 @pytest.mark.parametrize(("code", "fate"), [(-9, "was killed by SIGKILL"), (7, "ended with exit code 7")])
 def test_it_is_told_how_the_first_rank_of_this_node_ended(code: int, fate: str, tmp_path: Path, monkeypatch):
     monkeypatch.setattr("torch.distributed.run.run", Mock(side_effect=failed(code)))
-    assert launcher.run_ranks(job(tmp_path), tmp_path, LaunchConfig(2)) == (code, f"rank 1 {fate}")
+    assert launcher.run_ranks(job(tmp_path), LauncherDir(tmp_path), LaunchConfig(2)) == (code, f"rank 1 {fate}")
 
 
 def test_checkpoints_that_lead_nowhere_are_refused_before_a_step_is_lost(tmp_path: Path):
@@ -142,45 +149,63 @@ def test_what_torchrun_says_is_quoted_where_its_cause_is_not_known(
     assert launcher._why_ended(error, LaunchConfig(2, 2, endpoint)).startswith(sentence)
 
 
-@pytest.mark.usefixtures("own_signals")
-def test_a_killed_rank_is_said_to_be_killed_though_others_only_know_that_it_is_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    run = job(tmp_path)
-
-    def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
-        (handover / launcher.OPENED).touch()
-        outcome = RunResult.of(job.name, job.recipe, job.batching)
-        outcome.status, outcome.message = "failed", "rank 1 on a stopped answering in data at step 4"
-        outcome.write(handover)
-        return -9, "rank 1 on a was killed by SIGKILL in data at step 4"
-
-    monkeypatch.setattr(launcher, "run_ranks", ranks)
-    assert launcher.launch(run, LaunchConfig(2)) == 1
-    assert outcome_of(tmp_path)["message"] == "rank 1 on a was killed by SIGKILL in data at step 4"
-    assert capsys.readouterr().out.startswith("failed: rank 1 on a was killed by SIGKILL in data at step 4; what")
+LOST, KEPT = "stopped by a signal in step 5, and not saved", "stopped by a signal, and nothing is lost"
+SILENT, KILLED = "rank 1 on a stopped answering in data", "rank 1 on a was killed by SIGKILL in data"
+ENDS = [
+    ([("preempted", KEPT)], (0, ""), "preempted", KEPT),
+    ([("preempted", KEPT)], (4, "rank 0 ended"), "preempted", KEPT),
+    ([("preempted", KEPT), ("interrupted", LOST)], (4, "rank 1 ended"), "interrupted", LOST),
+    ([("preempted", KEPT)], (-9, KILLED), "failed", KILLED),
+    ([("failed", SILENT)], (-9, KILLED), "failed", KILLED),
+    ([("finished", "")], (-9, KILLED), "failed", KILLED),
+    ([], KeyboardInterrupt, "interrupted", "killed before they had saved; .* begins again, as no checkpoint .*"),
+    ([("step", 4)], KeyboardInterrupt, "interrupted", "killed before they had saved; .* goes on from step 4"),
+]
+"""What ranks have left, how the first to fail has ended, and what the launcher makes of it."""
 
 
 @pytest.mark.usefixtures("own_signals")
-@pytest.mark.parametrize(
-    ("saved", "then"),
-    [(False, "begins again, as no checkpoint was written"), (True, "goes on from the last checkpoint")],
-)
-def test_ranks_that_are_killed_at_once_go_on_from_a_checkpoint_only_if_there_is_one(
-    saved: bool, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("left", "ended", "status", "message"), ENDS)
+def test_the_launcher_says_how_the_run_has_ended(
+    left: list[tuple[Any, Any]], ended: Any, status: str, message: str, tmp_path: Path, monkeypatch, capsys
 ):
-    """As by SIGQUIT."""
-
-    def ranks(job: Job, handover: Path, *_: object) -> tuple[int, str]:
-        (handover / launcher.OPENED).touch()
-        if saved:
-            (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-            (tmp_path / "checkpoints" / "step-00000004" / "manifest.json").touch()
-        raise KeyboardInterrupt
+    def ranks(job: Job, launcher_dir: LauncherDir, *_: object) -> tuple[int, str]:
+        launcher_dir.opened.touch()
+        for number, (how, what) in enumerate(left):
+            if how == "step":
+                (checkpoint := RunDir(tmp_path).checkpoints / "step-00000004").mkdir(parents=True)
+                Manifest(step=what, epoch=1, world=2, layout={}, number=1, files={}).write(checkpoint)
+            else:
+                LauncherDir(launcher_dir.folder, number).leave(how, what)
+        if ended is KeyboardInterrupt:  # as by SIGQUIT
+            raise ended
+        return ended
 
     monkeypatch.setattr(launcher, "run_ranks", ranks)
-    assert launcher.launch(job(tmp_path), LaunchConfig(2)) == 1
-    assert outcome_of(tmp_path)["message"].endswith(then)
+    assert launcher.launch(job(tmp_path), LaunchConfig(2)) == (4 if status == "preempted" else 1)
+    assert outcome_of(tmp_path)["status"] == status
+    assert re.search(f"{message}$", outcome_of(tmp_path)["message"])
+    assert re.search(f"failed: {message}; what" if status == "failed" else "", capsys.readouterr().out)
+
+
+def test_a_signal_to_one_rank_during_the_start_stops_all_without_loss(tmp_path: Path):
+    """It opens the data; the other waits for it."""
+    with free_port() as port:
+        assert run(2, _start, tmp_path, port, fresh=True) == [4, 4]
+
+
+def _start(folder: Path, port: int) -> int:
+    def open_data(trainer: Trainer) -> None:
+        if trainer.world.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+        dist.barrier()
+
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with patch.object(Trainer, "open_data", open_data), patch.object(signals, "GRACE_S", 60.0):
+        code = train_as_rank(job_of(folder), rank_info_from_env(), 60.0)
+    dist.destroy_process_group()  # as the end of the process does
+    return code
 
 
 @pytest.mark.usefixtures("own_signals")
@@ -194,7 +219,7 @@ def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("torch.distributed.run.run", as_torchrun)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    assert launcher.run_ranks(job(tmp_path), tmp_path, LaunchConfig(1)) == (0, "")
+    assert launcher.run_ranks(job(tmp_path), LauncherDir(tmp_path), LaunchConfig(1)) == (0, "")
     assert told == ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     with pytest.raises(KeyboardInterrupt):

@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.errors import JobAborted
-from imagenet_fast.training.checkpoint_manager import CheckpointManager
+from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.evaluation import StopRequested
+from tests.conftest import refuses
 from tests.training.jobs import job_of
 
 
@@ -72,3 +74,9 @@ def test_a_stop_comes_after_the_save(saving: Saving):
     with pytest.raises(StopRequested):
         saving.after_step(trained(5))
     assert saving.saved_step == 5
+
+
+def test_a_run_that_would_resume_needs_a_directory_that_all_nodes_see(tmp_path: Path):
+    opened = open_checkpoints(job_of(tmp_path, resume=True), tests.world(), {}, Mock(), None)
+    with patch("imagenet_fast.training.checkpoint_manager.common_folder", return_value=None):
+        refuses(f"not every node sees {tmp_path}.* give an --out that all of them share", opened.__enter__)
