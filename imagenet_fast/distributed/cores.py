@@ -77,7 +77,7 @@ def exceeded_limit(message: str) -> str:
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
+    """Let this process open as many files as it may: a data set has many, and a store four connections to each rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # the kernel's own limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from imagenet_fast.distributed.board import Board, call_within
-from imagenet_fast.distributed.cores import exceeded_limit
+from imagenet_fast.distributed.cores import exceeded_limit, raise_open_files
 from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, route_to
 from imagenet_fast.distributed.ranks import RankInfo, ranges
 from imagenet_fast.errors import UserError, exit_with_error, first_line
@@ -327,6 +327,7 @@ def _own_endpoint() -> Endpoint:
 
 def _serve(endpoint: Endpoint) -> TCPStore | None:
     """Open the store in which all nodes meet; None if the port is taken, perhaps by a launcher on this node."""
+    raise_open_files()
     try:
         # Multi-tenant: torchrun opens the same store again, and so needs no second port.
         return TCPStore(endpoint.host, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from imagenet_fast.distributed.board import call_within
 from imagenet_fast.distributed.cores import bind_to_numa_node, shares, usable_cores, usable_memory
 from imagenet_fast.distributed.init import own_cores, prepare_device
-from imagenet_fast.distributed.join import connecting
+from imagenet_fast.distributed.join import connecting, meet
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from tests.ranks import run, with_ranks
@@ -41,11 +42,13 @@ def of_gpu(node: str, cores: str) -> dict[str, str]:
     return {place: f"{node}\n", list_: f"{cores}\n"}
 
 
-def test_a_rank_may_open_as_many_files_as_its_node_lets_it():
+@pytest.mark.parametrize("open_files", [partial(prepare_device, 0), partial(meet, None, 1, 9.0)], ids=["rank", "store"])
+def test_ranks_and_who_holds_their_store_may_open_as_many_files_as_the_node_lets_them(open_files: Callable[[], Any]):
+    """Each of 512 ranks has four connections to the store."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
     try:
-        prepare_device(0)
+        open_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
