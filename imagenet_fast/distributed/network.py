@@ -116,7 +116,9 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
             if unheard:
                 warn(f"{reason}; it is tried for {deadline - time.monotonic():.0f} s")
         except OSError as error:
-            reason = f"{cause(error)}; start the same command on that host, whose `ip addr` must list it, or check firewalls"
+            reason = (
+                f"{cause(error)}; start the same command on that host, whose `ip addr` must list it, or check firewalls"
+            )
         return needless()
 
     if not wait_until(answers, deadline):
