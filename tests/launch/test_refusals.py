@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -28,6 +29,7 @@ from imagenet_fast.recipe.job import Job, write_job
 from tests.conftest import make_images, refuses, tiers
 from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here
 from tests.ports import free_port
+from tests.ranks import run as ranks
 from tests.ranks import with_ranks
 from tests.root import as_user
 from tests.training.jobs import job_of
@@ -181,6 +183,20 @@ def test_ranks_that_are_killed_at_once_go_on_from_a_checkpoint_only_if_there_is_
     monkeypatch.setattr(launcher, "run_ranks", ranks)
     assert launcher.launch(job(tmp_path), LaunchConfig(2)) == 1
     assert outcome_of(tmp_path)["message"].endswith(then)
+
+
+def test_a_node_that_comes_when_the_run_has_ended_ends_as_it_did_and_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As a pod that was evicted while the others ended, and is made anew."""
+    monkeypatch.setattr(launcher, "run_ranks", Mock(return_value=(0, "")))
+    ended = replace(job(tmp_path), resume=True)
+    ranks(1, train_here, ended)
+    assert launcher.launch(ended, LaunchConfig(1, 2, Endpoint("node0", 1))) == 0
+    launcher.run_ranks.assert_not_called()
+    assert capsys.readouterr().out == f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so.\n"
+    launcher.launch(job(tmp_path, epochs=2), LaunchConfig(1, 2, Endpoint("node0", 1)))
+    launcher.run_ranks.assert_called_once()
 
 
 @pytest.mark.usefixtures("own_signals")
