@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,8 +26,7 @@ def commit() -> str:
     """Return the commit of the checkout that runs, with ``-dirty`` if files of it were changed; empty without git."""
     if not (_PACKAGE.parent / ".git").exists():
         return ""
-    git = ["git", "-C", _PACKAGE.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.check_output(git, cwd=_PACKAGE.parent, stderr=subprocess.DEVNULL, text=True).strip()
+    return ""
