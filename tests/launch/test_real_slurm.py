@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from imagenet_fast.distributed.ranks import kill_with_parent
 from tests.e2e.command import COMMAND, environment, events_of, in_process, outcome_of, setting, wait_for
 
 pytestmark = [
@@ -54,7 +55,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., st
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=os.uname().nodename.partition(".")[0]))
     own = environment(SLURM_CONF=str(folder / "slurm.conf"))
     apart = ["unshare", "-mnp", "--fork", "--kill-child", "--mount-proc", "bash", "-c", CLUSTER, folder]
-    cluster = subprocess.Popen(apart, env=own)
+    cluster = subprocess.Popen(apart, env=own, preexec_fn=kill_with_parent)
     first = Path(f"/proc/{cluster.pid}/task/{cluster.pid}/children")
 
     def call(*words: str | Path) -> str:
@@ -100,8 +101,8 @@ def test_nodes_train_together_also_where_a_container_empties_the_environment(
 @pytest.mark.parametrize("kind", ["told of its end", "a rank lost"])
 def test_a_job_goes_on(kind: str, slurm: Callable[..., str], tmp_path: Path):
     """Queued again by its shell after a warning of Slurm's, or with ranks started again in the same step."""
-    job = Batch(slurm, tmp_path / "run", 40)
-    wait_for(job.trains)
+    job = Batch(slurm, tmp_path / "run", 20)
+    wait_for(job.trains, timeout_s=300)
     if kind == "a rank lost":
         slurm("pkill", "-KILL", "-n", "-f", "imagenet_fast.launch")  # in the processes of these namespaces
     else:
@@ -114,7 +115,7 @@ def test_a_job_goes_on(kind: str, slurm: Callable[..., str], tmp_path: Path):
 
 def test_a_job_that_is_cancelled_has_saved_and_is_not_queued_again(slurm: Callable[..., str], tmp_path: Path):
     job = Batch(slurm, tmp_path / "run", 400)
-    wait_for(job.trains)
+    wait_for(job.trains, timeout_s=300)
     slurm("scancel", job.number)
     job.awaited("CANCELLED")
     wait_for(lambda: (job.run / "outcome.json").is_file())
