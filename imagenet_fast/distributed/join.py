@@ -6,7 +6,6 @@ follows from them. What one refuses ends the meeting for all, in the same words.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -33,7 +32,7 @@ from imagenet_fast.recipe.job import flat_tables
 _LINGER_S = 1.0  # that a store lasts after a refusal: others look for it every quarter of a second
 _LATE_S = 5.0  # that others wait for number 0 after it has waited for them
 _ANSWER_S = 5.0  # in which a store answers whoever has connected to it
-_DRIFT_S = 2.0  # of a clock; others hear at once, or a quarter of a second later, what number 0 has concluded
+_DRIFT_S = 5.0  # of a clock; others hear what number 0 has concluded a quarter of a second later, or more under load
 _LISTED = 5  # at most, of the keys in which jobs differ
 _INTERFACES = (
     "let the nodes' firewalls pass it, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to "
@@ -112,7 +111,7 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
         if held is None and board.read("arrived/0", deadline) is None:
             raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
         with socket.socket(socket.AF_UNIX) as seat:
-            number = _number(board, endpoint, seat) if held is None else 0
+            number = _number(board, endpoint, count, seat) if held is None else 0
             if least is None and number >= count:
                 raise UserError(too_many)
             place = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or ""  # among the job's
@@ -280,7 +279,7 @@ def _arrive(
     return found
 
 
-def _number(board: Board, endpoint: Endpoint, seat: socket.socket) -> int:
+def _number(board: Board, endpoint: Endpoint, count: int, seat: socket.socket) -> int:
     """Return the number of this node, from 1 on: a new one, or that of a node of its name, which must have died.
 
     A pod is named after its host and index, since one in its place has another address. Other nodes are named after
@@ -290,7 +289,7 @@ def _number(board: Board, endpoint: Endpoint, seat: socket.socket) -> int:
         name = f"{socket.gethostname()}/{index}"
     else:
         route = route_to(endpoint.host)
-        for sitting in itertools.count():
+        for sitting in range(count):
             with suppress(OSError):  # taken
                 seat.bind(f"\0imagenet-fast-{endpoint.port}-{sitting}")
                 break
