@@ -101,7 +101,7 @@ def test_nodes_train_together_also_where_a_container_empties_the_environment(
 @pytest.mark.parametrize("kind", ["told of its end", "a rank lost"])
 def test_a_job_goes_on(kind: str, slurm: Callable[..., str], tmp_path: Path):
     """Queued again by its shell after a warning of Slurm's, or with ranks started again in the same step."""
-    job = Batch(slurm, tmp_path / "run", 20)
+    job = Batch(slurm, tmp_path / "run", 6)
     wait_for(job.trains, timeout_s=300)
     if kind == "a rank lost":
         slurm("pkill", "-KILL", "-n", "-f", "imagenet_fast.launch")  # in the processes of these namespaces
