@@ -185,6 +185,7 @@ def test_ranks_that_are_killed_at_once_go_on_from_a_checkpoint_only_if_there_is_
     assert outcome_of(tmp_path)["message"].endswith(then)
 
 
+@pytest.mark.usefixtures("own_signals")
 def test_a_node_that_comes_when_the_run_has_ended_ends_as_it_did_and_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
