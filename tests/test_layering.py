@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4848,
     "imagenet_fast/training": 3110,
     "imagenet_fast": 32313,
-    "tests": 28946,
+    "tests": 28947,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
