@@ -23,12 +23,22 @@ if TYPE_CHECKING:  # the command line counts cores, too, and starts without torc
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the smallest processor count that CPU affinity or a cgroup allows, at least 1.
+    """Return the smallest processor count that CPU affinity, a cgroup or srun allows, at least 1.
 
     Affinity is set by ``taskset`` or SLURM, cgroups by containers or systemd. A cgroup's limit is a share of CPU time,
     rounded up to whole processors. The limits of enclosing cgroups hold too.
     """
-    return max(1, min([len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in cpu_quotas(root))]))
+    allowed = len(os.sched_getaffinity(0)), *(math.ceil(quota) for quota in cpu_quotas(root))
+    return max(1, min(*allowed, task_cores() or allowed[0]))
+
+
+def task_cores() -> int | None:
+    """Return the processors that srun gave to this task, which Slurm need not confine to them; None if it does not say.
+
+    In a batch script, or a shell of ``srun --pty``, the variable is about tasks that are still to be started.
+    """
+    is_task = "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_PTY_PORT" not in os.environ
+    return int(os.environ.get("SLURM_CPUS_PER_TASK") or 0) or None if is_task else None
 
 
 def cores_per_rank(ranks: int) -> int:
@@ -77,7 +87,7 @@ def exceeded_limit(message: str) -> str:
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may: by default it is 1024, and a data set may have as many shards."""
+    """Let this process open as many files as it may: a data set has many, and a store four connections to each rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # the kernel's own limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -22,15 +22,17 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from imagenet_fast.distributed.board import Board, call_within
-from imagenet_fast.distributed.cores import exceeded_limit
-from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, route_to
+from imagenet_fast.distributed.cores import exceeded_limit, raise_open_files
+from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, rails, route_to
 from imagenet_fast.distributed.ranks import RankInfo, ranges
-from imagenet_fast.errors import UserError, exit_with_error, first_line
+from imagenet_fast.distributed.software import software
+from imagenet_fast.errors import UserError, exit_with_error, first_line, warn
 from imagenet_fast.recipe.job import flat_tables
 
 _LINGER_S = 1.0  # that a store lasts after a refusal: others look for it every quarter of a second
 _LATE_S = 5.0  # that others wait for number 0 after it has waited for them
 _ANSWER_S = 5.0  # in which a store answers whoever has connected to it
+_DRIFT_S = 5.0  # of a clock; others hear what number 0 has concluded a quarter of a second later, or more under load
 _LISTED = 5  # at most, of the keys in which jobs differ
 _INTERFACES = (
     "let the nodes' firewalls pass it, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that leads to "
@@ -82,6 +84,10 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
     needed, told = (count, f"{count}") if least is None else (least, f"{least}:{count}")
     all_, enough = ("all ", f"{needed}") if least is None else ("", f"at least {needed}")
     gone = f"the node at {endpoint} has ended before {all_}{enough} nodes had come; its own output says why"
+    too_many = (
+        f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which needs "
+        "another --rdzv-endpoint"
+    )
 
     def differs(first: _Record) -> str:
         if first["nodes"] == told:
@@ -97,27 +103,32 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
             )
         # Rings go from node to node, and a scheduler counts neighbours on one switch one after the other.
         behind = sorted(range(1, needed), key=lambda other: (came[other]["place"], other))
-        return {"name": uuid.uuid4().hex, "order": [0, *behind] if least is None else []}
+        order = [0, *behind] if least is None else []
+        return {"name": uuid.uuid4().hex, "order": order, "time": time.time()}
 
     board = _board(store, "nodes")
     try:
         if held is None and board.read("arrived/0", deadline) is None:
             raise UserError(f"nodes of another program meet at {endpoint}; give every node another --rdzv-endpoint")
-        number = board.count("came") - 1  # 0 is the holder's: others count only after it has arrived
-        if least is None and number >= count:
-            raise UserError(
-                f"{count} nodes have already met at {endpoint}: this one is too many, or belongs to another run, which "
-                "needs another --rdzv-endpoint"
-            )
-        place = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or ""  # among the job's nodes
-        own = {"host": socket.gethostname(), "nodes": told, "place": int(place) if place.isdecimal() else 0}
-        answer = _arrive(board, number, own, needed, deadline, differs, conclude, gone)
+        with socket.socket(socket.AF_UNIX) as seat:
+            number = _number(board, endpoint, count, seat) if held is None else 0
+            if least is None and number >= count:
+                raise UserError(too_many)
+            place = os.environ.get("SLURM_NODEID") or os.environ.get("JOB_COMPLETION_INDEX") or ""  # among the job's
+            own = {"host": socket.gethostname(), "nodes": told, "place": int(place) if place.isdecimal() else 0}
+            late = board.read("answer") is not None
+            answer = _arrive(board, number, own, needed, deadline, differs, conclude, gone)
+            if least is None and board.count(f"joined/{number}") > 1:  # one of its name has not died while it waited
+                raise UserError(too_many)
     except DistError:
         raise UserError(gone) from None
     except KeyboardInterrupt:
         with suppress(DistError):
             _refuse(board, f"{socket.gethostname()} left before all had come", held is not None)
         raise
+    if not late and abs(apart := time.time() - answer["time"]) > _DRIFT_S:
+        clocks = f"the clocks of {own['host']} and of the node at {endpoint} are {abs(apart):.0f} s apart"
+        warn(f"{clocks}; start chrony or ntpd on every node")
     number = answer["order"].index(number) if answer["order"] else number
     return Meeting(number, answer["name"], endpoint, store)
 
@@ -125,9 +136,9 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
 def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, device: str = "cpu") -> Store:
     """Return the store at ``MASTER_ADDR:MASTER_PORT``, once every rank has arrived and all agree.
 
-    Across nodes this also sets the interface for gloo and NCCL to the one that leads to the other nodes, unless the
-    user has set it. By default gloo and NCCL take the address of the host name, which Debian maps to the loopback
-    interface.
+    Across nodes this also sets the interface for gloo to the one that leads to the other nodes, and those for NCCL,
+    unless the user has set them. By default gloo takes the address of the host name, which Debian maps to the loopback
+    interface, and NCCL all interfaces, also the bridges of containers, which lead nowhere.
 
     Args:
         place: This process's rank.
@@ -148,7 +159,7 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float,
     store = _open_store(place, master, join_timeout_s, deadline)
     route = route_to(master.host) if place.is_multi_node else None
     own: _Record = {"host": socket.gethostname(), "address": route.address if route else "", "device": device}
-    full = {**own, "agreed": agreed}
+    full = {**own, "software": software(), "agreed": agreed}
 
     def conclude(came: Mapping[int, _Record]) -> _Record:
         if missing := [rank for rank in range(place.size) if rank not in came]:
@@ -172,7 +183,8 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float,
         route = route_to(answer["elsewhere"])
     if route is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 would match eth10 too
+        # Without "=", eth1 would match eth10 too.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(rails(route.interface))}")
     return store
 
 
@@ -267,6 +279,24 @@ def _arrive(
     return found
 
 
+def _number(board: Board, endpoint: Endpoint, count: int, seat: socket.socket) -> int:
+    """Return the number of this node, from 1 on: a new one, or that of a node of its name, which must have died.
+
+    A pod is named after its host and index, since one in its place has another address. Other nodes are named after
+    their address. Of several launchers there each has a ``seat`` of its own, which is free again when it has died.
+    """
+    if index := os.environ.get("JOB_COMPLETION_INDEX"):
+        name = f"{socket.gethostname()}/{index}"
+    else:
+        route = route_to(endpoint.host)
+        for sitting in range(count):
+            with suppress(OSError):  # taken
+                seat.bind(f"\0imagenet-fast-{endpoint.port}-{sitting}")
+                break
+        name = f"{route.address if route else ''}/{sitting}"
+    return board.read(f"number/{name}") or int(board.first(f"number/{name}", board.count("came")))
+
+
 def _refuse(board: Board, sentence: str, holds: bool) -> None:
     """End the meeting for all; wait until they have read why if the store ends with this process."""
     board.first("answer", {"refusal": sentence})
@@ -276,6 +306,9 @@ def _refuse(board: Board, sentence: str, holds: bool) -> None:
 def _difference(first: _Record, own: _Record, rank: int) -> str:
     """Return why ``rank`` and rank 0 cannot train together; empty if they can."""
     who = (f"rank 0 ({first['host']})", f"rank {rank} ({own['host']})")
+    if first["software"] != own["software"]:
+        found = f"{who[0]} runs {first['software']} and {who[1]} runs {own['software']}"
+        return f"{found}; install the same on every node"
     if first["device"] != own["device"]:
         found = f"{who[0]} on {first['device']} and {who[1]} on {own['device']}"
         fix = "run `imagenet-fast doctor` on both nodes, or set CUDA_VISIBLE_DEVICES= on every node to train on CPUs"
@@ -327,6 +360,7 @@ def _own_endpoint() -> Endpoint:
 
 def _serve(endpoint: Endpoint) -> TCPStore | None:
     """Open the store in which all nodes meet; None if the port is taken, perhaps by a launcher on this node."""
+    raise_open_files()
     try:
         # Multi-tenant: torchrun opens the same store again, and so needs no second port.
         return TCPStore(endpoint.host, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -91,6 +92,22 @@ def route_to(host: str) -> Route | None:
     return None
 
 
+def rails(interface: str, sys_class: Path = Path("/sys/class")) -> list[str]:
+    """Return the interfaces over which NCCL's sockets may reach what ``interface`` leads to, which is one of them.
+
+    The others are devices of the same speed that have an address. With RDMA there are none: sockets carry no data.
+    """
+
+    def speed(name: str) -> int:
+        with suppress(OSError, ValueError):  # it is down
+            if (sys_class / "net" / name / "device").exists():  # no bridge, as containers have
+                return int((sys_class / "net" / name / "speed").read_text())
+        return 0
+
+    fast = 0 if any((sys_class / "infiniband").glob("*")) else speed(interface)
+    return sorted({interface, *(name for name in _own_addresses().values() if 0 < fast == speed(name))})
+
+
 def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], bool] = lambda: False) -> None:
     """Wait until ``endpoint`` accepts connections, or ``needless`` returns True.
 
@@ -116,7 +133,9 @@ def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], b
             if unheard:
                 warn(f"{reason}; it is tried for {deadline - time.monotonic():.0f} s")
         except OSError as error:
-            reason = f"{cause(error)}; start the same command on that host, or check firewall and address"
+            reason = (
+                f"{cause(error)}; start the same command on that host, whose `ip addr` must list it, or check firewalls"
+            )
         return needless()
 
     if not wait_until(answers, deadline):

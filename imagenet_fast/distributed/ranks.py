@@ -146,6 +146,11 @@ def srun_to_torchrun_env(environment: MutableMapping[str, str], chosen: bool = F
     environment.setdefault("OMP_NUM_THREADS", str(cores))
 
 
+def is_task(rank: int, size: int) -> bool:
+    """Return whether srun has started this rank as a task; else a task may have started several ranks."""
+    return (os.environ.get("SLURM_PROCID"), os.environ.get("SLURM_STEP_NUM_TASKS")) == (str(rank), str(size))
+
+
 def _has_terminal() -> bool:
     try:
         os.close(os.open("/dev/tty", os.O_RDWR))

@@ -124,9 +124,9 @@ def _processors(ranks: int) -> Iterator[CheckResult]:
 
 
 def _limits() -> Iterator[CheckResult]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fix = f"`ulimit -n {min(hard, 65536) if hard > soft else 65536}` before the command"
-    yield check("open files", soft >= _FILES, f"at most {soft}", fix)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks, and who holds their store, raise their own to it
+    fix = "raise the hard limit, as by `ulimit -Hn 65536` as root (in a container --ulimit nofile=65536)"
+    yield check("open files", most >= _FILES, f"at most {most}", fix)
     if any(Path("/sys/class/infiniband").glob("*")):
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         free = locked == resource.RLIM_INFINITY

@@ -16,6 +16,7 @@ from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_file, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
 
+_RESTARTS = "3"  # of the ranks, if one is lost; neither Slurm nor ssh starts a launcher again
 _UNITS_S = (86_400, 3600, 60, 1)
 _QUOTED = re.compile(r"""\\.|'[^']*'|"(?:\\.|[^"\\$`])*\"""", re.DOTALL)  # what a shell takes as it is
 _SHELL = re.compile(r"[$`;&|<>()*?\[\n]+|(?:^|\s)[~#]|^\s*\w+=")  # what it acts upon
@@ -74,7 +75,7 @@ class ClusterJob:
             raise UserError("--program is empty; leave it out for this Python, or give for example imagenet-fast")
         recipe = self.path.stem if self.shipped else str(self.path.absolute())
         images = None if data is None else str(data.absolute())
-        return [*words, *self.train(recipe, images, str(folder), *more)]
+        return [*words, *self.train(recipe, images, str(folder), *more, "--max-restarts", _RESTARTS)]
 
 
 def plan_cluster_job(

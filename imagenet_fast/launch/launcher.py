@@ -27,11 +27,12 @@ from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_line
 from imagenet_fast.launch.nodes import LaunchConfig, refused_threads
 from imagenet_fast.launch.signals import ENDS, ignore_signals, interrupt_on_signals
+from imagenet_fast.metrics.console import verdict
 from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED, STOPPED_WORDS, RunResult, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
-from imagenet_fast.training.run_lock import locked
+from imagenet_fast.training.run_lock import ended_run, locked
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -53,6 +54,9 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         JobAborted: If nodes that may leave and join do not meet again.
         KeyboardInterrupt: If a signal came before a run had begun.
     """
+    if job.resume and (ended := ended_run(job)) is not None:  # other nodes may be done: they would not come
+        print(f"{verdict(vars(ended))}\n{job.folder} had ended so.")
+        return ended.exit_code
     run = RunDir(job.folder)
     run.check_writable(job.resume)
     with LauncherDir.temporary() as launcher_dir:

@@ -18,6 +18,9 @@ from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import STOPPED
 
 _WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
+_MEETING = ' \\\n    --nodes {nodes} --rdzv-endpoint "$SLURMD_NODENAME:$((20000 + SLURM_JOB_ID % 10000))"'
+"""Said here, where a container that drops Slurm's variables would have each node train alone."""
+
 _SCRIPT = """\
 #!/bin/bash
 {directives}
@@ -35,7 +38,7 @@ fi
 manifests() {{ stat -c '%n %y' {checkpoints}/step-*/manifest.json 2>/dev/null; }}
 before=$(manifests)
 {step} \\
-    {command} &
+    {command}{meeting} &
 step=$!
 told=
 trap 'trap "" USR1; told=yes; kill -s USR1 "$step"' USR1 # once: told twice, ranks would not wait until they have saved
@@ -101,6 +104,7 @@ def sbatch_text(
         note=job.note,
         step=shlex.join(step),
         command=shlex.join(command),
+        meeting=_MEETING.format(nodes=job.nodes) if job.nodes > 1 else "",
         checkpoints=shlex.quote(str(RunDir(folder).checkpoints)),
         stopped=STOPPED,
         warning=warning_s,

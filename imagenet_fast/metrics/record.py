@@ -14,6 +14,7 @@ from imagenet_fast import __version__
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.distributed.init import DistContext
+from imagenet_fast.distributed.software import commit
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import MetricLogger, take_back
 from imagenet_fast.metrics.run_dir import RunDir
@@ -65,6 +66,7 @@ def environment(job: Job, world: DistContext) -> dict[str, object]:
     steering = ("OMP_", "NCCL_", "GLOO_", "TORCH_", "CUDA_", "MASTER_")
     return {
         "imagenet_fast": __version__,
+        "commit": commit(),
         "command": job.command,
         "python": platform.python_version(),
         "packages": {name: found.version for name in packages for found in distributions(name=name)},

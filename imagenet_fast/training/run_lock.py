@@ -65,6 +65,12 @@ def _claim(job: Job) -> RunResult | None:
             if_refused.pop_all()
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
+    return ended_run(job)
+
+
+def ended_run(job: Job) -> RunResult | None:
+    """Return the result of the run in the directory of ``job`` if it has ended, by the same recipe; else None."""
+    run = RunDir(job.folder)
     with suppress(UserError):  # its job is damaged
         return _result(run) if run.job.is_file() and run.read_job().recipe == job.recipe else None
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 from imagenet_fast.distributed.board import call_within
 from imagenet_fast.distributed.cores import bind_to_numa_node, shares, usable_cores, usable_memory
 from imagenet_fast.distributed.init import own_cores, prepare_device
-from imagenet_fast.distributed.join import connecting
+from imagenet_fast.distributed.join import connecting, meet
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from tests.ranks import run, with_ranks
@@ -41,11 +42,13 @@ def of_gpu(node: str, cores: str) -> dict[str, str]:
     return {place: f"{node}\n", list_: f"{cores}\n"}
 
 
-def test_a_rank_may_open_as_many_files_as_its_node_lets_it():
+@pytest.mark.parametrize("open_files", [partial(prepare_device, 0), partial(meet, None, 1, 9.0)], ids=["rank", "store"])
+def test_ranks_and_who_holds_their_store_may_open_as_many_files_as_the_node_lets_them(open_files: Callable[[], Any]):
+    """Each of 512 ranks has four connections to the store."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
     try:
-        prepare_device(0)
+        open_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -92,6 +95,40 @@ def test_ranks_that_are_bound_apart_have_their_cores_to_themselves(apart: bool):
     own = own_cores(RankInfo(rank, 2, rank, 2))
     assert own == (1 if apart else max(1, len(allowed) // 2))
     assert os.environ["GROUP_RANK"] == "0", "though nobody has said which node it is"
+
+
+@with_ranks(3, fresh=True)
+def test_ranks_of_unequal_nodes_that_a_script_has_started_know_their_node():
+    """Of one rank and of two; nobody has said which node they are on."""
+    place = (RankInfo(0, 3, 0, 1), RankInfo(1, 3, 0, 2), RankInfo(2, 3, 1, 2))[dist.get_rank()]
+    own_cores(place)
+    assert os.environ["GROUP_RANK"] == ("0", "1", "1")[place.rank]
+
+
+UNCONFINED = {"SLURM_CPUS_PER_TASK": "6", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("told", "cores"),
+    [({}, 6), ({"SLURM_STEP_NUM_TASKS": None}, 64), ({"SLURM_PTY_PORT": "40000"}, 64)],
+    ids=["a task", "a batch script, which has the cores of all tasks", "a shell of srun --pty, which has them, too"],
+)
+def test_a_task_has_the_cores_that_it_was_given_though_slurm_does_not_confine_it(
+    told: dict[str, str | None], cores: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    for key, value in (UNCONFINED | told).items():
+        monkeypatch.delenv(key, raising=False) if value is None else monkeypatch.setenv(key, value)
+    assert usable_cores(Path("/nowhere")) == cores
+
+
+@pytest.mark.parametrize(("tasks", "own"), [(1, 3), (2, 6)])
+@with_ranks(2, fresh=True)
+def test_the_cores_of_a_task_are_for_all_ranks_that_it_has_started_or_for_the_one_that_it_is(tasks: int, own: int):
+    rank = dist.get_rank()
+    os.environ |= UNCONFINED | {"SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_PROCID": str(rank if tasks == 2 else 0)}
+    with patch.object(os, "sched_getaffinity", lambda process: set(range(64))):
+        assert own_cores(RankInfo(rank, 2, rank, 2)) == own
 
 
 GIB = 2**30

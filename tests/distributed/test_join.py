@@ -6,18 +6,20 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Timer
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from imagenet_fast.distributed import join, software
 from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.join import introduce, meet
-from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint
+from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint, rails
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -88,8 +90,8 @@ def test_whoever_has_the_endpoint_is_the_first(network: Hosts):
     assert len({name for _, name in there}) == 1
     early = network.call([(0, met, ("node1:29402", 2)), (1, met, ("node1:29402", 2, 20.0, 0.7))])
     assert [place for place, _ in early] == [1, 0]
-    again = network.call([(0, met, ("127.0.0.1:29403", 2))] * 2)
-    assert sorted(place for place, _ in again) == [0, 1], "on one node the first to come"
+    again = network.call([(0, met, ("127.0.0.1:29403", 3))] * 3)
+    assert sorted(place for place, _ in again) == [0, 1, 2], "on one node the first to come"
     assert {name for _, name in there}.isdisjoint(name for _, name in again), "torchrun takes it for the run's id"
 
 
@@ -121,6 +123,69 @@ def test_one_too_many_is_turned_away_and_the_others_meet(network: Hosts):
     (first, _), (second, _), third = network.call(calls)
     assert (first, second) == (0, 1)
     assert "2 nodes have already met at node0:29405: this one is too many" in str(third)
+
+
+def pod(endpoint: str, late_s: float, dies_after_s: float = 0.0) -> int:
+    """The number of the pod node1-0, wherever that is now."""
+    os.environ["JOB_COMPLETION_INDEX"] = "1"
+    socket.sethostname("node1")
+    return mortal(endpoint, late_s, dies_after_s)
+
+
+def mortal(endpoint: str, late_s: float, dies_after_s: float = 0.0) -> int:
+    """The number of a node among three, of which some are killed while they wait."""
+    if dies_after_s:
+        Timer(dies_after_s, os._exit, (9,)).start()
+    return met(endpoint, 3, 20.0, late_s, stays_s=3.0)[0]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("node", "again", "late_s"), [(mortal, 1, 2.5), (pod, 2, 2.5), (mortal, 1, 4.5)],
+    ids=["on its node", "a pod on another", "after all had come"],
+)  # fmt: skip
+def test_a_node_that_was_killed_while_it_waited_is_replaced(
+    node: Callable[..., int], again: int, late_s: float, network: Hosts
+):
+    """Those who come are known by name: else the others would go on with the dead one, and the new one be too many."""
+    at = "node0:29417"
+    calls = [(0, mortal, (at, 0.0)), (1, node, (at, 0.0, 1.5)), (again, node, (at, late_s)), (2, mortal, (at, 3.5))]
+    assert sorted(network.call(calls)) == [0, 1, 2, 9]
+
+
+def warned(late_s: float, clock_s: float) -> list[str]:
+    """What a node is warned of whose clock goes wrong by so much."""
+    right = time.time
+    with patch("imagenet_fast.distributed.join.warn") as warn, patch("time.time", lambda: right() + clock_s):
+        met("node0:29418", 2, 20.0, late_s)
+    return [call.args[0] for call in warn.call_args_list]
+
+
+@pytest.mark.ci
+def test_a_node_whose_clock_goes_wrong_is_told_so(network: Hosts):
+    """To come later is no sign of it."""
+    told = "the clocks of node1 and of the node at node0:29418 are 60 s apart; start chrony or ntpd on every node"
+    for wrong_s, warnings in ((-60.0, [told]), (0.5, [])):
+        assert network.call([(0, warned, (0.0, 0.0)), (1, warned, (3.0, wrong_s))]) == [[], warnings]
+
+
+def test_nodes_with_different_programs_are_refused():
+    said = [f"imagenet-fast 0.1.0 (sources {digest}) with torch 2.11.0" for digest in "ab"]
+    nodes = [{"host": f"node{n}", "software": said[n], "device": "cpu", "agreed": {}} for n in range(2)]
+    assert join._difference(nodes[0], nodes[1], 8) == (
+        f"rank 0 (node0) runs {said[0]} and rank 8 (node1) runs {said[1]}; install the same on every node"
+    )
+
+
+def test_the_program_is_known_by_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Copies of one version may differ, and say nothing of a commit."""
+    monkeypatch.setattr(software, "_PACKAGE", tmp_path)
+    told = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        (tmp_path / "order.py").write_text(text)
+        told.append(software.software())
+    assert told[0] == told[2] != told[1]
+    assert (f"with torch {torch.__version__}" in told[0], software.commit()) == (True, "")
 
 
 @pytest.mark.ci
@@ -179,6 +244,23 @@ def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network
     assert network.call([(n, introduced, (RankInfo(n, 3, 0, 1), agreed, 29410)) for n in range(3)]) == ["eth0"] * 3
     here = network.call([(0, introduced, (RankInfo(n, 2, n, 2), agreed, 29411)) for n in range(2)])
     assert here == [None, None], "on one node there is nothing to settle"
+
+
+def test_nccl_may_send_over_all_devices_that_are_as_fast_as_the_one_that_leads_to_the_others(
+    tmp_path: Path, monkeypatch
+):
+    """Not over bridges, which have no device, nor a slower network for management; with RDMA sockets carry no data."""
+    speeds = {"eth0": "100000", "eth1": "100000", "eth2": "100000", "mgmt": "1000", "virbr0": "100000", "down": "?"}
+    for name, speed in speeds.items():
+        (tmp_path / "net" / name / ("bridge" if name == "virbr0" else "device")).mkdir(parents=True)
+        (tmp_path / "net" / name / "speed").write_text(speed)
+    own = {f"10.0.0.{n}": name for n, name in enumerate(speeds) if name != "eth2"}  # which has no address
+    monkeypatch.setattr("imagenet_fast.distributed.network._own_addresses", lambda: own)
+    assert [rails(name, tmp_path) for name in ("eth1", "mgmt", "virbr0", "down")] == [
+        ["eth0", "eth1"], ["mgmt"], ["virbr0"], ["down"]
+    ]  # fmt: skip
+    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
+    assert rails("eth1", tmp_path) == ["eth1"]
 
 
 JOB = {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}}

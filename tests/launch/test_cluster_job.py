@@ -56,8 +56,8 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     for name, text in FAKES.items():
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
-    path = f"{folder}:{os.environ['PATH']}"
-    return environment(PATH=path, SEEN=str(seen), SLURM_JOB_ID="1234", TMPDIR=str(tmp_path), HOME=str(seen))
+    told = {"SLURM_JOB_ID": "1234", "SLURMD_NODENAME": "n7", "PATH": f"{folder}:{os.environ['PATH']}"}
+    return environment(**told, SEEN=str(seen), TMPDIR=str(tmp_path), HOME=str(seen))
 
 
 launch = partial(in_process, "launch")
@@ -133,8 +133,8 @@ def test_scripts_hand_on_every_name_as_it_is_and_are_sound_shell(kind: str, tmp_
         assert asked["recipe"] == str(tmp_path / name / f"{name}.toml")
         assert [str(asked["data"]), str(asked["out"])] == [f"/data/{name}", f"/runs/{name}"]
         assert (asked["sync"], asked["keys"], asked["nproc"]) == ("ring", [f"seed={number}"], 1)
-        meeting = (None, None) if kind == "slurm" else ("2", "a:29400")
-        assert (asked["nodes"], asked["rdzv_endpoint"]) == meeting
+        endpoint = "n7:21234" if kind == "slurm" else "a:29400"  # whatever a container keeps of the environment
+        assert (asked["nodes"], asked["rdzv_endpoint"], asked["max_restarts"]) == ("2", endpoint, 3)
     assert not list(tmp_path.rglob("hit"))
     shellcheck = Path(sys.executable).with_name("shellcheck")
     options = ("--severity=style", "--exclude=SC2016")  # single quotes are meant
@@ -153,7 +153,7 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
         )  # fmt: skip
         assert re.fullmatch(r"[-._a-zA-Z0-9]+", file)
         assert (str(asked["out"]), asked["keys"]) == (f"/runs/{name}", [f"seed={number}"])
-        assert (asked["nproc"], asked["nodes"]) == (1, "2")
+        assert (asked["nproc"], asked["nodes"], asked["max_restarts"]) == (1, "2", None), "a pod is made anew"
         assert asked["rdzv_endpoint"] == "my-job-workers-0-0.my-job:29400"
 
 
@@ -352,7 +352,7 @@ def hosts_of(text: str) -> list[str]:
     [
         ("--hosts fd00::1,10.0.0.2 --port 7", ["fd00::1", "10.0.0.2"], "[fd00::1]:7"),
         ("--hosts a,b,c --nodes 2", ["a", "b"], "--nodes 2 --rdzv-endpoint a:29400"),
-        ("--hosts a", ["a"], "--nproc 2 --out /runs/a"),
+        ("--hosts a", ["a"], "--nproc 2 --max-restarts 3 --out /runs/a"),
     ],
     ids=["addresses", "the first of more", "one meets nobody"],
 )

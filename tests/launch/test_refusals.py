@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,21 @@ def _start(folder: Path, port: int) -> int:
         code = train_as_rank(job_of(folder), rank_info_from_env(), 60.0)
     dist.destroy_process_group()  # as the end of the process does
     return code
+
+
+@pytest.mark.usefixtures("own_signals")
+def test_a_node_that_comes_when_the_run_has_ended_ends_as_it_did_and_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """As a pod that was evicted while the others ended, and is made anew."""
+    monkeypatch.setattr(launcher, "run_ranks", Mock(return_value=(0, "")))
+    ended = replace(job(tmp_path), resume=True)
+    run(1, train_here, ended)
+    assert launcher.launch(ended, LaunchConfig(1, 2, Endpoint("node0", 1))) == 0
+    launcher.run_ranks.assert_not_called()
+    assert capsys.readouterr().out == f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so.\n"
+    launcher.launch(job(tmp_path, epochs=2), LaunchConfig(1, 2, Endpoint("node0", 1)))
+    launcher.run_ranks.assert_called_once()
 
 
 @pytest.mark.usefixtures("own_signals")
