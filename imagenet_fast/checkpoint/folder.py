@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_path, sync_folder
 from imagenet_fast.checkpoint.tree import Tree, read_tree
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.base import Table
 
@@ -29,6 +31,7 @@ _SUM, _END = b',\n  "crc32": ', b"\n}"
 _NAME = re.compile(r"(\.?)step-\d{8,}(-\d+)?")
 """Names of checkpoints; with a dot those of directories that are none yet, or no longer."""
 _CPU = torch.device("cpu")
+_PIECE = 1 << 24  # bytes that are read at once
 
 
 def part_name(rank: int) -> str:
@@ -48,6 +51,10 @@ class CorruptCheckpoint(UserError):
 
     def __init__(self, path: Path, what: str | OSError) -> None:
         """Report ``what`` is wrong with the file ``path``."""
+        self.told = (
+            (path.name, what.errno or 0, what.strerror or "") if isinstance(what, OSError) else (path.name, 0, what)
+        )
+        """The file, the number of its OSError or 0, and what is wrong, as a message to another rank."""
         self.is_away = isinstance(what, OSError) and what.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
         self.what = f"{path.name} {f'cannot be read ({what.strerror})' if isinstance(what, OSError) else what}"
         told = f"{self.what}; put that right, or" if self.is_away else f"is damaged: {self.what};"
@@ -178,19 +185,29 @@ def _read(path: Path, manifest: Manifest, device: torch.device) -> Tree:
 
 
 def _content(path: Path, expected: FileSum) -> bytes:
-    """Return the content of a file, or raise CorruptCheckpoint."""
+    """Return the content of a file, or raise CorruptCheckpoint; the rank moves with each piece, as it may be slow."""
     try:
         if (size := path.stat().st_size) != expected.size:
             raise CorruptCheckpoint(path, f"has {size} bytes instead of {expected.size}")
-        data = path.read_bytes()
+        data = io.BytesIO()
+        with path.open("rb") as file:
+            while data.write(file.read(_PIECE)):
+                here.move()
     except OSError as error:
         raise CorruptCheckpoint(path, error) from None
-    if (found := _sum_of([data])) != expected:
+    if (found := _sum_of([data.getbuffer()])) != expected:
         raise CorruptCheckpoint(path, f"has the CRC-32 {found.crc32} instead of {expected.crc32}")
-    return data
+    return data.getvalue()
 
 
-def newest(root: Path, best: bool = False) -> Checkpoint | None:
+def check_parts(folder: Path, share: slice = slice(None)) -> None:
+    """Read a ``share`` of the parts of ranks in ``folder``; raise CorruptCheckpoint if one is damaged."""
+    manifest = read_manifest(folder)
+    for name in sorted(manifest.files.keys() - {SHARED})[share]:
+        _content(folder / name, manifest.files[name])
+
+
+def newest(root: Path, best: bool = False, check: Callable[[Path], None] = check_parts) -> Checkpoint | None:
     """Return the newest checkpoint under ``root`` that is whole; None if there has never been one.
 
     All its files are read to check it, so only one rank should do this and tell the others. It warns of damaged ones.
@@ -198,6 +215,7 @@ def newest(root: Path, best: bool = False) -> Checkpoint | None:
     Args:
         root: Directory of the checkpoints.
         best: Whether to return the one with the highest top-1 instead; None if none was evaluated.
+        check: Raises CorruptCheckpoint if parts of ranks are damaged. They may be many, and ranks share the work.
 
     Raises:
         UserError: All checkpoints are damaged, or ``root`` or a newer one cannot be read.
@@ -206,8 +224,7 @@ def newest(root: Path, best: bool = False) -> Checkpoint | None:
     for folder in _best_first(found) if best else found:
         try:
             shared = _read(folder / SHARED, found[folder], _CPU)
-            for name in found[folder].files.keys() - {SHARED}:
-                _content(folder / name, found[folder].files[name])
+            check(folder)
         except CorruptCheckpoint as error:
             damaged[folder] = error
             continue

@@ -89,7 +89,8 @@ class Trainer:
             overrides: Changes of the recipe, as ``train --set`` takes them: "optim.lr=0.1".
             ending: Records how the run ends; None: only the run directory tells it.
             ask_first: Called once the run can be saved, from when on a signal asks this rank to stop. Returns a
-                function that tells whether one has. None: Ctrl-C ends the run in the middle of a step.
+                function, called in a thread too, that tells whether one has. None: Ctrl-C ends the run in the middle
+                of a step.
         """
         self.world = world or current_world()
         if isinstance(job, Path | str):
@@ -219,13 +220,13 @@ class Trainer:
             if state.needs_eval and self._evaluation_is_due():
                 self._evaluate_and_save()
             while state.step < steps and outcome.status != "reached":
+                if self.checkpoints is not None:
+                    self.checkpoints.before_step(state)
                 if state.step % self.steps_per_epoch == 0:
                     self.metrics("epoch", state.step, epoch=self.epoch)
                 self.train_step()
                 if self._evaluation_is_due():
                     self._evaluate_and_save()
-                elif self.checkpoints is not None:
-                    self.checkpoints.after_step(state)
             if outcome.status != "reached":
                 outcome.status = "finished"
         except StopRequested:
@@ -339,7 +340,7 @@ class Trainer:
         Only now, when nothing stands in the way of the run any more, is the run directory written.
         """
         job, world, at, ask_first = self.job, self.world, self.resumed_from, self._ask_first or (lambda: lambda: False)
-        with raise_on_all_ranks(world.device):
+        with raise_on_all_ranks():
             if world.is_main and at is None:
                 make_room(job)
         with open_checkpoints(job, world, self.data.contents, ask_first, at) as checkpoints:

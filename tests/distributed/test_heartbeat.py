@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -140,6 +142,31 @@ def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: py
     sentence = f"rank 0 on {socket.gethostname()} has been in data at step 2 for 2 s, longer than timeout.step_s allows"
     assert told == [sentence]
     assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        (at(1, "sync", 4), "all ranks have waited for each other for 26 s, longer than timeout.first_step_s allows: "
+         "rank 0-1 in sync at step 1"),
+        (None, "rank 1 on node0 stopped answering in evaluation at step 1; rank 0 waited in sync for 26 s"),
+    ],
+    ids=["waits, too", "is lost"],
+)  # fmt: skip
+def test_a_rank_that_waits_is_as_alive_as_the_one_it_waits_for(position: Here, last: Heartbeat | None, sentence: str):
+    """However long that one takes, which ends by its own watchdog if it hangs."""
+    store, told = HashStore(), list[str]()
+    waiting = Watchdog(store, 0, 2, Timeout(first_step_s=3, step_s=3), told.append)
+    position.enter("sync", 1)
+    for number in range(1, 14):
+        publish(watch_board(store), 1, replace(at(1, "evaluation", number), beat=number))
+        waiting.tick(2)
+    if last is not None:
+        publish(watch_board(store), 1, replace(last, beat=14))
+        threading.Timer(0.05, publish, (watch_board(store), 1, replace(last, beat=15))).start()
+    with pytest.raises(SystemExit):
+        waiting.tick(2)
+    assert told == [sentence]
 
 
 def test_first_step_is_published_at_once(position: Here):

@@ -184,7 +184,7 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
             if step == 3 and spoils:
                 take_step.state.settle()
                 _make_wild(take_step.state.model)
-            keep.after_step(take_step.state)
+            keep.before_step(take_step.state)
         if writer is not None:
             writer.wait()
     except StopRequested:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.distributed import agreement
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
@@ -27,7 +29,7 @@ from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import tiers
 from tests.data.small import image_data
-from tests.e2e.command import events_of, train_here
+from tests.e2e.command import events_of
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run, with_ranks
 from tests.sync.loops import LINK, unmeasured
@@ -240,10 +242,19 @@ def _job(folder: Path, changes: dict[str, Any]) -> Job:
 
 
 def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
-    """It is told to stop after so many steps."""
-    left = iter(range(steps))
-    with patch("imagenet_fast.distributed.reductions._EVERY_S", 0.0):  # ranks vote beside each step
-        return train_here(_job(folder, changes), lambda: lambda: next(left, None) is None).status
+    """It is told to stop after so many steps, each of which takes longer than ranks need to hear of it."""
+    trainer = Trainer(_job(folder, changes), tests.world(), ask_first=lambda: asked)
+    take_step = trainer.train_step
+
+    def asked() -> bool:
+        return trainer.state.step - (trainer.resumed_from.step if trainer.resumed_from else 0) >= steps
+
+    def slowly() -> None:
+        time.sleep(0.2 if steps < 10 else 0.0)
+        take_step()
+
+    with patch.object(agreement, "_LOOK_S", 0.01), patch.object(trainer, "train_step", slowly):
+        return trainer.run().status
 
 
 def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
