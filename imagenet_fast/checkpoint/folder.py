@@ -85,6 +85,8 @@ class Manifest(Stamp):
     A run that went back writes later checkpoints at earlier steps, and the clock may be set back.
     """
     files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.safetensors$")], FileSum]
+    same: tuple[PositiveInt, ...] = ()
+    """Ranks whose part is the same as rank 0's, and has no file."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder``, which has all the files. Raises OSError."""
@@ -160,12 +162,12 @@ class Checkpoint:
 
         Tensors that were on an accelerator come to ``device``. Raises CorruptCheckpoint.
         """
-        return _read(self.folder / part_name(rank), self.manifest, device)
+        return _read(self.folder / part_name(0 if rank in self.manifest.same else rank), self.manifest, device)
 
     def parts(self, device: torch.device = _CPU) -> Iterator[tuple[int, Tree]]:
         """Yield every rank that saved a part, and the ``part``; one at a time, since they may be many."""
         for rank in range(self.manifest.world):
-            if part_name(rank) in self.manifest.files:
+            if part_name(rank) in self.manifest.files or rank in self.manifest.same:
                 yield rank, self.part(rank, device)
 
 
