@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from imagenet_fast.distributed.board import Board, wait_until
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import JobAborted, UserError
 
 _NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
 _numbers = count()  # of messages between ranks so far, on every rank alike
@@ -115,23 +115,18 @@ def barrier() -> None:
     from_main()
 
 
-def broadcast_error(refusal: str) -> str:
-    """Return the ``refusal`` of rank 0 on every rank, or an empty string; that of other ranks is ignored."""
-    if refusal := from_main(refusal):
-        dist.barrier()  # the store, where others may still read it, may end with rank 0
-    return str(refusal)
-
-
 @contextmanager
 def raise_on_all_ranks() -> Iterator[None]:
-    """Raise the UserError of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
-    refusal = ""
+    """Raise the UserError or JobAborted of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
+    said = ("", False)
     try:
         yield
-    except UserError as error:
-        refusal = str(error)
-    if refusal := broadcast_error(refusal):
-        raise UserError(refusal)
+    except (UserError, JobAborted) as error:
+        said = (str(error), isinstance(error, JobAborted))
+    message, aborts = from_main(said)
+    if message:
+        dist.barrier()  # the store, where others may still read it, may end with rank 0
+        raise (JobAborted if aborts else UserError)(message)
 
 
 @contextmanager
@@ -176,7 +171,7 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     theirs, mark = from_main([str(folder.absolute()), mark])
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
     seen = wait_until((Path(theirs) / mark).exists, deadline)
-    missing = gather_rows([float(not seen)]).any()
+    missing = from_main(not all(to_main(seen)))
     if world.is_main:
         with suppress(OSError):
             (folder / mark).unlink()

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -17,7 +16,7 @@ from imagenet_fast.distributed.agreement import StepAgreement
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import broadcast_error, common_folder
+from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import describe, write_weights
@@ -69,18 +68,14 @@ class CheckpointManager:
         return self._agreement.hears("stop")
 
     def before_step(self, state: TrainState) -> None:
-        """Save a checkpoint if one is due after the last step, and stop if some rank was asked to.
-
-        Raises:
-            StopRequested: As ``stop``, which may raise other errors, too.
-        """
+        """Save a checkpoint if one is due after the last step. Raise StopRequested if all ranks stop there."""
         if state.step == self._begun:
             return
         if self._world.is_main and not self._writing:
             self._await()  # warns at once if it has failed
         due, every_steps = self._agreement.due(state.step), self._job.recipe.checkpoint.every_steps
         if "stop" in due:
-            self.stop(state)
+            raise StopRequested
         if "save" in due or (every_steps > 0 and state.step % every_steps == 0 and state.step != self._last):
             self.save(state, evaluated=False)
 
@@ -98,11 +93,10 @@ class CheckpointManager:
             self._save(state, evaluated)
         return may_save
 
-    def stop(self, state: TrainState) -> NoReturn:
-        """Save a checkpoint, if there is a writer and none of this step, and stop; every rank must call it.
+    def save_for_stop(self, state: TrainState) -> None:
+        """Save a checkpoint, if there is a writer and none of this step yet, and wait for it.
 
         Raises:
-            StopRequested: The state is saved.
             NonFiniteLoss: The state is not finite and must not be saved.
             JobAborted: The state could not be saved.
         """
@@ -110,7 +104,6 @@ class CheckpointManager:
             raise NonFiniteLoss
         if unsaved := self.finish(state, evaluated=False):
             raise JobAborted(str(unsaved))
-        raise StopRequested
 
     def finish(self, state: TrainState, evaluated: bool) -> NotSaved | None:
         """Wait for the checkpoint of the last step, and save ``state`` once more if it fails.
@@ -278,23 +271,22 @@ def save_final_weights(
     """
     here.enter("checkpoint")
     state.settle()
-    whole, path, failure = state.whole(), RunDir(job.folder).final_weights, ""
+    whole, path = state.whole(), RunDir(job.folder).final_weights
 
     def write() -> None:
         check_locked(job.folder)
         path.parent.mkdir(exist_ok=True)
         write_weights(whole.state_dict(), path, describe(job.name, job.recipe, class_names))
 
-    if world.is_main:
-        try:
-            with ThreadPoolExecutor(1) as threads:
-                written = threads.submit(write)
-                _wait_for_disk(lambda: not written.done(), lambda seconds: wait([written], seconds))
-            written.result()
-        except OSError as error:
-            then = f", and {unsaved}" if unsaved else f"; see to that disk, and {job.resuming} writes them"
-            failure = f"trained to the end, but {path} cannot be written ({error}){then}"
-        if unsaved is not None and not failure:
-            warn(f"{unsaved.in_short}; the final weights are written, so the run has ended all the same")
-    if failure := broadcast_error(failure):
-        raise JobAborted(failure)
+    with raise_on_all_ranks():
+        if world.is_main:
+            try:
+                with ThreadPoolExecutor(1) as threads:
+                    written = threads.submit(write)
+                    _wait_for_disk(lambda: not written.done(), lambda seconds: wait([written], seconds))
+                written.result()
+            except OSError as error:
+                then = f", and {unsaved}" if unsaved else f"; see to that disk, and {job.resuming} writes them"
+                raise JobAborted(f"trained to the end, but {path} cannot be written ({error}){then}") from None
+            if unsaved is not None:
+                warn(f"{unsaved.in_short}; the final weights are written, so the run has ended all the same")

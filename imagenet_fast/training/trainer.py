@@ -230,6 +230,8 @@ class Trainer:
             if outcome.status != "reached":
                 outcome.status = "finished"
         except StopRequested:
+            if self.checkpoints is not None:
+                self.checkpoints.save_for_stop(state)
             outcome.status = "preempted"
         self.step.meter.flush(self.metrics)
 
@@ -297,15 +299,9 @@ class Trainer:
         return epochs > 0 and steps == 0 and self.job.recipe.evaluates_after(epochs)
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate and save; if a stop cuts the evaluation off, save without it and raise StopRequested."""
-        if self.checkpoints is None:
-            self.evaluate()
-            return
-        try:
-            self.evaluate()
-        except StopRequested:
-            self.checkpoints.stop(self.state)
-        self.checkpoints.save(self.state, evaluated=True)
+        self.evaluate()
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.state, evaluated=True)
 
     def _train_soundly(self) -> NotSaved | None:
         """Train to the end or a stop; return why the end could not be saved, if so.

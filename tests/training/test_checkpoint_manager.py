@@ -64,11 +64,12 @@ def test_a_failed_save_is_tried_again_at_the_end(saving: Saving):
     assert saving.saved_step == 7
 
 
-def test_a_stop_comes_after_the_save(saving: Saving):
+def test_a_stop_saves(saving: Saving):
     saving.told_to_stop = True
-    with pytest.raises(JobAborted, match="the checkpoint of step 3 failed: "):
-        saving.before_step(trained(3))
-    saving.ready()
     with pytest.raises(StopRequested):
-        saving.before_step(trained(5))
+        saving.before_step(trained(3))
+    with pytest.raises(JobAborted, match="the checkpoint of step 3 failed: "):
+        saving.save_for_stop(trained(3))
+    saving.ready()
+    saving.save_for_stop(trained(5))
     assert saving.saved_step == 5
