@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.cores import exceeded_limit
-from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
+from imagenet_fast.distributed.groups import write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.schema import Timeout
@@ -190,15 +190,13 @@ class Watchdog:
         self._board = watch_board(self.store, self._publish_after)
         self._host = socket.gethostname()
         self._seen = here.at
-        self._stuck_s = self._unpublished_s = self._failed_s = self._limited_s = self._looked_s = 0.0
+        self._stuck_s = self._unpublished_s = self._failed_s = self._looked_s = 0.0
         self._known: dict[int, Heartbeat] = {}  # positions of all ranks when this one had been stuck for `_looked_s`
         self._beats = 0
         self.publish()
 
     def tick(self, passed_s: float) -> None:
-        """Do what is due, ``passed_s`` seconds after the last tick.
-
-        Set the time limits of process groups, look for a failure, and publish the heartbeat.
+        """Look for a failure, and publish the heartbeat, ``passed_s`` seconds after the last tick.
 
         Raises:
             SystemExit: If the rank must end.
@@ -209,9 +207,6 @@ class Watchdog:
         self._known = {} if moved else self._known
         self._unpublished_s += passed_s
         limit_s = self.timeout.first_step_s if here.fresh else self.timeout.step_s
-        if limit_s != self._limited_s:
-            set_group_timeouts(limit_s)
-            self._limited_s = limit_s
         try:
             if failure := self._board.read("failure"):
                 self._failed_s += passed_s

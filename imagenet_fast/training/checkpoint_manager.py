@@ -80,12 +80,7 @@ class CheckpointManager:
             self.save(state, evaluated=False)
 
     def save(self, state: TrainState, evaluated: bool) -> bool:
-        """Save a checkpoint, if there is a writer and the state is finite; return whether it is finite.
-
-        Args:
-            state: The training state.
-            evaluated: Whether its weights were evaluated.
-        """
+        """Save a checkpoint, of ``evaluated`` weights or not, if there is a writer; return whether ``may_save``."""
         if self._writer is None:
             return True
         self._saved_at = time.monotonic()
@@ -94,12 +89,7 @@ class CheckpointManager:
         return may_save
 
     def save_for_stop(self, state: TrainState) -> None:
-        """Save a checkpoint, if there is a writer and none of this step yet, and wait for it.
-
-        Raises:
-            NonFiniteLoss: The state is not finite and must not be saved.
-            JobAborted: The state could not be saved.
-        """
+        """Save a checkpoint unless there is one of this step; raise NonFiniteLoss or JobAborted if it cannot be."""
         if state.step != self._last and not self.save(state, evaluated=False):
             raise NonFiniteLoss
         if unsaved := self.finish(state, evaluated=False):
@@ -199,13 +189,8 @@ class CheckpointManager:
         """Begin to save the state as that of so many ranks; 0: of those there are."""
         assert self._writer is not None
         recipe, outcome, ranks = self._job.recipe, state.outcome, ranks or self._world.size
-        stamp = Stamp(
-            step=state.step,
-            epoch=outcome.epochs,
-            world=ranks,
-            layout=recipe.parallel.axes(ranks),
-            top1=outcome.top1 if evaluated else None,
-        )
+        top1, layout = outcome.top1 if evaluated else None, recipe.parallel.axes(ranks)
+        stamp = Stamp(step=state.step, epoch=outcome.epochs, world=ranks, layout=layout, top1=top1)
         self._await()
         self._is_saving, self._last = True, state.step
         own = state.own()
@@ -215,12 +200,9 @@ class CheckpointManager:
 
 @contextmanager
 def open_checkpoints(
-    job: Job,
-    world: DistContext,
-    data: Contents,
-    ask_first: Callable[[], Callable[[], bool]],
+    job: Job, world: DistContext, data: Contents, ask_first: Callable[[], Callable[[], bool]],
     resumed: ResumePoint | None,
-) -> Iterator[CheckpointManager]:
+) -> Iterator[CheckpointManager]:  # fmt: skip
     """Build the run's checkpoint manager for the block. It saves nothing if not every node sees the run directory.
 
     Args:

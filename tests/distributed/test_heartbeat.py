@@ -16,13 +16,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed import heartbeat, watchdog
-from imagenet_fast.distributed.groups import SLACK_S, set_group_timeouts, write_flight_record
+from imagenet_fast.distributed.groups import write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, Here, Phase, describe_hang, describe_lost, publish, published
 from imagenet_fast.distributed.ranks import ranges
 from imagenet_fast.distributed.watchdog import Watchdog, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout
-from imagenet_fast.sync.comm_stream import CommStream
-from tests.ranks import with_ranks
 
 
 def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Heartbeat:
@@ -90,6 +88,11 @@ def test_what_is_done_for_the_first_time_may_take_longer():
         fresh.append(position.fresh)
     assert fresh == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2 + [True, False]
     assert position.at == (4, "data")
+    for step, size in ((4, 32), (5, 32), (6, 64), (7, 64)):  # blocks are compiled for each size
+        position.enter("data", step)
+        position.enter("forward", shape=(8, 3, size, size))
+        fresh.append(position.fresh)
+    assert fresh[-4:] == [True, False, True, False]
 
 
 def test_waiting_restores_phase_unless_it_failed():
@@ -225,15 +228,3 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
     write_flight_record(3, tmp_path / "run")
     assert len(pickle.loads((tmp_path / "run" / "nccl" / "rank-3").read_bytes())["entries"]) == 1
     write_flight_record(3, Path("/proc/nowhere"))
-
-
-@with_ranks(2, fresh=True)
-def test_all_process_groups_take_the_timeout():
-    device = torch.device("cpu")
-    before = CommStream(device, (0, 1))
-    set_group_timeouts(90)
-    after = CommStream(device, (0, 1))
-    groups = (dist.group.WORLD, before._group, after._group)
-    assert [group._get_backend(device).options._timeout.total_seconds() for group in groups] == [90 + SLACK_S] * 3
-    before.close()
-    after.close()
