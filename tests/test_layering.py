@@ -138,12 +138,12 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 2195,
-    "imagenet_fast/checkpoint": 821,
+    "imagenet_fast/checkpoint": 863,
     "imagenet_fast/cli": 1605,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
     "imagenet_fast/data": 5008,
-    "imagenet_fast/distributed": 2299,
+    "imagenet_fast/distributed": 2394,
     "imagenet_fast/doctor": 310,
     "imagenet_fast/launch": 1257,
     "imagenet_fast/metrics": 1433,
@@ -153,9 +153,9 @@ LINES = {
     "imagenet_fast/plan": 1378,
     "imagenet_fast/recipe": 2050,
     "imagenet_fast/sync": 4848,
-    "imagenet_fast/training": 3104,
-    "imagenet_fast": 32195,
-    "tests": 28688,
+    "imagenet_fast/training": 3101,
+    "imagenet_fast": 32329,
+    "tests": 28899,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

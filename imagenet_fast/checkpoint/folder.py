@@ -46,15 +46,17 @@ class FileSum(Table):
     crc32: str
 
 
+Damage = tuple[str, int, str]
+"""A file of a checkpoint, the number of its OSError or 0, and what is wrong with it: a message to other ranks."""
+
+
 class CorruptCheckpoint(UserError):
     """A checkpoint is not whole, or the system does not let it be read."""
 
     def __init__(self, path: Path, what: str | OSError) -> None:
         """Report ``what`` is wrong with the file ``path``."""
-        self.told = (
-            (path.name, what.errno or 0, what.strerror or "") if isinstance(what, OSError) else (path.name, 0, what)
-        )
-        """The file, the number of its OSError or 0, and what is wrong, as a message to another rank."""
+        error = what if isinstance(what, OSError) else OSError(0, what)
+        self.damage: Damage = (path.name, error.errno or 0, error.strerror or "")
         self.is_away = isinstance(what, OSError) and what.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
         self.what = f"{path.name} {f'cannot be read ({what.strerror})' if isinstance(what, OSError) else what}"
         told = f"{self.what}; put that right, or" if self.is_away else f"is damaged: {self.what};"
@@ -202,14 +204,18 @@ def _content(path: Path, expected: FileSum) -> bytes:
     return data.getvalue()
 
 
-def check_parts(folder: Path, share: slice = slice(None)) -> None:
-    """Read a ``share`` of the parts of ranks in ``folder``; raise CorruptCheckpoint if one is damaged."""
-    manifest = read_manifest(folder)
-    for name in sorted(manifest.files.keys() - {SHARED})[share]:
-        _content(folder / name, manifest.files[name])
+def damaged_part(folder: Path, share: slice = slice(None)) -> Damage | None:
+    """Read a ``share`` of the parts of ranks in ``folder``, and return what is wrong with the first damaged one."""
+    try:
+        manifest = read_manifest(folder)
+        for name in sorted(manifest.files.keys() - {SHARED})[share]:
+            _content(folder / name, manifest.files[name])
+    except CorruptCheckpoint as error:
+        return error.damage
+    return None
 
 
-def newest(root: Path, best: bool = False, check: Callable[[Path], None] = check_parts) -> Checkpoint | None:
+def newest(root: Path, best: bool = False, check: Callable[[Path], Damage | None] = damaged_part) -> Checkpoint | None:
     """Return the newest checkpoint under ``root`` that is whole; None if there has never been one.
 
     All its files are read to check it, so only one rank should do this and tell the others. It warns of damaged ones.
@@ -217,7 +223,7 @@ def newest(root: Path, best: bool = False, check: Callable[[Path], None] = check
     Args:
         root: Directory of the checkpoints.
         best: Whether to return the one with the highest top-1 instead; None if none was evaluated.
-        check: Raises CorruptCheckpoint if parts of ranks are damaged. They may be many, and ranks share the work.
+        check: Reads the parts of ranks; they may be many, and ranks share the work.
 
     Raises:
         UserError: All checkpoints are damaged, or ``root`` or a newer one cannot be read.
@@ -226,7 +232,8 @@ def newest(root: Path, best: bool = False, check: Callable[[Path], None] = check
     for folder in _best_first(found) if best else found:
         try:
             shared = _read(folder / SHARED, found[folder], _CPU)
-            check(folder)
+            if wrong := check(folder):
+                raise CorruptCheckpoint(folder / wrong[0], OSError(*wrong[1:]) if wrong[1] else wrong[2])
         except CorruptCheckpoint as error:
             damaged[folder] = error
             continue

@@ -57,9 +57,8 @@ class Signals:
         """
         self._saving_s = saving_s
         self._late = late
-        self._asking = False
+        self._asking = self._heard = False
         self._asked_at: float | None = None
-        self._heard = False
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
         signal.set_wakeup_fd(writable, warn_on_full_buffer=False)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
-from imagenet_fast.checkpoint.folder import CorruptCheckpoint, check_parts, read_survey
+from imagenet_fast.checkpoint.folder import Damage, damaged_part, read_survey
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.data.fingerprint import differences as differences_of_data
@@ -134,13 +134,12 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
 
 def _newest(root: Path, world: DistContext) -> Checkpoint | None:
     """Return the newest whole checkpoint on rank 0; each rank reads a share of the parts of those that it considers."""
+    last, share = None, slice(world.rank, None, world.size)
 
-    def check(folder: Path) -> None:
+    def check(folder: Path) -> Damage | None:
         from_main(folder.name)
-        for name, number, what in filter(None, to_main(_damage(folder, world))):
-            raise CorruptCheckpoint(folder / name, OSError(number, what) if number else what)
+        return next(filter(None, to_main(damaged_part(folder, share))), None)
 
-    last = None
     with raise_on_all_ranks():
         if world.is_main:
             try:
@@ -149,17 +148,8 @@ def _newest(root: Path, world: DistContext) -> Checkpoint | None:
                 from_main("")
         else:
             while name := from_main():
-                to_main(_damage(root / name, world))
+                to_main(damaged_part(root / name, share))
     return last
-
-
-def _damage(folder: Path, world: DistContext) -> tuple[str, int, str] | None:
-    """Return what is wrong with this rank's share of the parts, as ``CorruptCheckpoint.told``."""
-    try:
-        check_parts(folder, slice(world.rank, None, world.size))
-    except CorruptCheckpoint as error:
-        return error.told
-    return None
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:

@@ -49,14 +49,14 @@ def verify_a_checkpoint() -> None:
     """Rank 0 is slower, and has read the half that is its share when the other has."""
     read: list[int] = []
 
-    def check(folder: Path, share: slice) -> None:
+    def damaged_part(folder: Path, share: slice) -> None:
         for part in range(2 * TIMES)[share]:
             slowly() if tests.world().is_main else None
             folders.here.move()
             read.append(part)
 
     with (
-        patch.object(resume, "check_parts", check),
+        patch.object(resume, "damaged_part", damaged_part),
         patch.object(resume, "newest", lambda root, check: check(root / "step-1")),
     ):
         resume._newest(Path("run"), tests.world())
