@@ -1,9 +1,9 @@
 """Write checkpoints in a thread of each rank while training continues.
 
-Ranks agree on one in two messages: each posts the sums of the files that it has written, and rank 0 the verdict. They
-are posted with a client of the store of the thread's own, so training neither waits for it nor shares its connection. A
-gloo group could send them, but has a socket to every other rank. A gather on the training thread would be needed at
-every step, and the last checkpoint would not be complete until the next one.
+Ranks agree on one by messages: rank 0 posts the digest of its own part, each the sums of what it has written, and rank
+0 the verdict. They are posted with a client of the store of the thread's own, so training neither waits for it nor
+shares its connection. A gloo group could send them, but has a socket to every other rank. A gather on the training
+thread would be needed at every step, and the last checkpoint would not be complete until the next one.
 """
 
 from __future__ import annotations
