@@ -139,12 +139,12 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 2195,
-    "imagenet_fast/checkpoint": 821,
+    "imagenet_fast/checkpoint": 863,
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
     "imagenet_fast/data": 5030,
-    "imagenet_fast/distributed": 2406,
+    "imagenet_fast/distributed": 2501,
     "imagenet_fast/doctor": 331,
     "imagenet_fast/launch": 1258,
     "imagenet_fast/metrics": 1506,
@@ -154,9 +154,9 @@ LINES = {
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
     "imagenet_fast/sync": 4848,
-    "imagenet_fast/training": 3110,
-    "imagenet_fast": 32476,
-    "tests": 29044,
+    "imagenet_fast/training": 3107,
+    "imagenet_fast": 32610,
+    "tests": 29255,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

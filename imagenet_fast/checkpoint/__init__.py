@@ -4,7 +4,7 @@ A checkpoint is a directory of a run, written once and never changed:
 
     checkpoints/step-00001234/
         shared.safetensors       what all ranks hold alike, written by rank 0
-        rank-00003.safetensors   what only that rank holds
+        rank-00003.safetensors   what only that rank holds, unless it is the same as rank 0's
         manifest.json            the sums of the files: if it disagrees with them, there is no checkpoint
 
 A file holds a tree of dicts, lists, tensors and plain values (``tree.py``), which the training thread copies to host

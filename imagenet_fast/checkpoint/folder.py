@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +20,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 
 from imagenet_fast.atomic_io import atomic_path, sync_folder
 from imagenet_fast.checkpoint.tree import Tree, read_tree
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.recipe.base import Table
 
@@ -29,6 +31,7 @@ _SUM, _END = b',\n  "crc32": ', b"\n}"
 _NAME = re.compile(r"(\.?)step-\d{8,}(-\d+)?")
 """Names of checkpoints; with a dot those of directories that are none yet, or no longer."""
 _CPU = torch.device("cpu")
+_PIECE = 1 << 24  # bytes that are read at once
 
 
 def part_name(rank: int) -> str:
@@ -43,11 +46,17 @@ class FileSum(Table):
     crc32: str
 
 
+Damage = tuple[str, int, str]
+"""A file of a checkpoint, the number of its OSError or 0, and what is wrong with it: a message to other ranks."""
+
+
 class CorruptCheckpoint(UserError):
     """A checkpoint is not whole, or the system does not let it be read."""
 
     def __init__(self, path: Path, what: str | OSError) -> None:
         """Report ``what`` is wrong with the file ``path``."""
+        error = what if isinstance(what, OSError) else OSError(0, what)
+        self.damage: Damage = (path.name, error.errno or 0, error.strerror or "")
         self.is_away = isinstance(what, OSError) and what.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
         self.what = f"{path.name} {f'cannot be read ({what.strerror})' if isinstance(what, OSError) else what}"
         told = f"{self.what}; put that right, or" if self.is_away else f"is damaged: {self.what};"
@@ -78,6 +87,8 @@ class Manifest(Stamp):
     A run that went back writes later checkpoints at earlier steps, and the clock may be set back.
     """
     files: dict[Annotated[str, Field(pattern=r"^[a-z0-9-]+\.safetensors$")], FileSum]
+    same: tuple[PositiveInt, ...] = ()
+    """Ranks whose part is the same as rank 0's, and has no file."""
 
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder``, which has all the files. Raises OSError."""
@@ -153,12 +164,12 @@ class Checkpoint:
 
         Tensors that were on an accelerator come to ``device``. Raises CorruptCheckpoint.
         """
-        return _read(self.folder / part_name(rank), self.manifest, device)
+        return _read(self.folder / part_name(0 if rank in self.manifest.same else rank), self.manifest, device)
 
     def parts(self, device: torch.device = _CPU) -> Iterator[tuple[int, Tree]]:
         """Yield every rank that saved a part, and the ``part``; one at a time, since they may be many."""
         for rank in range(self.manifest.world):
-            if part_name(rank) in self.manifest.files:
+            if part_name(rank) in self.manifest.files or rank in self.manifest.same:
                 yield rank, self.part(rank, device)
 
 
@@ -178,19 +189,33 @@ def _read(path: Path, manifest: Manifest, device: torch.device) -> Tree:
 
 
 def _content(path: Path, expected: FileSum) -> bytes:
-    """Return the content of a file, or raise CorruptCheckpoint."""
+    """Return the content of a file, or raise CorruptCheckpoint; the rank moves with each piece, as it may be slow."""
     try:
         if (size := path.stat().st_size) != expected.size:
             raise CorruptCheckpoint(path, f"has {size} bytes instead of {expected.size}")
-        data = path.read_bytes()
+        data = io.BytesIO()
+        with path.open("rb") as file:
+            while data.write(file.read(_PIECE)):
+                here.move()
     except OSError as error:
         raise CorruptCheckpoint(path, error) from None
-    if (found := _sum_of([data])) != expected:
+    if (found := _sum_of([data.getbuffer()])) != expected:
         raise CorruptCheckpoint(path, f"has the CRC-32 {found.crc32} instead of {expected.crc32}")
-    return data
+    return data.getvalue()
 
 
-def newest(root: Path, best: bool = False) -> Checkpoint | None:
+def damaged_part(folder: Path, share: slice = slice(None)) -> Damage | None:
+    """Read a ``share`` of the parts of ranks in ``folder``, and return what is wrong with the first damaged one."""
+    try:
+        manifest = read_manifest(folder)
+        for name in sorted(manifest.files.keys() - {SHARED})[share]:
+            _content(folder / name, manifest.files[name])
+    except CorruptCheckpoint as error:
+        return error.damage
+    return None
+
+
+def newest(root: Path, best: bool = False, check: Callable[[Path], Damage | None] = damaged_part) -> Checkpoint | None:
     """Return the newest checkpoint under ``root`` that is whole; None if there has never been one.
 
     All its files are read to check it, so only one rank should do this and tell the others. It warns of damaged ones.
@@ -198,6 +223,7 @@ def newest(root: Path, best: bool = False) -> Checkpoint | None:
     Args:
         root: Directory of the checkpoints.
         best: Whether to return the one with the highest top-1 instead; None if none was evaluated.
+        check: Reads the parts of ranks; they may be many, and ranks share the work.
 
     Raises:
         UserError: All checkpoints are damaged, or ``root`` or a newer one cannot be read.
@@ -206,8 +232,8 @@ def newest(root: Path, best: bool = False) -> Checkpoint | None:
     for folder in _best_first(found) if best else found:
         try:
             shared = _read(folder / SHARED, found[folder], _CPU)
-            for name in found[folder].files.keys() - {SHARED}:
-                _content(folder / name, found[folder].files[name])
+            if wrong := check(folder):
+                raise CorruptCheckpoint(folder / wrong[0], OSError(*wrong[1:]) if wrong[1] else wrong[2])
         except CorruptCheckpoint as error:
             damaged[folder] = error
             continue

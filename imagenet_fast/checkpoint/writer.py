@@ -1,21 +1,22 @@
 """Write checkpoints in a thread of each rank while training continues.
 
-Ranks agree on one in two messages: each posts the sums of the files that it has written, and rank 0 the verdict. They
-are posted with a client of the store of the thread's own, so training neither waits for it nor shares its connection. A
-gloo group could send them, but has a socket to every other rank. A gather on the training thread would be needed at
-every step, and the last checkpoint would not be complete until the next one.
+Ranks agree on one by messages: rank 0 posts the digest of its own part, each the sums of what it has written, and rank
+0 the verdict. They are posted with a client of the store of the thread's own, so training neither waits for it nor
+shares its connection. A gloo group could send them, but has a socket to every other rank. A gather on the training
+thread would be needed at every step, and the last checkpoint would not be complete until the next one.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import shutil
 import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -106,7 +107,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
         """Copy the trees as they are now, and write them in the background: ``shared`` by rank 0, ``own`` by this rank.
 
-        Where one is None, nothing is written. It first does ``wait``, whose errors are of the checkpoint before.
+        Where one is None, nothing is written, nor an ``own`` that is the same as rank 0's. It first does ``wait``,
+        whose errors are of the checkpoint before.
         """
         self.wait()
         trees = {SHARED: shared if self._place.is_main else None, part_name(self._place.rank): own}
@@ -167,15 +169,17 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 thread = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _PRIORITY))
             board = Board(self._store, f"checkpoint/{number}", self._pause)
-            part = copied if "failure" in copied else self._tried(lambda: self._write(folder, copied["content"]))
-            board.post(f"part/{self._place.rank}", part)
+            files = {name: [*pieces] for name, pieces in copied.get("content", {}).items()}
+            same = self._is_rank_0s(board, files.get(part_name(self._place.rank), []))
+            part = copied if "failure" in copied else self._tried(lambda: self._write(folder, {} if same else files))
+            board.post(f"part/{self._place.rank}", part | {"same": same})
             if self._place.is_main:
                 board.post("verdict", self._judge(board, folder, stamp))
             verdict = board.read("verdict", time.monotonic() + _FOR_RANK_0 * self._timeout_s)
             if verdict is None:
                 raise UserError(f"{lost}, as rank 0 does not answer; see its output")
             if board.count("read") == self._place.size:
-                board.remove("verdict", "read", *(f"part/{rank}" for rank in range(self._place.size)))
+                board.remove("verdict", "read", "own", *(f"part/{rank}" for rank in range(self._place.size)))
             if "failure" in verdict:
                 raise NotSaved(f"the checkpoint of step {stamp.step} failed: {verdict['failure']}", verdict["then"])
             self._written, self.written_step = self._root / verdict["content"], stamp.step
@@ -186,7 +190,18 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         except Exception as error:
             self._failure = error
 
-    def _write(self, folder: Path, files: Mapping[str, Iterator[bytes | memoryview]]) -> dict[str, Any]:
+    def _is_rank_0s(self, board: Board, own: Sequence[bytes | memoryview]) -> bool:
+        """Return whether a part is that of rank 0, too, as after an evaluation, which averages statistics of norms."""
+        summed = hashlib.blake2b(digest_size=16)
+        for piece in own:
+            summed.update(piece)
+        digest = summed.hexdigest() if own else "none"
+        if self._place.is_main:
+            board.post("own", digest)
+            return False
+        return bool(own) and digest == board.read("own", time.monotonic() + self._timeout_s)
+
+    def _write(self, folder: Path, files: Mapping[str, Sequence[bytes | memoryview]]) -> dict[str, Any]:
         """Write ``files`` into ``folder`` and return their sums."""
         self._check_root()
         folder.mkdir(exist_ok=True)
@@ -231,7 +246,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         before, _ = folders.survey(self._root)
         number = 1 + max((manifest.number for manifest in before.values()), default=0)
         files = {name: FileSum(**found) for part in parts.values() for name, found in part["content"].items()}
-        manifest = Manifest(**dict(stamp), number=number, files=files)
+        same = tuple(rank for rank, part in parts.items() if part["same"])
+        manifest = Manifest(**dict(stamp), number=number, files=files, same=same)
         made = folders.finish(folder, manifest)
         _tidied(lambda: folders.retain({made: manifest, **before}, self._keep))
         return made.name

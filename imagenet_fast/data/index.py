@@ -136,7 +136,7 @@ def map_in_order(look: Callable[[Item], Found], items: Sequence[Item]) -> Iterat
     with ThreadPoolExecutor(_THREADS) as threads:
         try:
             for found in threads.map(look, items):
-                here.enter(here.at[1])  # this rank makes progress: listing a million files may seem to hang
+                here.move()  # listing a million files may seem to hang
                 yield found
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)

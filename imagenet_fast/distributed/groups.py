@@ -37,11 +37,8 @@ def _order_kernels() -> None:
 
 _order_kernels()
 
-# Public since torch 2.15, where the old name is deprecated.
-set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-
 SLACK_S = 30.0
-"""Seconds by which the limit of an operation exceeds the limit for a rank without progress.
+"""Seconds by which the limit of an operation exceeds the longest limit for a rank without progress.
 
 The watchdog thread names a rank that hangs. A backend's limit names no rank; it takes effect only if that thread waits
 for a store whose node is gone.
@@ -60,16 +57,6 @@ def leave_at_exit() -> None:
 def _leave(process: int) -> None:
     if os.getpid() == process and dist.is_initialized():  # a fork has no such threads, and would wait for them
         dist.destroy_process_group()
-
-
-def set_group_timeouts(seconds: float) -> None:
-    """Limit new operations of all this rank's process groups to ``seconds`` plus ``SLACK_S``.
-
-    Operations already started keep their limit.
-    """
-    limit = timedelta(seconds=seconds + SLACK_S)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        set_timeout(limit, group)
 
 
 def group_timeout(device: torch.device) -> timedelta | None:

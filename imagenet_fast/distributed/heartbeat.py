@@ -54,20 +54,24 @@ class Here:
         self.fresh = True
         """True if something runs for the first time, and so may compile or connect.
 
-        It is set when a phase is first entered, and cleared at the next step.
+        It is set when a phase is first entered, or first with images of a shape, and cleared at the next step.
         """
-        self._known: set[Phase] = set()
+        self._known: set[object] = set()
 
-    def enter(self, phase: Phase, step: int | None = None) -> None:
-        """Record that the rank is now in ``phase``, of ``step`` if given."""
+    def enter(self, phase: Phase, step: int | None = None, shape: Sequence[int] = ()) -> None:
+        """Record that the rank is now in ``phase``, of ``step`` if given, with images of ``shape`` if that matters."""
         if step is None:
             step = self.at[0]
         elif step != self.at[0]:
             self.fresh = False
-        if phase not in self._known:
-            self._known.add(phase)
+        if (phase, shape) not in self._known:
+            self._known.add((phase, shape))
             self.fresh = True
         self.at = (step, phase)
+
+    def move(self) -> None:
+        """Record that the rank makes progress in its phase: what takes long is no hang."""
+        self.enter(self.at[1])
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

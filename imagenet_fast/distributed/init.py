@@ -72,7 +72,8 @@ def init_distributed(
     device, backend = prepare_device(place.local_rank)
     if numa_binding and device.type == "cuda":
         bind_to_numa_node(device)
-    _make_group(place, device, backend, join_timeout_s, agreed, timedelta(seconds=timeout.first_step_s + SLACK_S))
+    limit = timedelta(seconds=max(timeout.first_step_s, timeout.step_s) + SLACK_S)
+    _make_group(place, device, backend, join_timeout_s, agreed, limit)
     with watching_ranks(timeout, end, left, traces):
         yield _context(place, device)
     dist.destroy_process_group()  # not after an error: it would wait for collectives that never end

@@ -1,28 +1,28 @@
-"""Make and find what all ranks share: weights, batch-norm statistics, sums, errors, a directory, votes."""
+"""Make and find what all ranks share: weights, batch-norm statistics, sums, messages, errors, a directory."""
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.distributed.board import wait_until
-from imagenet_fast.distributed.groups import end_group
+from imagenet_fast.distributed.board import Board, wait_until
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.errors import UserError
+from imagenet_fast.errors import JobAborted, UserError
 
 _NFS_TIMEOUT_S = 5.0  # for another node's file to become visible over NFS
-_EVERY_S = 0.2  # between two votes, whatever a step takes
-_MOST_STEPS = 1000
+_numbers = count()  # of messages between ranks so far, on every rank alike
 
 
 def broadcast_model(model: nn.Module) -> None:
@@ -85,24 +85,48 @@ def gather_rows(own: Sequence[float]) -> Tensor:
     return rows.cpu()
 
 
-def broadcast_error(refusal: str, device: torch.device) -> str:
-    """Return the ``refusal`` of rank 0 on every rank, or an empty string; that of other ranks is ignored."""
-    said = [refusal]
+def from_main(message: Any = None) -> Any:
+    """Return rank 0's ``message``, which JSON can hold, on every rank; that of others is ignored.
+
+    As in ``to_main`` and ``barrier``, ranks wait on the board of the default store, where no backend's limit counts:
+    whoever they wait for may take as long as it makes progress.
+    """
+    board, key = _board(), f"{next(_numbers)}"
+    if dist.get_rank() == 0:
+        board.post(key, [message])
+        return message
     with here.waiting():
-        dist.broadcast_object_list(said, src=0, device=device)
-    return said[0]
+        return board.read(key, math.inf)[0]
+
+
+def to_main(message: Any = None) -> list[Any]:
+    """Return the ``message`` of each rank on rank 0; an empty list on others, which do not wait."""
+    board, folder = _board(), f"{next(_numbers)}"
+    board.post(f"{folder}/{dist.get_rank()}", [message])
+    if dist.get_rank() != 0:
+        return []
+    with here.waiting():
+        return [sent[0] for sent in board.gather(folder, range(dist.get_world_size()), math.inf).values()]
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    to_main()
+    from_main()
 
 
 @contextmanager
-def raise_on_all_ranks(device: torch.device) -> Iterator[None]:
-    """Raise the UserError of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
-    refusal = ""
+def raise_on_all_ranks() -> Iterator[None]:
+    """Raise the UserError or JobAborted of rank 0's block on every rank. Let the other ranks' blocks do nothing."""
+    said = ("", False)
     try:
         yield
-    except UserError as error:
-        refusal = str(error)
-    if refusal := broadcast_error(refusal, device):
-        raise UserError(refusal)
+    except (UserError, JobAborted) as error:
+        said = (str(error), isinstance(error, JobAborted))
+    message, aborts = from_main(said)
+    if message:
+        dist.barrier()  # the store, where others may still read it, may end with rank 0
+        raise (JobAborted if aborts else UserError)(message)
 
 
 @contextmanager
@@ -112,15 +136,15 @@ def first_of_node(world: DistContext) -> Iterator[None]:
     Every rank must enter it. If the block raises UserError on a first rank, the others run it all the same.
     """
     if not world.is_local_main:
-        _barrier()
+        barrier()
     try:
         yield
     except UserError:
         if world.is_local_main:
-            _barrier()
+            barrier()
         raise
     if world.is_local_main:
-        _barrier()
+        barrier()
 
 
 def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path | None:
@@ -134,90 +158,33 @@ def common_folder(folder: Path, world: DistContext, make: bool = False) -> Path 
     Raises:
         UserError: On every rank, if rank 0 cannot write there.
     """
-    told = [str(folder.absolute()), f".seen-{uuid.uuid4().hex}", ""]
-    if world.is_main:
-        try:
-            if make:
-                folder.mkdir(exist_ok=True)
-            (folder / told[1]).touch()
-        except OSError as error:
-            told[2] = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
-    with here.waiting():
-        dist.broadcast_object_list(told, src=0, device=world.device)
-    theirs, mark, refusal = told
-    if refusal:
-        raise UserError(refusal)
+    mark = f".seen-{uuid.uuid4().hex}"
+    with raise_on_all_ranks():
+        if world.is_main:
+            try:
+                if make:
+                    folder.mkdir(exist_ok=True)
+                (folder / mark).touch()
+            except OSError as error:
+                what = f"{folder} cannot be written ({error.strerror}); make it writable, or free space there"
+                raise UserError(what) from None
+    theirs, mark = from_main([str(folder.absolute()), mark])
     deadline = time.monotonic() + (0.0 if world.size == world.local_size else _NFS_TIMEOUT_S)
     seen = wait_until((Path(theirs) / mark).exists, deadline)
-    missing = gather_rows([float(not seen)]).any()
+    missing = from_main(not all(to_main(seen)))
     if world.is_main:
         with suppress(OSError):
             (folder / mark).unlink()
     return None if missing else Path(theirs)
 
 
-def _barrier() -> None:
-    with here.waiting():
-        dist.barrier()
+def _board() -> Board:
+    return Board(dist.distributed_c10d._get_default_store(), "ranks")
 
 
 def _scatter(flat: Tensor, tensors: list[Tensor]) -> None:
     for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
-
-
-class AsyncAnyReduce:
-    """A vote of all ranks on flags, called once per step, with the same result at the same step on every rank.
-
-    The all-reduce runs on gloo while the next steps are trained, and so needs no GPU stream. It sends 8 bytes per flag
-    and 8 more, about five times a second. A flag has effect at most two votes later; with one rank at once.
-    """
-
-    def __init__(self, world: DistContext, flags: int) -> None:
-        """Make a gloo group of all ranks, for ``flags`` flags."""
-        self._group = cast(dist.ProcessGroup, dist.new_group(backend="gloo")) if world.size > 1 else None
-        self._ballot = torch.zeros(flags + 1, dtype=torch.int64)  # last: steps until the next vote
-        self._under_way: dist.Work | None = None
-        self._steps = 0
-        self._stride = 1
-        self._begun = time.perf_counter()
-        self.cast = False
-        """True if the last call took this rank's flags."""
-
-    def __call__(self, *flags: bool) -> list[bool]:
-        """Vote with this rank's flags; return which flags any rank has set.
-
-        Flags are taken only if ``cast`` is True afterwards; else pass them again. All results are False at a step at
-        which no result is known.
-        """
-        self.cast = True
-        if self._group is None:
-            return list(flags)
-        self._steps += 1
-        if self._steps < self._stride:
-            self.cast = False
-            return [False] * len(flags)
-        heard = self._heard()
-        step_s = (time.perf_counter() - self._begun) / self._steps
-        self._ballot = torch.tensor([*flags, min(_MOST_STEPS, max(1, round(_EVERY_S / step_s)))])
-        self._under_way = dist.all_reduce(self._ballot, dist.ReduceOp.MAX, self._group, async_op=True)
-        self._steps, self._begun = 0, time.perf_counter()
-        return heard
-
-    def close(self) -> None:
-        """Wait for the last vote, and destroy the group. Call it on every rank, after the last step."""
-        self._heard()
-        if self._group is not None:
-            end_group(self._group)
-
-    def _heard(self) -> list[bool]:
-        if self._under_way is None:
-            return [False] * (len(self._ballot) - 1)
-        with here.waiting():
-            self._under_way.wait()
-        self._under_way = None
-        *heard, self._stride = self._ballot.tolist()
-        return [bool(wish) for wish in heard]
 
 
 class RunningMeans:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.cores import exceeded_limit
-from imagenet_fast.distributed.groups import set_group_timeouts, write_flight_record
+from imagenet_fast.distributed.groups import write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.schema import Timeout
@@ -199,14 +199,13 @@ class Watchdog:
         self._board = watch_board(self.store, self._publish_after)
         self._host = socket.gethostname()
         self._seen = here.at
-        self._stuck_s = self._unpublished_s = self._failed_s = self._limited_s = 0.0
+        self._stuck_s = self._unpublished_s = self._failed_s = self._looked_s = 0.0
+        self._known: dict[int, Heartbeat] = {}  # positions of all ranks when this one had been stuck for `_looked_s`
         self._beats = 0
         self.publish()
 
     def tick(self, passed_s: float) -> None:
-        """Do what is due, ``passed_s`` seconds after the last tick.
-
-        Set the time limits of process groups, look for a failure, and publish the heartbeat.
+        """Look for a failure, and publish the heartbeat, ``passed_s`` seconds after the last tick.
 
         Raises:
             SystemExit: If the rank must end.
@@ -214,11 +213,9 @@ class Watchdog:
         before, self._seen = self._seen, here.at
         moved = before is not self._seen
         self._stuck_s = 0.0 if moved else self._stuck_s + passed_s
+        self._known = {} if moved else self._known
         self._unpublished_s += passed_s
         limit_s = self.timeout.first_step_s if here.fresh else self.timeout.step_s
-        if limit_s != self._limited_s:
-            set_group_timeouts(limit_s)
-            self._limited_s = limit_s
         try:
             if failure := self._board.read("failure"):
                 self._failed_s += passed_s
@@ -229,7 +226,7 @@ class Watchdog:
                 self.publish()  # the first step at once: a rank that is lost in it was not lost before it
         except dist.DistError:  # the store ended with the rank or the launcher that held it
             pass
-        if self._stuck_s > limit_s:
+        if self._stuck_s > limit_s and (self._seen[1] != "sync" or self._waits_in_vain(limit_s)):
             self._abort()
 
     def publish(self, ended: bool = False) -> None:
@@ -237,6 +234,23 @@ class Watchdog:
         self._unpublished_s = 0.0
         self._beats += 1
         publish(self._board, self.rank, replace(self._heartbeat(), beat=self._beats, ended=ended), self.file)
+
+    def _waits_in_vain(self, limit_s: float) -> bool:
+        """Return whether a rank is lost, or all wait for each other, as this one has in sync for longer than allowed.
+
+        A rank that is elsewhere is alive as long as its heart beats: it ends by its own watchdog if it hangs.
+        """
+        if self._known and self._stuck_s < self._looked_s + _SILENT_IN * LOOK_S:
+            return False
+        try:
+            before, self._known = self._known, published(self._board, range(self.size))
+        except dist.DistError:  # nobody can be asked
+            return True
+        self._looked_s, now = self._stuck_s, self._known
+        ranks = [rank for rank in range(self.size) if rank not in now or not now[rank].ended]
+        lost = before and any(now.get(rank) == before.get(rank) for rank in ranks)
+        waiting = [rank for rank in ranks if rank in now and now[rank].phase == "sync" and now[rank].for_s > limit_s]
+        return bool(lost) or waiting == ranks
 
     def _heartbeat(self) -> Heartbeat:
         step, phase = self._seen
@@ -278,7 +292,8 @@ def watching_ranks(
     """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
     The thread publishes a heartbeat every second. It ends the process with exit code 1 in two cases: the rank makes no
-    progress for longer than ``timeout`` allows, or it does not end by itself after another rank has failed.
+    progress for longer than ``timeout`` allows, or it does not end by itself after another rank has failed. A rank that
+    waits for others is as alive as they are: it gives up if one is lost, or all wait for each other.
 
     The thread ends with the block: a thread that returned from the store while Python shuts down would abort the
     process.

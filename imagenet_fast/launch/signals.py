@@ -57,7 +57,7 @@ class Signals:
         """
         self._saving_s = saving_s
         self._late = late
-        self._asking = False
+        self._asking = self._heard = False
         self._asked_at: float | None = None
         readable, writable = os.pipe()
         os.set_blocking(writable, False)
@@ -70,13 +70,13 @@ class Signals:
     def ask_first(self) -> Callable[[], bool]:
         """Let the first signal only ask this rank to stop; return a function that reports whether it has."""
         self._asking = True
-        return lambda: self._asked_at is not None
+        return lambda: self._heard
 
     def _answer(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal in the main thread."""
         now = time.monotonic()
         if self._asking and self._asked_at is None:
-            self._asked_at = now
+            self._asked_at, self._heard = now, True
         elif self._asked_at is None or now - self._asked_at > _TWICE_S:
             _interrupt(number, frame)
 
@@ -90,7 +90,7 @@ class Signals:
                 continue
             now = time.monotonic()
             if self._asking and asked_at is None:
-                asked_at, deadline = now, now + self._saving_s
+                asked_at, deadline, self._heard = now, now + self._saving_s, True
             elif asked_at is None or now - asked_at > _TWICE_S:
                 deadline = min(deadline, now + GRACE_S)
         code = [1]

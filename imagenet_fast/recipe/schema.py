@@ -128,13 +128,13 @@ class Checkpointing(Table):
 class Timeout(Table):
     """Longest time that a rank may spend in one phase of a step before all ranks end and it is reported.
 
-    Waiting for other ranks counts too.
+    A rank that waits for others is as alive as they are: it ends if one is lost, or all wait for each other so long.
     """
 
     first_step_s: Seconds = 300.0
     """Seconds for anything done for the first time, as it may compile and connect; above 0.
 
-    This covers everything until the second step, and the first evaluation.
+    This covers everything until the second step, the first evaluation, and the first step with images of another size.
     """
     step_s: Seconds = 100.0
     """Seconds in all other phases; above 0."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import NoReturn
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager, nullcontext
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.checkpoint.folder import set_aside
 from imagenet_fast.data.fingerprint import Contents
+from imagenet_fast.distributed.agreement import StepAgreement
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import AsyncAnyReduce, broadcast_error, common_folder
+from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import describe, write_weights
@@ -27,13 +27,11 @@ from imagenet_fast.training.resume import ResumePoint
 from imagenet_fast.training.run_lock import check_locked
 from imagenet_fast.training.state import TrainState
 
-_LOOK_S = 1.0  # seconds between two polls for another rank's request to stop
-_STOP = "stop"
 _SLOW_DISK_S = 600.0  # that writing a checkpoint may take before the limits of a step count again
 
 
 class CheckpointManager:
-    """Policy that decides after each step whether to save a checkpoint and whether to stop.
+    """Policy that decides between steps whether to save a checkpoint and whether to stop.
 
     It saves when the recipe asks for it, after evaluations, and before a stop. It does not save a state with non-finite
     values, unless the recipe's ``nonfinite_steps`` is 0. A failed save does not end the training: rank 0 warns, and all
@@ -42,18 +40,16 @@ class CheckpointManager:
 
     def __init__(
         self, job: Job, world: DistContext, writer: CheckpointWriter | None, data: Contents,
-        asked: Callable[[], bool], store: Store | None = None, begun: int = 0,
+        asked: Callable[[], bool], begun: int = 0,
     ) -> None:  # fmt: skip
-        """Create a manager for one run; a collective call, since it makes a process group.
+        """Create a manager for one run; every rank must call it.
 
         Args:
             job: The run and its recipe.
             world: This rank.
             writer: Writer of the checkpoints; None: nothing is saved.
             data: The images, noted in each checkpoint.
-            asked: Returns whether this rank has been asked to stop.
-            store: Tells the other ranks between steps that this rank was asked to stop. The manager must be its only
-                client. None: they are not told between steps.
+            asked: Returns whether this rank has been asked to stop; called in a thread, too.
             begun: Step of the checkpoint from which the run resumes; 0: none.
         """
         self._job = job
@@ -61,74 +57,43 @@ class CheckpointManager:
         self._writer = writer
         self._data = data
         self._asked = asked
-        self._vote = AsyncAnyReduce(world, flags=2)
         self._saved_at = time.monotonic()
-        self._told = False  # whether this rank has voted that a checkpoint is late
-        self._begun = begun
-        self._board = None if store is None else Board(store, "keeper")
-        self._looked_at = 0.0
+        self._begun = self._last = begun  # last: the step of the last checkpoint that was begun
         self._is_saving = False
         self._unsaved: NotSaved | None = None
+        self._agreement = StepAgreement(world, begun, self._wishes)
 
     def asked(self) -> bool:
-        """Return whether any rank has been asked to stop, for use between steps, where ranks do not vote.
+        """Return whether any rank has been asked to stop, for use between steps; others hear of it up to 1 s later."""
+        return self._agreement.hears("stop")
 
-        The store is polled at most once a second, so a request to another rank is seen up to 1 s late.
-        """
-        if self._asked():
-            if self._board is not None:
-                self._board.post(_STOP, True)
-            return True
-        now = time.monotonic()
-        if self._board is None or self._world.size == 1 or now - self._looked_at < _LOOK_S:
-            return False
-        self._looked_at = now
-        return self._board.read(_STOP) is not None
-
-    def after_step(self, state: TrainState) -> None:
-        """Save a checkpoint if one is due, and stop if some rank was asked to.
-
-        Raises:
-            StopRequested: As ``stop``, which may raise other errors, too.
-        """
-        every_steps = self._job.recipe.checkpoint.every_steps
+    def before_step(self, state: TrainState) -> None:
+        """Save a checkpoint if one is due after the last step. Raise StopRequested if all ranks stop there."""
+        if state.step == self._begun:
+            return
         if self._world.is_main and not self._writing:
             self._await()  # warns at once if it has failed
-        is_late = self._is_late()
-        stop, late = self._vote(self._asked(), is_late)
-        self._told |= is_late and self._vote.cast
-        if stop:
-            self.stop(state)
-        if late or (every_steps > 0 and state.step % every_steps == 0):
+        due, every_steps = self._agreement.due(state.step), self._job.recipe.checkpoint.every_steps
+        if "stop" in due:
+            raise StopRequested
+        if "save" in due or (every_steps > 0 and state.step % every_steps == 0 and state.step != self._last):
             self.save(state, evaluated=False)
 
     def save(self, state: TrainState, evaluated: bool) -> bool:
-        """Save a checkpoint, if there is a writer and the state is finite; return whether it is finite.
-
-        Args:
-            state: The training state.
-            evaluated: Whether its weights were evaluated.
-        """
+        """Save a checkpoint, of ``evaluated`` weights or not, if there is a writer; return whether ``may_save``."""
         if self._writer is None:
             return True
-        self._saved_at, self._told = time.monotonic(), False
+        self._saved_at = time.monotonic()
         if may_save := self.may_save(state):
             self._save(state, evaluated)
         return may_save
 
-    def stop(self, state: TrainState) -> NoReturn:
-        """Save a checkpoint, if there is a writer, and stop; every rank must call it.
-
-        Raises:
-            StopRequested: The state is saved.
-            NonFiniteLoss: The state is not finite and must not be saved.
-            JobAborted: The state could not be saved.
-        """
-        if not self.save(state, evaluated=False):
+    def save_for_stop(self, state: TrainState) -> None:
+        """Save a checkpoint unless there is one of this step; raise NonFiniteLoss or JobAborted if it cannot be."""
+        if state.step != self._last and not self.save(state, evaluated=False):
             raise NonFiniteLoss
         if unsaved := self.finish(state, evaluated=False):
             raise JobAborted(str(unsaved))
-        raise StopRequested
 
     def finish(self, state: TrainState, evaluated: bool) -> NotSaved | None:
         """Wait for the checkpoint of the last step, and save ``state`` once more if it fails.
@@ -152,15 +117,16 @@ class CheckpointManager:
         another number of ranks. Of a model that is divided over ranks no rank can save all.
         """
         saved = self.last_saved()
-        if self._writer is None or self._board is None or state.division is not None:
+        if self._writer is None or state.division is not None:
             return saved
-        if self._board.first("alone", self._world.rank) == self._world.rank:
+        board = Board(dist.distributed_c10d._get_default_store(), "keeper")
+        if board.first("alone", self._world.rank) == self._world.rank:
             if state.step > saved and self.may_save(state, alone=True):
                 self._writer = self._writer.alone()
                 self._save(state, evaluated=False, ranks=1)
                 self._await(last=True)
-            self._board.post("saved", max(saved, self.saved_step))
-        return int(self._board.read("saved", time.monotonic() + _SLOW_DISK_S) or saved)
+            board.post("saved", max(saved, self.saved_step))
+        return int(board.read("saved", time.monotonic() + _SLOW_DISK_S) or saved)
 
     @property
     def _writing(self) -> bool:
@@ -174,10 +140,7 @@ class CheckpointManager:
         if self._writer is None or not self._is_saving:
             return
         self._is_saving = False
-        until = time.monotonic() + _SLOW_DISK_S
-        while self._writing and time.monotonic() < until:
-            here.enter("checkpoint")  # renewed: a slow disk is no hang
-            self._writer.join(1.0)
+        _wait_for_disk(lambda: self._writing, self._writer.join)
         self._unsaved = None
         try:
             self._writer.wait()
@@ -212,29 +175,24 @@ class CheckpointManager:
         return self._writer is not None
 
     def close(self) -> None:
-        """Finish the pending vote; no rank may take a further step."""
-        self._vote.close()
+        """End the thread; no rank may take a further step."""
+        self._agreement.close()
 
-    def _is_late(self) -> bool:
-        """Return whether a checkpoint is due by rank 0's clock; false while one is being written."""
-        minutes = self._job.recipe.checkpoint.every_minutes
-        if not self._world.is_main or self._writer is None or self._writing or self._told:
-            return False
-        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+    def _wishes(self) -> set[str]:
+        """Return what this rank wishes: to stop if it was asked to, to save if that is due by rank 0's clock."""
+        wishes, minutes = {"stop"} if self._asked() else set(), self._job.recipe.checkpoint.every_minutes
+        if minutes > 0 and self._world.is_main and self._writer is not None and not self._writing:
+            wishes |= {"save"} if time.monotonic() - self._saved_at >= 60 * minutes else set()
+        return wishes
 
     def _save(self, state: TrainState, evaluated: bool, ranks: int = 0) -> None:
         """Begin to save the state as that of so many ranks; 0: of those there are."""
         assert self._writer is not None
         recipe, outcome, ranks = self._job.recipe, state.outcome, ranks or self._world.size
-        stamp = Stamp(
-            step=state.step,
-            epoch=outcome.epochs,
-            world=ranks,
-            layout=recipe.parallel.axes(ranks),
-            top1=outcome.top1 if evaluated else None,
-        )
+        top1, layout = outcome.top1 if evaluated else None, recipe.parallel.axes(ranks)
+        stamp = Stamp(step=state.step, epoch=outcome.epochs, world=ranks, layout=layout, top1=top1)
         self._await()
-        self._is_saving = True
+        self._is_saving, self._last = True, state.step
         own = state.own()
         about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), "data": self._data}
         self._writer.save(stamp, about | state.shared(), own)
@@ -242,12 +200,9 @@ class CheckpointManager:
 
 @contextmanager
 def open_checkpoints(
-    job: Job,
-    world: DistContext,
-    data: Contents,
-    ask_first: Callable[[], Callable[[], bool]],
+    job: Job, world: DistContext, data: Contents, ask_first: Callable[[], Callable[[], bool]],
     resumed: ResumePoint | None,
-) -> Iterator[CheckpointManager]:
+) -> Iterator[CheckpointManager]:  # fmt: skip
     """Build the run's checkpoint manager for the block. It saves nothing if not every node sees the run directory.
 
     Args:
@@ -275,9 +230,17 @@ def open_checkpoints(
             warn(f"no checkpoints are written, since {unseen}; {fix}")
     store = dist.distributed_c10d._get_default_store()
     with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        manager = CheckpointManager(job, world, writer, data, ask_first(), store.clone(), begun)
-        yield manager
-        manager.close()
+        manager = CheckpointManager(job, world, writer, data, ask_first(), begun)
+        with closing(manager):
+            yield manager
+
+
+def _wait_for_disk(busy: Callable[[], bool], join: Callable[[float], object]) -> None:
+    """Wait for a thread that writes, while it is ``busy``; a slow disk is no hang. ``join`` waits for some seconds."""
+    until = time.monotonic() + _SLOW_DISK_S
+    while busy() and time.monotonic() < until:
+        here.enter("checkpoint")
+        join(1.0)
 
 
 def save_final_weights(
@@ -290,16 +253,22 @@ def save_final_weights(
     """
     here.enter("checkpoint")
     state.settle()
-    whole, path, failure = state.whole(), RunDir(job.folder).final_weights, ""
-    if world.is_main:
-        try:
-            check_locked(job.folder)
-            path.parent.mkdir(exist_ok=True)
-            write_weights(whole.state_dict(), path, describe(job.name, job.recipe, class_names))
-        except OSError as error:
-            then = f", and {unsaved}" if unsaved else f"; see to that disk, and {job.resuming} writes them"
-            failure = f"trained to the end, but {path} cannot be written ({error}){then}"
-        if unsaved is not None and not failure:
-            warn(f"{unsaved.in_short}; the final weights are written, so the run has ended all the same")
-    if failure := broadcast_error(failure, world.device):
-        raise JobAborted(failure)
+    whole, path = state.whole(), RunDir(job.folder).final_weights
+
+    def write() -> None:
+        check_locked(job.folder)
+        path.parent.mkdir(exist_ok=True)
+        write_weights(whole.state_dict(), path, describe(job.name, job.recipe, class_names))
+
+    with raise_on_all_ranks():
+        if world.is_main:
+            try:
+                with ThreadPoolExecutor(1) as threads:
+                    written = threads.submit(write)
+                    _wait_for_disk(lambda: not written.done(), lambda seconds: wait([written], seconds))
+                written.result()
+            except OSError as error:
+                then = f", and {unsaved}" if unsaved else f"; see to that disk, and {job.resuming} writes them"
+                raise JobAborted(f"trained to the end, but {path} cannot be written ({error}){then}") from None
+            if unsaved is not None:
+                warn(f"{unsaved.in_short}; the final weights are written, so the run has ended all the same")

@@ -16,7 +16,7 @@ from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import first_of_node, gather_rows
+from imagenet_fast.distributed.reductions import first_of_node, from_main, to_main
 from imagenet_fast.metrics.run_result import Accuracy
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
@@ -35,8 +35,8 @@ def evaluate(
 ) -> Accuracy:  # fmt: skip
     """Classify this rank's shard of the validation set and return the accuracy over all ranks.
 
-    Ranks may hold different numbers of batches, so they communicate only at the end. The model is left in the mode it
-    was in.
+    Ranks may hold different numbers of batches and be unlike fast, so they communicate only at the end. The model is
+    left in the mode it was in.
 
     Args:
         model: The whole model.
@@ -77,15 +77,15 @@ def evaluate(
     model.train(modes[model])  # a network of one's own may do more in it
     for module, training in modes.items():
         module.training = training  # frozen norms, for example, stay frozen
-    counted = gather_rows([*correct.flatten().tolist(), float(bad), seen, stopped]).sum(0)
-    *hits, bad_images, images_seen, cut_off = counted.tolist()
+    counted = to_main([*correct.flatten().tolist(), int(bad), seen, stopped])
+    *hits, bad_images, images_seen, cut_off = from_main([sum(of_all) for of_all in zip(*counted, strict=True)])
     if cut_off:
         raise StopRequested
     expected = dataset.val_order.images
-    assert images_seen == expected, f"evaluated {images_seen:.0f} of {expected} images"
+    assert images_seen == expected, f"evaluated {images_seen} of {expected} images"
     names = ("top1", "top5", "top1_mirror", "top5_mirror", "top1_shift", "top5_shift")
     accuracies = {name: 100 * hit / expected for name, hit in zip(names, hits, strict=False)}
-    return Accuracy(**accuracies, images=expected, bad_images=int(bad_images) or None)
+    return Accuracy(**accuracies, images=expected, bad_images=bad_images or None)
 
 
 def mirrored_logits(model: nn.Module, images: Tensor, logits: Tensor | None = None) -> Tensor:

@@ -87,7 +87,7 @@ def load_initial_weights(
         UserError: The same on every rank, if rank 0 cannot read the weights or they do not fit.
     """
     found = None
-    with raise_on_all_ranks(world.device):
+    with raise_on_all_ranks():
         if world.is_main:
             found = fit(given_weights(given), model, classes, fresh_head)
             warn_of_blurpool(found, model)

@@ -7,15 +7,19 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
+from imagenet_fast.checkpoint.folder import Damage, damaged_part, read_survey
+from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.data.fingerprint import differences as differences_of_data
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
+from imagenet_fast.distributed.reductions import barrier, common_folder, from_main, raise_on_all_ranks, to_main
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.metrics.run_dir import RunDir
@@ -43,11 +47,8 @@ class ResumePoint:
     def load(self, state: TrainState, world: DistContext, recipe: Recipe) -> ResumePoint:
         """Load the checkpoint into ``state``, evaluated again if ``recipe`` judges otherwise; return the rest."""
         checkpoint = self.checkpoint
-        if self.elsewhere:
-            parts = (part for _, part in checkpoint.parts(world.device))
-            own = joined(parts, sharded=checkpoint.manifest.layout.get("tp", 1) > 1)
-        else:
-            own = checkpoint.part(world.rank, world.device)
+        own = self._joined(world) if self.elsewhere else checkpoint.part(world.rank, world.device)
+        barrier()  # disks are unlike fast
         try:
             state.load(checkpoint.shared, own)
         except (KeyError, RuntimeError):
@@ -69,6 +70,18 @@ class ResumePoint:
         if state.needs_eval:
             state.outcome.clear_target()
         return replace(self, checkpoint=replace(checkpoint, shared={}))  # weights and momenta take memory
+
+    def _joined(self, world: DistContext) -> Any:
+        """Return the parts of all ranks as one, which rank 0 reads for all: they may be many."""
+        content = [b""]
+        with raise_on_all_ranks():
+            if world.is_main:
+                parts = (part for _, part in self.checkpoint.parts(world.device))
+                own = joined(parts, sharded=self.checkpoint.manifest.layout.get("tp", 1) > 1)
+                content = [b"".join(HostCopy().take(own))]
+        with here.waiting():
+            dist.broadcast_object_list(content, device=world.device)
+        return read_tree(content[0], world.device)
 
     def check_data(self, contents: Contents) -> None:
         """Raise UserError if classes, images or labels have changed to ``contents`` since."""
@@ -94,21 +107,19 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     Raises:
         UserError: The same on every rank, if the run cannot be resumed.
     """
-    last, saved = None, RunDir(job.folder).checkpoints
-    with raise_on_all_ranks(world.device):
-        if world.is_main:
-            last = newest(saved)
-    named = ["" if last is None else last.folder.name]
-    dist.broadcast_object_list(named, src=0, device=world.device)
-    if not named[0]:
+    saved = RunDir(job.folder).checkpoints
+    with raise_on_all_ranks():
+        there = world.is_main and any(read_survey(saved))
+    if not from_main(there):
         return None
     root = common_folder(saved, world)
     if root is None:
         raise UserError(
             f"not every node sees the checkpoints that rank 0 has in {job.folder}; put the run where all of them do"
         )
-    folder = root / named[0]
-    checkpoint = open_checkpoint(folder) if last is None else replace(last, folder=folder)
+    last = _newest(root, world)
+    name = from_main("" if last is None else last.folder.name)
+    checkpoint = last or open_checkpoint(root / name)
     begun, gap_s = checkpoint.shared["recipe"], time.time() - checkpoint.shared["saved_at"]
     if changed := differences(begun, job.recipe):
         raise UserError(
@@ -119,6 +130,26 @@ def find_resumption(job: Job, world: DistContext) -> ResumePoint | None:
     elsewhere = (manifest.world, manifest.layout) != (world.size, parallel.axes(world.size))
     elsewhere |= chunks_of(begun["parallel"]["schedule"]) != chunks_of(parallel.schedule)  # a rank has other layers
     return ResumePoint(checkpoint, elsewhere, max(0.0, gap_s))
+
+
+def _newest(root: Path, world: DistContext) -> Checkpoint | None:
+    """Return the newest whole checkpoint on rank 0; each rank reads a share of the parts of those that it considers."""
+    last, share = None, slice(world.rank, None, world.size)
+
+    def check(folder: Path) -> Damage | None:
+        from_main(folder.name)
+        return next(filter(None, to_main(damaged_part(folder, share))), None)
+
+    with raise_on_all_ranks():
+        if world.is_main:
+            try:
+                last = newest(root, check=check)
+            finally:
+                from_main("")
+        else:
+            while name := from_main():
+                to_main(damaged_part(root / name, share))
+    return last
 
 
 def _change_of_network(shared: Mapping[str, Any], state: TrainState) -> str:

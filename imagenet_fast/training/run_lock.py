@@ -41,7 +41,7 @@ def claimed(job: Job, world: DistContext) -> Iterator[RunResult | None]:
         UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume.
     """
     ended: list[RunResult | None] = [None]
-    with raise_on_all_ranks(world.device):
+    with raise_on_all_ranks():
         if world.is_main:
             ended = [_claim(job)]
     try:

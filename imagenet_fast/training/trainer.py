@@ -89,7 +89,8 @@ class Trainer:
             overrides: Changes of the recipe, as ``train --set`` takes them: "optim.lr=0.1".
             ending: Records how the run ends; None: only the run directory tells it.
             ask_first: Called once the run can be saved, from when on a signal asks this rank to stop. Returns a
-                function that tells whether one has. None: Ctrl-C ends the run in the middle of a step.
+                function, called in a thread too, that tells whether one has. None: Ctrl-C ends the run in the middle
+                of a step.
         """
         self.world = world or current_world()
         if isinstance(job, Path | str):
@@ -219,16 +220,18 @@ class Trainer:
             if state.needs_eval and self._evaluation_is_due():
                 self._evaluate_and_save()
             while state.step < steps and outcome.status != "reached":
+                if self.checkpoints is not None:
+                    self.checkpoints.before_step(state)
                 if state.step % self.steps_per_epoch == 0:
                     self.metrics("epoch", state.step, epoch=self.epoch)
                 self.train_step()
                 if self._evaluation_is_due():
                     self._evaluate_and_save()
-                elif self.checkpoints is not None:
-                    self.checkpoints.after_step(state)
             if outcome.status != "reached":
                 outcome.status = "finished"
         except StopRequested:
+            if self.checkpoints is not None:
+                self.checkpoints.save_for_stop(state)
             outcome.status = "preempted"
         self.step.meter.flush(self.metrics)
 
@@ -296,15 +299,9 @@ class Trainer:
         return epochs > 0 and steps == 0 and self.job.recipe.evaluates_after(epochs)
 
     def _evaluate_and_save(self) -> None:
-        """Evaluate and save; if a stop cuts the evaluation off, save without it and raise StopRequested."""
-        if self.checkpoints is None:
-            self.evaluate()
-            return
-        try:
-            self.evaluate()
-        except StopRequested:
-            self.checkpoints.stop(self.state)
-        self.checkpoints.save(self.state, evaluated=True)
+        self.evaluate()
+        if self.checkpoints is not None:
+            self.checkpoints.save(self.state, evaluated=True)
 
     def _train_soundly(self) -> NotSaved | None:
         """Train to the end or a stop; return why the end could not be saved, if so.
@@ -337,7 +334,7 @@ class Trainer:
         Only now, when nothing stands in the way of the run any more, is the run directory written.
         """
         job, world, at, ask_first = self.job, self.world, self.resumed_from, self._ask_first or (lambda: lambda: False)
-        with raise_on_all_ranks(world.device):
+        with raise_on_all_ranks():
             if world.is_main and at is None:
                 make_room(job)
         with open_checkpoints(job, world, self.data.contents, ask_first, at) as checkpoints:

@@ -8,6 +8,7 @@ import random
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -162,14 +163,14 @@ def test_a_directory_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path:
 @pytest.mark.parametrize("file", ["manifest.json", "shared.safetensors"])
 def test_storage_that_is_away_is_no_damage(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     saved(tmp_path, 1, 2)
-    read, lost = Path.read_bytes, tmp_path / "step-00000002" / file
+    opened, lost = Path.open, tmp_path / "step-00000002" / file
 
-    def stale(path: Path) -> bytes:
+    def stale(path: Path, *how: Any, **also: Any) -> Any:
         if path == lost:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return read(path)
+        return opened(path, *how, **also)
 
-    monkeypatch.setattr(Path, "read_bytes", stale)
+    monkeypatch.setattr(Path, "open", stale)
     told = f"{lost} cannot be read (Stale file handle); put that right, or give another checkpoint"
     assert refusal_of(newest, tmp_path) == told
 

@@ -80,6 +80,18 @@ def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):
     assert same(dict(found.parts()), {rank: state(20, rank=1 + rank) for rank in range(3)})
 
 
+def test_what_ranks_hold_alike_is_written_once(tmp_path: Path):
+    """Of hundreds of ranks, after each evaluation."""
+    writers, unlike = together(*[tmp_path] * 4), 2
+    for rank, writer in enumerate(writers):
+        writer.save(stamp(1, world=4), state(1), state(1, rank=9 if rank == unlike else 5))
+    (folder,) = {writer.wait() for writer in writers}
+    assert [name for name in names(folder) if "rank" in name] == ["rank-00000.safetensors", "rank-00002.safetensors"]
+    found = open_checkpoint(folder)
+    assert same(dict(found.parts()), {rank: found.part(rank) for rank in range(4)})
+    assert same([found.part(rank) for rank in range(4)], [state(1, rank=9 if r == unlike else 5) for r in range(4)])
+
+
 def test_a_rank_with_nothing_of_its_own_writes_nothing(tmp_path: Path):
     writers = together(tmp_path, tmp_path)
     for rank, writer in enumerate(writers):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import socket
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,13 +16,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed import heartbeat, watchdog
-from imagenet_fast.distributed.groups import SLACK_S, set_group_timeouts, write_flight_record
+from imagenet_fast.distributed.groups import write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, Here, Phase, describe_hang, describe_lost, publish, published
 from imagenet_fast.distributed.ranks import ranges
 from imagenet_fast.distributed.watchdog import Reason, Watchdog, leave_failure, watch_board
 from imagenet_fast.recipe.schema import Timeout
-from imagenet_fast.sync.comm_stream import CommStream
-from tests.ranks import with_ranks
 
 
 def at(step: int, phase: Phase, for_s: float = 0.0, host: str = "node0") -> Heartbeat:
@@ -88,6 +88,11 @@ def test_what_is_done_for_the_first_time_may_take_longer():
         fresh.append(position.fresh)
     assert fresh == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2 + [True, False]
     assert position.at == (4, "data")
+    for step, size in ((4, 32), (5, 32), (6, 64), (7, 64)):  # blocks are compiled for each size
+        position.enter("data", step)
+        position.enter("forward", shape=(8, 3, size, size))
+        fresh.append(position.fresh)
+    assert fresh[-4:] == [True, False, True, False]
 
 
 def test_waiting_restores_phase_unless_it_failed():
@@ -141,6 +146,31 @@ def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: py
     sentence = f"rank 0 on {socket.gethostname()} has been in data at step 2 for 2 s, longer than timeout.step_s allows"
     assert told == [Reason(sentence)]
     assert capsys.readouterr().err == f"error: {sentence}\n"
+
+
+@pytest.mark.parametrize(
+    ("last", "sentence"),
+    [
+        (at(1, "sync", 4), "all ranks have waited for each other for 26 s, longer than timeout.first_step_s allows: "
+         "rank 0-1 in sync at step 1"),
+        (None, "rank 1 on node0 stopped answering in evaluation at step 1; rank 0 waited in sync for 26 s"),
+    ],
+    ids=["waits, too", "is lost"],
+)  # fmt: skip
+def test_a_rank_that_waits_is_as_alive_as_the_one_it_waits_for(position: Here, last: Heartbeat | None, sentence: str):
+    """However long that one takes, which ends by its own watchdog if it hangs."""
+    store, told = HashStore(), list[str]()
+    waiting = Watchdog(store, 0, 2, Timeout(first_step_s=3, step_s=3), told.append)
+    position.enter("sync", 1)
+    for number in range(1, 14):
+        publish(watch_board(store), 1, replace(at(1, "evaluation", number), beat=number))
+        waiting.tick(2)
+    if last is not None:
+        publish(watch_board(store), 1, replace(last, beat=14))
+        threading.Timer(0.05, publish, (watch_board(store), 1, replace(last, beat=15))).start()
+    with pytest.raises(SystemExit):
+        waiting.tick(2)
+    assert told == [sentence]
 
 
 def test_first_step_is_published_at_once(position: Here):
@@ -199,15 +229,3 @@ def test_what_is_left_is_the_record_of_the_backend_in_use(used: str, tmp_path: P
     write_flight_record(3, tmp_path / "run")
     assert len(pickle.loads((tmp_path / "run" / "nccl" / "rank-3").read_bytes())["entries"]) == 1
     write_flight_record(3, Path("/proc/nowhere"))
-
-
-@with_ranks(2, fresh=True)
-def test_all_process_groups_take_the_timeout():
-    device = torch.device("cpu")
-    before = CommStream(device, (0, 1))
-    set_group_timeouts(90)
-    after = CommStream(device, (0, 1))
-    groups = (dist.group.WORLD, before._group, after._group)
-    assert [group._get_backend(device).options._timeout.total_seconds() for group in groups] == [90 + SLACK_S] * 3
-    before.close()
-    after.close()

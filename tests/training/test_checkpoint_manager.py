@@ -46,13 +46,13 @@ def saving(tmp_path: Path) -> Iterator[Saving]:
 def test_a_failed_save_is_warned_of_once_and_tried_again_when_the_next_is_due(
     saving: Saving, capsys: pytest.CaptureFixture[str]
 ):
-    saving.after_step(trained(2))
+    saving.before_step(trained(2))
     saving.writer.join(10.0)
     for _ in range(3):
-        saving.after_step(trained(3))
+        saving.before_step(trained(3))
     assert capsys.readouterr().err.count("warning: the checkpoint of step 2 failed: ") == 1
     saving.ready()
-    saving.after_step(trained(4))
+    saving.before_step(trained(4))
     assert saving.last_saved() == 4
     assert not saving.finish(trained(5), evaluated=True)
     assert (saving.saved_step, capsys.readouterr().err) == (4, "")
@@ -66,13 +66,14 @@ def test_a_failed_save_is_tried_again_at_the_end(saving: Saving):
     assert saving.saved_step == 7
 
 
-def test_a_stop_comes_after_the_save(saving: Saving):
+def test_a_stop_saves(saving: Saving):
     saving.told_to_stop = True
-    with pytest.raises(JobAborted, match="the checkpoint of step 3 failed: "):
-        saving.after_step(trained(3))
-    saving.ready()
     with pytest.raises(StopRequested):
-        saving.after_step(trained(5))
+        saving.before_step(trained(3))
+    with pytest.raises(JobAborted, match="the checkpoint of step 3 failed: "):
+        saving.save_for_stop(trained(3))
+    saving.ready()
+    saving.save_for_stop(trained(5))
     assert saving.saved_step == 5
 
 

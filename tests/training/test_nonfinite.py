@@ -184,11 +184,13 @@ def _told(changes: dict[str, Any], parallel: Parallel = UNDIVIDED, folder: Path 
             if step == 3 and spoils:
                 take_step.state.settle()
                 _make_wild(take_step.state.model)
-            keep.after_step(take_step.state)
+            try:
+                keep.before_step(take_step.state)
+            except StopRequested:
+                keep.save_for_stop(take_step.state)
+                return "stopped"
         if writer is not None:
             writer.wait()
-    except StopRequested:
-        return "stopped"
     except NonFiniteLoss:
         _, why = describe_nonfinite(take_step.state.streak, take_step.state.step)
         return f"{why}; the last checkpoint is that of step {keep.last_saved()}"

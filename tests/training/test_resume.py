@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
+import time
 import weakref
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -12,22 +15,28 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import tests
+from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
+from imagenet_fast.distributed import agreement
+from imagenet_fast.distributed.reductions import barrier
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.training.resume import _newest
 from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
+from tests.checkpoint.trees import stamp, state
 from tests.conftest import tiers
 from tests.data.small import image_data
-from tests.e2e.command import events_of, train_here
+from tests.e2e.command import events_of
 from tests.parallel.small import CPU, UNDIVIDED, Loop, Tiny
 from tests.ranks import run, with_ranks
 from tests.sync.loops import LINK, unmeasured
@@ -240,10 +249,35 @@ def _job(folder: Path, changes: dict[str, Any]) -> Job:
 
 
 def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
-    """It is told to stop after so many steps."""
-    left = iter(range(steps))
-    with patch("imagenet_fast.distributed.reductions._EVERY_S", 0.0):  # ranks vote beside each step
-        return train_here(_job(folder, changes), lambda: lambda: next(left, None) is None).status
+    """It is told to stop after so many steps, each of which takes longer than ranks need to hear of it."""
+    trainer = Trainer(_job(folder, changes), tests.world(), ask_first=lambda: asked)
+    take_step = trainer.train_step
+
+    def asked() -> bool:
+        return trainer.state.step - (trainer.resumed_from.step if trainer.resumed_from else 0) >= steps
+
+    def slowly() -> None:
+        time.sleep(0.2 if steps < 10 else 0.0)
+        take_step()
+
+    with patch.object(agreement, "_LOOK_S", 0.01), patch.object(trainer, "train_step", slowly):
+        return trainer.run().status
+
+
+@with_ranks(2)
+def test_ranks_share_the_work_of_finding_a_checkpoint_that_is_whole(tmp_path: Path):
+    world, warned = tests.world(), io.StringIO()
+    with CheckpointWriter(tmp_path, world, dist.distributed_c10d._get_default_store()) as writer:
+        for step in (1, 2):
+            writer.save(stamp(step, world=2), state(step), state(step, rank=1 + world.rank))
+    part = tmp_path / "step-00000002/rank-00001.safetensors"
+    if world.is_main:
+        part.write_bytes(part.read_bytes()[:-1])
+    barrier()
+    with redirect_stderr(warned):
+        found = _newest(tmp_path, world)
+    assert (found.manifest.step if found else None) == (1 if world.is_main else None)
+    assert ("rank-00001.safetensors has " in warned.getvalue()) == world.is_main
 
 
 def test_the_checkpoint_itself_is_not_kept_in_memory(tmp_path: Path):
