@@ -154,7 +154,7 @@ LINES = {
     "imagenet_fast/sync": 4848,
     "imagenet_fast/training": 3104,
     "imagenet_fast": 32195,
-    "tests": 28687,
+    "tests": 28715,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
