@@ -140,5 +140,5 @@ class GradientBuffer:
 
     def _view(self, slot: ParamSlot) -> Tensor:
         """Return the gradient at ``slot``, with its parameter's strides; without their gaps or overlaps in memory."""
-        like = torch.empty_strided(*slot.layout, device="meta")
-        return self.values.as_strided(slot.shape, torch.empty_like(like).stride(), slot.start).detach()  # else a view
+        dense = torch.empty_like(torch.empty_strided(*slot.layout, device="cpu"), device="meta")  # of meta: loads sympy
+        return self.values.as_strided(slot.shape, dense.stride(), slot.start).detach()  # else a view
