@@ -29,7 +29,7 @@ from imagenet_fast.atomic_io import check_place
 from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.checkpoint.folder import SHARED, FileSum, Manifest, Stamp, part_name, write_durably
 from imagenet_fast.checkpoint.tree import HostCopy, Tree
-from imagenet_fast.distributed.board import Board
+from imagenet_fast.distributed.board import Board, background_client
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError, warn
 
@@ -85,7 +85,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._root = root
         self._was = root.stat() if root.exists() else None  # where it is not, writing tells
         self._place = place
-        self._store = (store or HashStore()).clone()
+        self._store = HashStore() if store is None else background_client(store)
         self._keep = keep
         self._timeout_s = timeout.total_seconds()
         self._copies = defaultdict[str, HostCopy](HostCopy)

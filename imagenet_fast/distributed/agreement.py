@@ -17,7 +17,7 @@ from itertools import count
 
 import torch.distributed as dist
 
-from imagenet_fast.distributed.board import Board
+from imagenet_fast.distributed.board import Board, background_client
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.ranks import RankInfo
 
@@ -55,7 +55,7 @@ class StepAgreement:
         self._leaving = threading.Event()
         self._thread: threading.Thread | None = None
         if place.size > 1:
-            store = dist.distributed_c10d._get_default_store().clone()
+            store = background_client(dist.distributed_c10d._get_default_store())
             self._board = Board(store, f"agreement/{next(_runs)}", self._pause)
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()

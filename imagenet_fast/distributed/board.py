@@ -44,6 +44,20 @@ def call_within(seconds: float, function: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
+_clients: list[tuple[Store, Store]] = []
+"""The default store that was last asked for a client, and that client."""
+
+
+def background_client(store: Store) -> Store:
+    """Return a client of ``store`` for threads beside the one that may be blocked in it; they share it.
+
+    Whoever holds the store of all ranks has a connection to each client. On a board requests are short.
+    """
+    if not _clients or _clients[0][0] is not store:
+        _clients[:] = [(store, store.clone())]
+    return _clients[0][1]
+
+
 class Board:
     """The messages in one part of a store, by key. A message is anything that JSON can hold, except null.
 
@@ -54,8 +68,8 @@ class Board:
         """Use the keys of ``store`` that begin with ``part/``.
 
         Args:
-            store: Where the messages are. A thread needs a client of its own, as ``Store.clone`` makes it, if another
-                one may be blocked.
+            store: Where the messages are. A thread needs another client, as ``background_client``, if the main one
+                may be blocked.
             part: Name of the part; empty for the whole store.
             pause: What to do between two looks for a message, as in ``wait_until``.
         """

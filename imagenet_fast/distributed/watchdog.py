@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from imagenet_fast.distributed.board import Board, call_within
+from imagenet_fast.distributed.board import Board, background_client, call_within
 from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.groups import write_flight_record
 from imagenet_fast.distributed.heartbeat import Heartbeat, describe_hang, describe_lost, here, publish, published
@@ -308,7 +308,7 @@ def watching_ranks(
         JobAborted: Instead of an error that only reports that another rank is gone.
     """
     leaving = threading.Event()
-    store = dist.distributed_c10d._get_default_store().clone()
+    store = background_client(dist.distributed_c10d._get_default_store())
     watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), timeout, end, file, traces)
 
     def watch() -> None:
