@@ -143,7 +143,7 @@ LINES = {
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
-    "imagenet_fast/data": 5008,
+    "imagenet_fast/data": 4773,
     "imagenet_fast/distributed": 2299,
     "imagenet_fast/doctor": 336,
     "imagenet_fast/launch": 1257,
@@ -155,8 +155,8 @@ LINES = {
     "imagenet_fast/recipe": 2050,
     "imagenet_fast/sync": 4848,
     "imagenet_fast/training": 3104,
-    "imagenet_fast": 32297,
-    "tests": 28752,
+    "imagenet_fast": 32059,
+    "tests": 28553,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
