@@ -142,8 +142,8 @@ LINES = {
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
-    "imagenet_fast/data": 5030,
-    "imagenet_fast/distributed": 2501,
+    "imagenet_fast/data": 4773,
+    "imagenet_fast/distributed": 2515,
     "imagenet_fast/doctor": 331,
     "imagenet_fast/launch": 1258,
     "imagenet_fast/metrics": 1506,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2055,
     "imagenet_fast/sync": 4848,
     "imagenet_fast/training": 3107,
-    "imagenet_fast": 32610,
-    "tests": 29282,
+    "imagenet_fast": 32367,
+    "tests": 29083,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -1,4 +1,4 @@
-"""Walk through tars up to an end that is whole, and tell files that are compressed."""
+"""Walk through tars up to an end that is whole."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"\x04\x22
 """The first bytes of files by gzip, bzip2, xz, zstd and lz4."""
 
 _PIECE = 1 << 20  # bytes
-
-
-def refuse_compressed(head: bytes, told: str) -> None:
-    """Raise UserError if ``head`` begins a compressed file, called ``told``."""
-    if head.startswith(_COMPRESSED):
-        raise UserError(f"{told} is compressed, so that no image in it can be read on its own; unpack it")
 
 
 def tar_members(file: IO[bytes], told: str, advice: str) -> Iterator[tarfile.TarInfo]:
@@ -41,7 +35,8 @@ def tar_members(file: IO[bytes], told: str, advice: str) -> Iterator[tarfile.Tar
                 yield member
     except (tarfile.TarError, ValueError, OverflowError) as error:
         file.seek(0)
-        refuse_compressed(file.read(8), told)
+        if file.read(8).startswith(_COMPRESSED):
+            raise UserError(f"{told} is compressed, so that no image in it can be read on its own; unpack it") from None
         raise UserError(f"{told} is no whole tar file ({error}); {advice}") from None
     at = file.seek(end)
     while piece := file.read(_PIECE):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
+from imagenet_fast.data.index import Index, digest_of, load_or_build_index, map_in_order
 from imagenet_fast.errors import UserError, warn
 
 SUFFIXES = (
@@ -35,7 +35,7 @@ _SYSTEM = frozenset(
 )  # fmt: skip
 """Names in lower case of folders that systems create beside the user's."""
 
-_KIND = Kind("folder", {"names": "|u1", "ends": "<i8", "folders": "<i8"})
+_COLUMNS = {"names": "|u1", "ends": "<i8", "folders": "<i8"}
 
 
 def is_image_name(name: str) -> bool:
@@ -193,7 +193,7 @@ def scan_split(root: Path, split: Literal["train", "val"]) -> ImageFolder:
     names, classes = names_of(root, split)
     folder = root / split
     paths = [folder / name for name in names]  # their times change when a name in them does
-    index = load_or_build_index(root, split, _KIND, paths, lambda: _index(folder, names))
+    index = load_or_build_index(root, split, _COLUMNS, paths, lambda: _index(folder, names))
     remedies = {
         "apart": "lie in no class's own folder, as {}, and are left out; move them into the folder of their class",
         "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",

@@ -48,15 +48,9 @@ class Index:
     """Columns by name. All except columns of bytes have [images] elements."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of index: the format of the images, and the columns with their dtypes."""
-
-    name: str
-    columns: Mapping[str, str]
-
-
-def load_or_build_index(root: Path, split: str, kind: Kind, paths: Sequence[Path], make: Callable[[], Index]) -> Index:
+def load_or_build_index(
+    root: Path, split: str, dtypes: Mapping[str, str], paths: Sequence[Path], make: Callable[[], Index]
+) -> Index:
     """Return the index of a split under ``root``: the stored one if it is valid, else a new one.
 
     A stored index is valid if it is not damaged and describes the data as it is now. It is stored beside the data, or
@@ -66,13 +60,13 @@ def load_or_build_index(root: Path, split: str, kind: Kind, paths: Sequence[Path
     Args:
         root: The data directory.
         split: The name of the split.
-        kind: The format and the columns that the index must have.
+        dtypes: The columns that the index must have, with their dtypes.
         paths: The files or folders below ``root`` that the index describes.
         make: Builds a new index.
     """
     stamps, places = _stamps(root, paths), _places(root, split)
     for place in places:
-        if (found := _read(place, kind, stamps)) is not None:
+        if (found := _read(place, dtypes, stamps)) is not None:
             return found
     if len(stamps) >= _MANY:
         print(f"looking through the {split} split of {root}, which has no index that is valid", file=sys.stderr)
@@ -81,7 +75,7 @@ def load_or_build_index(root: Path, split: str, kind: Kind, paths: Sequence[Path
         time.sleep(_TICK_S)
         stamps = _stamps(root, paths)
     index = make()
-    _write(places, kind, stamps, index)
+    _write(places, stamps, index)
     return index
 
 
@@ -102,23 +96,23 @@ def _places(root: Path, split: str) -> list[Path]:
     return [root / name]
 
 
-def _read(place: Path, kind: Kind, stamps: Stamps) -> Index | None:
+def _read(place: Path, dtypes: Mapping[str, str], stamps: Stamps) -> Index | None:
     """Return the index stored at ``place``; None if it is missing, damaged, of another version or of other files."""
     try:
         with np.load(place, allow_pickle=False) as file:  # a zip file, which has a checksum per part
             about = json.loads(file["about"].tobytes())
-            columns = {name: file[name] for name in kind.columns}
-        described = about["version"], about["kind"], about["stamps"]
+            columns = {name: file[name] for name in dtypes}
+        described = about["version"], about["stamps"]
     except Exception:  # of a damaged file, zip, NumPy and JSON raise many types, zlib.error among them
         return None
-    typed = all(columns[name].dtype.str == dtype and columns[name].ndim == 1 for name, dtype in kind.columns.items())
-    valid = typed and described == (_VERSION, kind.name, [list(stamp) for stamp in stamps])
+    typed = all(columns[name].dtype.str == dtype and columns[name].ndim == 1 for name, dtype in dtypes.items())
+    valid = typed and described == (_VERSION, [list(stamp) for stamp in stamps])
     return Index(about, columns) if valid else None
 
 
-def _write(places: Sequence[Path], kind: Kind, stamps: Stamps, index: Index) -> None:
+def _write(places: Sequence[Path], stamps: Stamps, index: Index) -> None:
     """Write the index to the first of ``places`` that can be written; that none can is reported, and ends no run."""
-    about = json.dumps({**index.about, "version": _VERSION, "kind": kind.name, "stamps": stamps}).encode()
+    about = json.dumps({**index.about, "version": _VERSION, "stamps": stamps}).encode()
     why: str | None = ""
     for place in places:
         try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import cv2
 import numpy as np
@@ -21,9 +21,6 @@ from imagenet_fast.data.order import Augmentation, Resolution
 
 Pixels = NDArray[np.uint8]
 """Decoded image, uint8 [height, width, 3], red first."""
-
-Fetch = Callable[[int, int], bytes]
-"""A function that returns the bytes of a file from one offset to another."""
 
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
@@ -106,14 +103,15 @@ def stored_size(header: bytes, length: int) -> tuple[int, int]:
     return (height, width) if found.end() + 3 * height * width == length and height and width else (0, 0)
 
 
-def size_by_header(fetch: Fetch, begin: int, end: int) -> tuple[int, int, bool]:
-    """Return the height and width of an image in a file, and whether its pixels are stored.
+def size_by_header(file: BinaryIO, begin: int, end: int) -> tuple[int, int, bool]:
+    """Return the height and width of an image between two offsets of a file, and whether its pixels are stored.
 
     They are 0 unless these are stored, or it is a JPEG of a kind that all decoders know.
     """
-    head = fetch(begin, min(begin + _HEADER, end))
+    file.seek(begin)
+    head = file.read(min(_HEADER, end - begin))
     if head.startswith(_JPEG):
-        return *_jpeg_frame(fetch, begin, end)[:2], False
+        return *_jpeg_frame(file, begin, end)[:2], False
     height, width = stored_size(head, end - begin)
     return height, width, height > 0
 
@@ -204,7 +202,7 @@ def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
 
     A decoder that meets another marker in a scan stops there, and says so or leaves the rest grey.
     """
-    height, width, at = _jpeg_frame(lambda begin, end: jpeg[begin:end], 0, len(jpeg))
+    height, width, at = _jpeg_frame(BytesIO(jpeg), 0, len(jpeg))
     while height and at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
         kind, at = jpeg[at + 1], at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
         if kind == _SCAN:
@@ -216,11 +214,12 @@ def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
     return (height, width) if jpeg[at:] == bytes((0xFF, _END)) else None
 
 
-def _jpeg_frame(fetch: Fetch, begin: int, end: int) -> tuple[int, int, int]:
+def _jpeg_frame(file: BinaryIO, begin: int, end: int) -> tuple[int, int, int]:
     """Return height and width of a JPEG of 8 bits in one or three colours, else 0, and where what follows begins."""
     at = begin + len(_JPEG)
     while at + _SEGMENT.size <= end:
-        first, kind, length, bits, height, width, colours = _SEGMENT.unpack(fetch(at, at + _SEGMENT.size))
+        file.seek(at)
+        first, kind, length, bits, height, width, colours = _SEGMENT.unpack(file.read(_SEGMENT.size))
         at += 2 + length
         if kind in _FRAMES and first == 0xFF and bits == 8 and colours in (1, 3) and height and width:
             return height, width, at

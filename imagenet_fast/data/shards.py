@@ -6,12 +6,11 @@ import os
 import resource
 import tarfile
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,34 +18,30 @@ from numpy.typing import NDArray
 
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import SUFFIXES
-from imagenet_fast.data.index import Index, Kind, digest_of, load_or_build_index, map_in_order
-from imagenet_fast.data.pixels import Fetch, ImageDecodeError, Pixels, size_by_header
+from imagenet_fast.data.index import Index, digest_of, load_or_build_index, map_in_order
+from imagenet_fast.data.pixels import ImageDecodeError, Pixels, size_by_header
 from imagenet_fast.errors import UserError
 
-COLUMNS = {
+_COLUMNS = {
     "shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8", "heights": "<i4",
     "widths": "<i4", "stored": "|b1",
 }  # fmt: skip
 """Columns of a shard index, with their dtypes.
 
-For each image: the number of its shard; the offset and the length of its bytes there; how many bytes before them its
-record, or its member's header, begins; its label as stored; and, by ``size_by_header``, its height and width, or 0,
-and whether its pixels are stored.
+For each image: the number of its shard; the offset and the length of its bytes there; how many bytes before them the
+header of its member begins; its label; and, by ``size_by_header``, its height and width, or 0, and whether its pixels
+are stored.
 """
 
 CLASSES = "classes.txt"
 """The file with the class names, one per line in the order of labels, for shards that only have numbers."""
 
-Row = tuple[int, int, int, int, int, int, bool]
-"""Offset, length and so on of one image, as in ``COLUMNS``."""
-
-Looked = tuple[list[Row], Collection[tuple[int, str]]]
-"""The images of a shard in their order, and pairs of a label and its synset, where the shard names synsets."""
+_Row = tuple[int, int, int, int, int, int, bool]
+"""Offset, length and so on of one image, as in ``_COLUMNS``."""
 
 IMAGES = ("jpg", "jpeg", "png", "bmp", "webp", "ppm")
 """Suffixes of images in tars."""
 
-_TAR = Kind("webdataset", COLUMNS)
 _DIGITS = 20  # more than any label has
 _HINT = "a shard holds images and their labels as KEY.jpg and KEY.cls (of other archives make some: `data prepare`)"
 _NAMES = f"images are named KEY.SUFFIX with one of {', '.join(IMAGES)}, and there is no dot in the name of a KEY"
@@ -55,14 +50,14 @@ _NAMES = f"images are named KEY.SUFFIX with one of {', '.join(IMAGES)}, and ther
 class Shards:
     """One split in shards. Many threads may read at once; shards are opened when needed."""
 
-    def __init__(self, files: Sequence[Path], index: Index, labels: NDArray[np.int64], classes: list[str]) -> None:
-        """Create the split of the images that ``index`` lists in ``files``; its columns are ``COLUMNS``.
+    def __init__(self, files: Sequence[Path], index: Index, classes: list[str]) -> None:
+        """Create the split of the images that ``index`` lists in ``files``.
 
         Raises:
             UserError: A label is of none of the ``classes``.
         """
         self.files = [str(file) for file in files]
-        self.labels = labels
+        self.labels: NDArray[np.int64] = index.columns["labels"]
         self.classes = classes
         self._shards, self._offsets, self._lengths, self._before = (
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
@@ -74,9 +69,9 @@ class Shards:
         self.jpeg_sides = self.sides - self.pixel_sides
         """Height and width of each JPEG of a kind that all decoders know, int32 [images, 2]; 0 of others."""
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
-        if len(strange := np.flatnonzero((labels < 0) | (labels >= len(classes)))):
+        if len(strange := np.flatnonzero(self.labels >= len(classes))):
             raise UserError(
-                f"{self.name(strange[0])} has the label {labels[strange[0]]}, counted from 0, and there are "
+                f"{self.name(strange[0])} has the label {self.labels[strange[0]]}, counted from 0, and there are "
                 f"{len(classes)} classes, by {CLASSES} or the training split; both splits must know the same"
             )
 
@@ -85,8 +80,16 @@ class Shards:
         return len(self._offsets)
 
     def name(self, index: int) -> str:
-        """Return what messages call image ``index``: its shard and its offset there."""
-        return f"{self.files[self._shards[index]]}: byte {self._offsets[index]}"
+        """Return ``shard.tar: member``, by the member's header, or the shard and offset if it cannot be read."""
+        file = self.files[self._shards[index]]
+        try:
+            with open(file, "rb") as shard:  # noqa: PTH123
+                shard.seek(self._offsets[index] - self._before[index])
+                with tarfile.open(fileobj=shard, mode="r:") as tar:
+                    member = tar.next()
+        except (OSError, ValueError, tarfile.TarError):
+            member = None
+        return f"{file}: {member.name if member else f'byte {self._offsets[index]}'}"
 
     def without(self, names: Collection[str]) -> Shards:
         """Return the split without the images of these names; names are read in shards alone that are named there."""
@@ -102,7 +105,11 @@ class Shards:
 
     def read(self, index: int) -> bytes:
         """Return image ``index``, still encoded. Raises ImageDecodeError if the shard ends before the image does."""
-        return self.read_at(index, int(self._offsets[index]), int(self._lengths[index]))
+        length = int(self._lengths[index])
+        content = self._open(self.files[self._shards[index]]).read(int(self._offsets[index]), length)
+        if len(content) < length:
+            raise ImageDecodeError("its shard is truncated")
+        return content
 
     def digest(self) -> str:
         """Return a digest of the shards' names, and of the places and labels of all images.
@@ -139,13 +146,6 @@ class Shards:
                 failed.append(place)
         return failed
 
-    def read_at(self, index: int, offset: int, length: int) -> bytes:
-        """Return ``length`` bytes at ``offset`` of an image's shard. Raises ImageDecodeError if it ends before them."""
-        content = self._open(self.files[self._shards[index]]).read(offset, length)
-        if len(content) < length:
-            raise ImageDecodeError("its shard is truncated")
-        return content
-
 
 class Descriptor:
     """A file open for reading, closed once nothing refers to it: never while a thread reads it."""
@@ -167,62 +167,48 @@ class Descriptor:
         return content
 
 
-def fetch_from(file: BinaryIO) -> Fetch:
-    """Return a function that reads from a file, which keeps the bytes around those that were read last."""
+def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
+    """Open the images of a ``split`` in tars, whose labels are numbers from 0 on.
 
-    def fetch(begin: int, end: int) -> bytes:
-        file.seek(begin)
-        return file.read(end - begin)
-
-    return fetch
-
-
-def indexes_of(
-    root: Path, split: str, kind: Kind, files: Sequence[Path], training: Sequence[Path], look: Callable[[Path], Looked]
-) -> tuple[Index, Index]:
-    """Return the index of a ``split`` in ``files``, and that of the split whose labels decide which classes there are.
-
-    That is the one in the ``training`` files; without any, the split itself. Raises UserError if there is no image.
+    Those in the ``training`` files decide which classes there are; without any, the split's own. Raises UserError if
+    there is no image, or a shard is damaged.
     """
+    index = _index_of(root, split, files)
+    deciding = _index_of(root, "train", training) if training and split != "train" else index
+    return Shards(files, index, _class_names(root, deciding.columns["labels"]))
 
-    def make(split: str, files: Sequence[Path]) -> Index:
-        found = list(map_in_order(look, files))
-        table = np.asarray([row for rows, _ in found for row in rows], dtype=np.int64).reshape(-1, 7)
+
+def _index_of(root: Path, split: str, files: Sequence[Path]) -> Index:
+    def make() -> Index:
+        found = list(map_in_order(_samples, files))
+        table = np.asarray([row for rows in found for row in rows], dtype=np.int64).reshape(-1, 7)
         if not len(table):
             raise UserError(f"{root}: there is no image in the {len(files)} shard(s) of the {split} split")
-        shards = np.repeat(np.arange(len(files)), [len(rows) for rows, _ in found])
-        named = zip(COLUMNS.items(), (shards, *table.T), strict=True)
-        columns = {name: column.astype(dtype) for (name, dtype), column in named}
-        return Index({"synsets": sorted(set().union(*(synsets for _, synsets in found)))}, columns)
+        shards = np.repeat(np.arange(len(files)), list(map(len, found)))
+        named = zip(_COLUMNS.items(), (shards, *table.T), strict=True)
+        return Index({}, {name: column.astype(dtype) for (name, dtype), column in named})
 
-    def opened(split: str, files: Sequence[Path]) -> Index:
-        return load_or_build_index(root, split, kind, files, lambda: make(split, files))
-
-    index = opened(split, files)
-    return index, opened("train", training) if training and split != "train" else index
+    return load_or_build_index(root, split, _COLUMNS, files, make)
 
 
-def class_names(
-    root: Path, labels: NDArray[np.int64], first: int = 0, synsets: Mapping[int, str] = MappingProxyType({})
-) -> list[str]:
-    """Return the names of classes: those in ``classes.txt``, else the ``synsets`` of the labels, else the labels.
+def _class_names(root: Path, labels: NDArray[np.int64]) -> list[str]:
+    """Return the names of classes: those in ``classes.txt``, else the labels.
 
-    Raises:
-        UserError: A label from ``first`` on is missing: nobody knows what the others are then.
+    Raises UserError if a label is missing then: nobody knows how many there are.
     """
-    if (names := read_classes(root)) is not None:
+    if (names := _read_classes(root)) is not None:
         return names
     there = np.unique(labels).tolist()
-    if len(there) <= there[-1] - first:
-        missing = next(label for label, other in enumerate(there, first) if label != other)
+    if len(there) <= there[-1]:
+        missing = next(number for number, label in enumerate(there) if label != number)
         raise UserError(
             f"{root}: labels run up to {there[-1]} and {len(there)} of them occur, {missing} not; name all classes in "
             f"{root / CLASSES}, one a line in the order of labels"
         )
-    return [synsets.get(label, str(label)) for label in there]
+    return list(map(str, there))
 
 
-def read_classes(root: Path) -> list[str] | None:
+def _read_classes(root: Path) -> list[str] | None:
     """Return the names in ``classes.txt``; None without it. Raises UserError if it is no text, or has one twice."""
     path = root / CLASSES
     try:
@@ -243,29 +229,7 @@ def _descriptors(files: int) -> int:
     return files if allowed == resource.RLIM_INFINITY else max(1, min(files, allowed // 4))
 
 
-class TarShards(Shards):
-    """One split in tar shards. Names of images are read from the tar headers before them."""
-
-    def name(self, index: int) -> str:
-        """Return ``shard.tar: member``, or the shard and offset if the header cannot be read."""
-        file = self.files[self._shards[index]]
-        try:
-            with open(file, "rb") as shard:  # noqa: PTH123
-                shard.seek(self._offsets[index] - self._before[index])
-                with tarfile.open(fileobj=shard, mode="r:") as tar:
-                    member = tar.next()
-        except (OSError, ValueError, tarfile.TarError):
-            member = None
-        return f"{file}: {member.name}" if member is not None else super().name(index)
-
-
-def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
-    """Open the images of a ``split`` in tars; labels are numbers from 0 on."""
-    index, deciding = indexes_of(root, split, _TAR, files, training, _samples)
-    return TarShards(files, index, index.columns["labels"], class_names(root, deciding.columns["labels"]))
-
-
-def _samples(shard: Path) -> Looked:
+def _samples(shard: Path) -> list[_Row]:
     images: dict[str, tarfile.TarInfo] = {}
     labels: dict[str, int] = {}
     with shard.open("rb") as file:
@@ -291,11 +255,11 @@ def _samples(shard: Path) -> Looked:
             there, lacking = ("its label", f"{key}.cls") if key in images else ("its image", f"{key}.jpg")
             name = images[key].name if key in images else f"{key}.cls"
             raise UserError(f"{shard}: {name} lacks {there}, {lacking}; {_HINT}")
-        rows, fetch = list[Row](), fetch_from(file)
+        rows = list[_Row]()
         for key, member in images.items():
             begin, size = member.offset_data, member.size
-            rows.append((begin, size, begin - member.offset, labels[key], *size_by_header(fetch, begin, begin + size)))
-        return sorted(rows), ()
+            rows.append((begin, size, begin - member.offset, labels[key], *size_by_header(file, begin, begin + size)))
+        return sorted(rows)
 
 
 def _key(name: str) -> tuple[str, str]:

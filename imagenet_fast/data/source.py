@@ -1,4 +1,4 @@
-"""Open the images of a data directory, whatever their format: class folders, WebDataset or TFRecord."""
+"""Open the images of a data directory, in class folders or in WebDataset tars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +21,9 @@ from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.pixels import NO_MEMORY
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
 from imagenet_fast.data.shards import Shards, open_webdataset
-from imagenet_fast.data.tfrecord import open_tfrecord
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.data_config import Data, ImageData, SyntheticData
 
-Format = Literal["folder", "webdataset", "tfrecord"]
 SplitName = Literal["train", "val"]
 T = TypeVar("T")
 
@@ -33,8 +31,8 @@ WORDS: dict[SplitName, tuple[str, ...]] = {"train": ("train",), "val": ("val", "
 """The words that name a split, in the names of its files or as the name of their folder."""
 
 _TAR = re.compile(r".*\.tar", re.DOTALL)
-_RECORDS = re.compile(r".*\d-of-\d+(\.tfrecords?)?|.*\.tfrecords?", re.DOTALL)
-_COMPRESSED = re.compile(r".*(\.tar|\.tfrecords?|-of-\d+)\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz|zip)", re.DOTALL)
+_RECORDS = re.compile(r".*(\d-of-\d+|\.tfrecords?)(\.(gz|bz2|xz|zst|lz4))?", re.DOTALL)
+_COMPRESSED = re.compile(r".*\.tar\.(gz|bz2|xz|zst|lz4)|.*\.(tgz|tbz2?|txz|zip)", re.DOTALL)
 _PART_OF = re.compile(r"(\d+)[-_. ]?of[-_. ]?(\d+)")
 _PAUSES_S = (0.1, 1.0, 5.0)  # between tries to read an image
 _OFFICIAL = re.compile(r"ILSVRC\d+_.*\.tar|n\d{8}\.tar")
@@ -62,7 +60,7 @@ class ImageSource(Protocol):
         """Return how messages name image ``index``: by its path, or by its place in a shard."""
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image ``index``. Thread-safe. Raises ImageDecodeError if its shard is damaged."""
+        """Return the encoded bytes of image ``index``. Thread-safe. Raises ImageDecodeError if its shard is cut off."""
 
     def readahead(self, indices: NDArray[np.int64]) -> None:
         """Announce that these images will be read next, so that a file server can be asked for all of them."""
@@ -90,13 +88,6 @@ def patiently(images: ImageSource, index: int, load: Callable[[int], T], waits: 
             time.sleep(pause)
 
 
-class Found(NamedTuple):
-    """The format of a split in a directory, with its shards; class folders have none."""
-
-    format: Format
-    shards: Sequence[Path] = ()
-
-
 @contextmanager
 def in_sentences(written: Path | None = None) -> Iterator[None]:
     """Raise a UserError for every OSError; decorates functions. Only what was ``written`` can have failed, if given."""
@@ -114,30 +105,30 @@ def in_sentences(written: Path | None = None) -> Iterator[None]:
 @in_sentences()
 def check_folders(root: Path) -> None:
     """Raise UserError if ``root`` cannot be trained on, by the names of its class folders or shards alone."""
-    train, val = find_split(root, "train"), find_split(root, "val")
-    if train.format != val.format:
-        there, lacking = ("train", "val") if train.shards else ("val", "train")
+    train, val = find_shards(root, "train"), find_shards(root, "val")
+    if bool(train) != bool(val):
+        there, lacking = ("train", "val") if train else ("val", "train")
         raise UserError(f"{root} has shards of the {there} split but none of that kind of {lacking}; put both there")
-    if train.format == "folder":
+    if not train:
         folders.both_splits(root)
 
 
 @in_sentences()
 def check_validation(root: Path) -> None:
     """Raise UserError if ``root`` cannot be evaluated on, by the names of its class folders or shards alone."""
-    if find_split(root, "val").format == "folder":
+    if not find_shards(root, "val"):
         folders.names_of(root, "val")
-    elif find_split(root, "train").shards:
+    elif find_shards(root, "train"):
         check_folders(root)
 
 
 def open_training(root: Path) -> ImageSource:
-    """Open the training split in any format, without the images in quarantine. Raises UserError if it is damaged."""
+    """Open the training split, without the images in quarantine. Raises UserError if it is damaged."""
     return _open(root, "train")
 
 
 def open_validation(root: Path) -> ImageSource:
-    """Open the validation split in any format, without the images in quarantine. Raises UserError if it is damaged.
+    """Open the validation split, without the images in quarantine. Raises UserError if it is damaged.
 
     Its labels number the classes of the training split if there is one.
     """
@@ -146,8 +137,8 @@ def open_validation(root: Path) -> ImageSource:
 
 @in_sentences()
 def _open(root: Path, split: SplitName) -> ImageSource:
-    found = find_split(root, split)
-    whole = folders.scan_split(root, split) if found.format == "folder" else open_shards(root, split, found)
+    shards = find_shards(root, split)
+    whole = open_shards(root, split, shards) if shards else folders.scan_split(root, split)
     prefix = prefix_of(root)
     kept = whole.without({prefix + path for path in quarantined(root)})
     if emptied := set(whole.labels.tolist()) - set(kept.labels.tolist()):
@@ -158,22 +149,20 @@ def _open(root: Path, split: SplitName) -> ImageSource:
     return kept
 
 
-def open_shards(root: Path, split: SplitName, found: Found) -> Shards:
-    """Open all images of a split in the shards that ``find_split`` has found, those in quarantine too.
+def open_shards(root: Path, split: SplitName, shards: Sequence[Path]) -> Shards:
+    """Open all images of a split in the ``shards`` that ``find_shards`` has found, those in quarantine too.
 
     Raises UserError if a shard is damaged.
     """
-    training = found.shards if split == "train" else find_split(root, "train").shards
-    open_format = open_webdataset if found.format == "webdataset" else open_tfrecord
-    return open_format(root, split, found.shards, training)
+    return open_webdataset(root, split, shards, shards if split == "train" else find_shards(root, "train"))
 
 
 @in_sentences()
-def find_split(root: Path, split: SplitName) -> Found:
-    """Find the shards of a split; without any, its format is "folder".
+def find_shards(root: Path, split: SplitName) -> list[Path]:
+    """Return the shards of a split; there are none if its images lie in class folders.
 
     Raises:
-        UserError: If there are several formats at once, a shard is missing, or the files are ImageNet's own archives.
+        UserError: If there are both, a shard is missing, or the files are TFRecords or ImageNet's own archives.
     """
     own, *others = (root / word for word in WORDS[split])
     paths, nested = files_of(root, split, [own, *others])
@@ -182,24 +171,22 @@ def find_split(root: Path, split: SplitName) -> Found:
             f"{read} holds class folders, which are read in {own} alone; give it that name, or move it away"
         )
     tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
-    records = [path for path in paths if _RECORDS.fullmatch(path.name)]
-    if nested + bool(tars) + bool(records) > 1:
-        some = [str(path[0]) for path in (tars, records) if path] + [f"folders in {split}"] * nested
-        raise UserError(f"{root} holds the {split} split in several formats ({' and '.join(some)}); keep one of them")
-    if not nested:
-        refuse_packed(paths)
-    check_parts(tars + records, split)
+    if nested and tars:
+        raise UserError(
+            f"{root} holds the {split} split in several formats ({tars[0]} and folders in {split}); keep one of them"
+        )
+    if nested:
+        return []
+    refuse_packed(paths)
+    check_parts(tars, split)
     if tars:
         _require_prepared(root, split, tars)
-        return Found("webdataset", tars)
-    if records:
-        return Found("tfrecord", records)
-    if not nested and (official := [path for path in paths if _OFFICIAL.fullmatch(path.name)]):
+    elif official := [path for path in paths if _OFFICIAL.fullmatch(path.name)]:
         raise UserError(
             f"{official[0]} is one of ImageNet's own archives; make what can be trained on out of them: "
             "`imagenet-fast data prepare`"
         )
-    return Found("folder")
+    return tars
 
 
 def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[list[Path], bool]:
@@ -236,8 +223,13 @@ def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def refuse_packed(paths: Sequence[Path]) -> None:
-    """Raise UserError if one of the files of a split is compressed, and does not lie unpacked beside."""
+    """Raise UserError if a file of a split is a TFRecord, or is compressed and does not lie unpacked beside."""
     for path in paths:
+        if _RECORDS.fullmatch(path.name):
+            raise UserError(
+                f"{path} is a TFRecord by its name, and these are not read; write its images as WebDataset tars "
+                "(KEY.jpg and KEY.cls) or into class folders, and move it away"
+            )
         if _COMPRESSED.fullmatch(path.name) and path.with_suffix("") not in paths:
             raise UserError(f"{path} is compressed, so that no image in it can be read on its own; unpack it")
 

@@ -21,7 +21,7 @@ from imagenet_fast.data.folders import ImageFolder, every_image
 from imagenet_fast.data.pixels import NO_IMAGE, ImageDecodeError, decode, kind_of
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, write_quarantine
 from imagenet_fast.data.shards import Shards
-from imagenet_fast.data.source import SplitName, find_split, in_sentences, open_shards, patiently
+from imagenet_fast.data.source import SplitName, find_shards, in_sentences, open_shards, patiently
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError
 from imagenet_fast.progress import progress_bars
@@ -111,9 +111,8 @@ def _tried(root: Path, must: bool, write: Callable[[], None]) -> str:
 @in_sentences()
 def _images_of(root: Path, split: SplitName) -> _Images | None:
     """Open all that loaders take for images of a split, or return None if it has no folder; a class may be empty."""
-    found = find_split(root, split)
-    if found.format != "folder":
-        return open_shards(root, split, found)
+    if shards := find_shards(root, split):
+        return open_shards(root, split, shards)
     return every_image(root / split) if (root / split).is_dir() else None
 
 

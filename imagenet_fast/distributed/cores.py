@@ -87,7 +87,7 @@ def exceeded_limit(message: str) -> str:
 
 
 def raise_open_files() -> None:
-    """Let this process open as many files as it may: a data set has many, and a store four connections to each rank."""
+    """Let this process open as many files as it may: a data set has many, and a store two connections to each rank."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # the kernel's own limit is lower
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

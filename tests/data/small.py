@@ -25,11 +25,10 @@ from imagenet_fast.recipe.data_config import ImageData, SyntheticData
 from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 from tests.data.encoded import BAD, JPEG
-from tests.data.records import in_records
 
 LOADERS = ("dali", "folder")
 """Of images; with ``synthetic`` these are all."""
-FORMATS = ("folder", "webdataset", "tfrecord")
+FORMATS = ("folder", "webdataset")
 CPU = torch.device("cpu")
 ALONE = Batching(ranks=1, micro_batch=8, accumulation=1)
 SYNTHETIC = SyntheticData(loader="synthetic", image_size=8, train_images=40, val_images=7, classes=3)
@@ -111,14 +110,10 @@ def with_bad_images(image_dir: Path, root: Path) -> Path:
 
 def as_format(root: Path, format: str, out: Path, shard_size: int = 30_000) -> Path:
     """The folders ``root``, or shards of them in ``out``."""
-    match format:
-        case "folder":
-            return root
-        case "tfrecord":
-            return in_records(root, out)
-        case _:
-            prepare(root, out, WHOLE.model_copy(update={"format": "webdataset", "shard_size": shard_size}), subset=True)
-            return out
+    if format == "folder":
+        return root
+    prepare(root, out, WHOLE.model_copy(update={"format": "webdataset", "shard_size": shard_size}), subset=True)
+    return out
 
 
 # What becomes of a file.

@@ -113,8 +113,7 @@ def test_data_that_was_moved_or_copied_is_the_same(root: Path, tmp_path: Path, k
     assert differences(before, contents_of(Path("copy"))) == []
     for path in (tmp_path / "copy/train").rglob("*0*"):
         path.rename(path.with_name(f"x{path.name}"))
-    if kind != "tfrecord":  # whose shards say how many they are
-        assert differences(before, contents_of(Path("copy"))) == ["other names or labels of its training images"]
+    assert differences(before, contents_of(Path("copy"))) == ["other names or labels of its training images"]
 
 
 def test_what_is_quarantined_counts_as_gone(root: Path):

@@ -11,7 +11,7 @@ import pytest
 from imagenet_fast.data.fingerprint import differences
 from imagenet_fast.data.folders import SUFFIXES, scan_split
 from imagenet_fast.data.prepare.run import prepare, report
-from imagenet_fast.data.source import check_folders, find_split, open_training
+from imagenet_fast.data.source import check_folders, find_shards, open_training
 from imagenet_fast.data.verify import verify
 from tests.conftest import refusal_of, refuses
 from tests.data.encoded import BLOBS, encoded
@@ -75,7 +75,7 @@ def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):
     for split in ("train", "val"):
         put(tmp_path / split / "@eaDir", "1.jpg")
         (tmp_path / split / f"{split}-0.tar").touch()
-    assert find_split(tmp_path, "train").format == "webdataset"
+    assert find_shards(tmp_path, "train") == [tmp_path / "train/train-0.tar"]
 
 
 def test_names_that_look_the_same_are_told_apart(tmp_path: Path):

@@ -1,11 +1,9 @@
-"""Folders, WebDataset and TFRecord: the same images with the same labels, whatever holds them."""
+"""Class folders and WebDataset tars: the same images with the same labels, whatever holds them."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
-import re
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,18 +13,15 @@ import numpy as np
 import pytest
 
 from imagenet_fast.data.pixels import ImageDecodeError
-from imagenet_fast.data.prepare.write import write_classes, write_tar
+from imagenet_fast.data.prepare.write import Sample, write_classes, write_tar
 from imagenet_fast.data.source import ImageSource, check_folders, check_validation, open_training, open_validation
-from imagenet_fast.data.tfrecord import find_features, masked_crc32c
 from imagenet_fast.data.verify import verify
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of, refuses
 from tests.corruption import corrupted
 from tests.data.prepare import replica
 from tests.data.prepare.replica import Members, named
-from tests.data.records import example as written
-from tests.data.records import in_records, records_of, samples_of, split_into
-from tests.data.small import FORMATS, Damage, cut, overwritten, put, put_classes
+from tests.data.small import Damage, cut, overwritten, put, put_classes
 
 CLASSES = ["a class", "n01440764", "n01443537", "schön 'quoted'"]
 STRANGE = [
@@ -40,8 +35,8 @@ def shown(images: ImageSource) -> list[tuple[bytes, int]]:
 
 
 @pytest.fixture(scope="module")
-def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """By format: 54 images in 4 classes and 10 to validate, of which one class has none, under strange names."""
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Folders and tars of 54 images in 4 classes and 13 to validate, of which one class has none; of strange names."""
     place = tmp_path_factory.mktemp("formats")
     drawn = random.Random(0)
     for split, count in (("train", 53), ("val", 13)):
@@ -51,44 +46,38 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             name = STRANGE[number // 4] if number // 4 < len(STRANGE) else f"{number}.jpg"
             (folder / name).write_bytes(b"\xff\xd8" + drawn.randbytes(1 + drawn.randrange(3000)))
     (place / "folder" / "train" / CLASSES[0] / os.fsdecode(b"not utf-8 \xff.jpg")).write_bytes(b"BM")
-    in_records(place / "folder", place / "tfrecord", in_each=4)
     for split, images in (("train", open_training(place / "folder")), ("val", open_validation(place / "folder"))):
-        write_classes(place / "webdataset", images.classes)
-        for number, samples in enumerate(split_into(samples_of(images), in_each=4)):
-            write_tar(place / f"webdataset/{split}-{number:06}.tar", enumerate(samples, 4 * number))
-    for kind in FORMATS[1:]:  # which leaves an index
-        open_training(place / kind), open_validation(place / kind)
-    return {name: place / name for name in FORMATS}
+        write_classes(place / "tars", images.classes)
+        samples = [Sample(images.name(i), images.read(i), int(images.labels[i])) for i in range(len(images))]
+        for begin in range(0, len(samples), 4):
+            write_tar(place / f"tars/{split}-{begin // 4:06}.tar", enumerate(samples[begin : begin + 4], begin))
+    open_training(place / "tars"), open_validation(place / "tars")  # which leaves an index
+    return place / "folder", place / "tars"
 
 
-def test_all_formats_hold_the_same_images_in_the_same_order(roots: dict[str, Path]):
+def test_folders_and_tars_hold_the_same_images_in_the_same_order(both: tuple[Path, Path]):
     """And so show the same ones to any rank: what is left out of an epoch, and its order, go by their numbers alone."""
     for split, look in (("train", open_training), ("val", open_validation)):
-        folder, *shards = (look(root) for root in roots.values())
-        files = [path.read_bytes() for path in roots["folder"].glob(f"{split}/*/*")]
+        folder, tars = map(look, both)
+        files = [path.read_bytes() for path in both[0].glob(f"{split}/*/*")]
         assert sorted(image for image, _ in shown(folder)) == sorted(files)
         assert len(set(files)) == len(files) >= 10
-        for images in shards:
-            assert images.classes == folder.classes == CLASSES
-            assert shown(images) == shown(folder)
+        assert tars.classes == folder.classes == CLASSES
+        assert shown(tars) == shown(folder)
 
 
-def test_what_is_told_of_an_image_leads_to_it(roots: dict[str, Path]):
-    folder, tars, records = (open_training(root) for root in roots.values())
+def test_what_is_told_of_an_image_leads_to_it(both: tuple[Path, Path]):
+    folder, tars = map(open_training, both)
     for i in range(54):
         assert Path(folder.name(i)).read_bytes() == folder.read(i)
         shard, _, member = tars.name(i).partition(": ")
         with tarfile.open(shard) as tar:
             assert tar.extractfile(member).read() == tars.read(i)
-    told = {records.name(i) for i in range(54)}
-    assert len(told) == 54
-    assert all(re.match(rf"{roots['tfrecord']}/train-000.*: record at byte \d", place) for place in told)
 
 
-@pytest.mark.parametrize("name", FORMATS[1:])
-def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch):
+def test_many_threads_read_from_few_open_files(both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("resource.getrlimit", lambda kind: (12, 12))
-    folder, images = open_training(roots["folder"]), open_training(roots[name])
+    folder, images = map(open_training, both)
     before = len(list(Path("/proc/self/fd").iterdir()))
     everything = np.random.default_rng(0).permutation(np.tile(np.arange(54), 20))
     with ThreadPoolExecutor(8) as threads:
@@ -99,18 +88,7 @@ def test_many_threads_read_from_few_open_files(roots: dict[str, Path], name: str
     assert len(list(Path("/proc/self/fd").iterdir())) - before <= 3
 
 
-def test_checksums_of_records_are_tensorboards():
-    stub = importlib.import_module("tensorboard.compat.tensorflow_stub.pywrap_tensorflow")
-    for content in (random.Random(length).randbytes(length) for length in (0, 1, 3, 5, 1023, 1024, 5000)):
-        assert masked_crc32c(content) == stub.masked_crc32c(content)
-
-
 # Shards of others.
-
-
-def example(label: int, synset: str = "", **changes: bytes | int) -> bytes:
-    named = {"image/class/synset": synset.encode()} if synset else {}
-    return written({"image/encoded": b"a photo", "image/class/label": label, **named, **changes})
 
 
 def tar_of(path: Path, files: Members, format: int = tarfile.PAX_FORMAT) -> Path:
@@ -181,106 +159,27 @@ def test_a_bad_tar_is_told_with_its_place(tmp_path: Path):
         assert not list(root.glob(".imagenet-fast*"))
 
 
-BAD_RECORDS: list[tuple[list[bytes], Damage, str]] = [
-    ([example(0), example(0)], cut(-20), "record 1 at byte 76 is not whole: the file"),
-    ([example(0)], cut(5), "record 0 at byte 0 is not whole"),
-    ([example(0), example(0)], overwritten(77, b"!"), "record 1 at byte 76 is damaged, or"),
-    ([b""], as_it_is, "has not one image/encoded and one image/class/label"),
-    ([b"\x0a\x7f1"], as_it_is, "it is no Example (a field that is longer than its message)"),
-    ([b"\xff" * 20], as_it_is, "it is no Example (a number that does not end)"),
-    ([b"\x0b"], as_it_is, "it is no Example (a field of type 3)"),
-    ([written({"image/encoded": b"x"})], as_it_is, "has not one"),
-    ([example(-2)], as_it_is, "its label is -2"),
-    ([example(2**40)], as_it_is, "its label is 1099511627776"),
-    ([], as_it_is, "no image in the 1 shard(s) of the train split"),
-    ([example(2), example(4)], as_it_is, "labels run up to 4 and 2 of them occur, 1 not"),
-    ([example(0), example(500), example(1000)], as_it_is, "labels run up to 1000 and 3 of them occur, 1 not"),
-    ([example(0)], overwritten(0, b"\x1f\x8b"), "train-00000-of-00001 is compressed, so"),
-    ([example(0)], lambda path: path.rename(f"{path}.gz"), "train-00000-of-00001.gz is compressed, so"),
-    ([example(1, "a"), example(1, "b")], as_it_is, "a label goes with two synsets"),
-    ([example(1, "a"), example(2, "a")], as_it_is, "a label goes with two synsets"),
-]
-
-
-def test_a_bad_record_is_told_with_its_place(tmp_path: Path):
-    for number, (examples, damage, sentence) in enumerate(BAD_RECORDS):
-        damage(records_of(tmp_path / f"{number}" / "train-00000-of-00001", *examples))
-        assert sentence in refusal_of(open_training, tmp_path / f"{number}")
-
-
 @pytest.mark.parametrize("rounds", [8, pytest.param(60, marks=pytest.mark.ci)])
 def test_no_bytes_whatever_are_more_than_refused(tmp_path: Path, rounds: int):
     """Shards in which some bytes are others: read, or refused in a sentence."""
     drawn = random.Random(0)
-    whole = {
-        "train-0.tar": replica.tar_of(GOOD | {"ü" * 120 + ".jpg": b"x", "ü" * 120 + ".cls": b"1"}),
-        "train-00000-of-00001": records_of(tmp_path / "whole", example(0, "a"), example(1, "b")).read_bytes(),
-    }
-    for round, (name, content) in enumerate(rounds * list(whole.items())):
+    whole = replica.tar_of(GOOD | {"ü" * 120 + ".jpg": b"x", "ü" * 120 + ".cls": b"1"})
+    for round in range(rounds):
         root = tmp_path / f"{round}"
         root.mkdir()
-        (root / name).write_bytes(corrupted(content, drawn))
+        (root / "train-0.tar").write_bytes(corrupted(whole, drawn))
         with suppress(UserError, ImageDecodeError):
             train = open_training(root)
             for i in range(len(train)):
                 train.read(i)
-    for length in range(60):
-        noise = drawn.randbytes(length)
-        with suppress(ValueError):
-            find_features(lambda begin, end, noise=noise: noise[begin:end], (0, length), ["a"])
 
 
-def test_labels_from_1_on_are_those_of_tensorflows_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    records_of(tmp_path / "train-00000-of-00002", example(3), example(1))
-    records_of(tmp_path / "train-00001-of-00002", example(2), example(1))
-    records_of(tmp_path / "validation-00000-of-00001", example(3))
-    train, val = open_training(tmp_path), open_validation(tmp_path)
-    assert (train.labels.tolist(), val.labels.tolist()) == ([2, 0, 1, 0], [2])
-    assert train.classes == val.classes == ["1", "2", "3"]
-    assert capsys.readouterr().err.count("labels in") == 1
-
-
-def test_labels_from_0_on_stay(tmp_path: Path):
-    """As TensorFlow Datasets writes them, under names of its own."""
-    tfds = [written({"file_name": b"a", "image": b"A", "label": label}) for label in (2, 0, 1)]
-    records_of(tmp_path / "imagenet2012-train.tfrecord-00000-of-00001", *tfds)
-    train = open_training(tmp_path)
-    assert train.labels.tolist() == [2, 0, 1]
-    assert train.classes == ["0", "1", "2"]
-    assert train.read(1) == b"A"
-
-
-def test_synsets_name_the_classes(tmp_path: Path):
-    """In the order of labels; where classes.txt names them otherwise, it counts."""
-    records_of(tmp_path / "train-00000-of-00001", example(2, "n4"), example(1, "n9"), example(3, "n1"))
-    records_of(tmp_path / "val-00000-of-00001", example(3), example(1))
-    assert open_training(tmp_path).labels.tolist() == [1, 0, 2]
-    assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["n9", "n4", "n1"]
-    assert open_validation(tmp_path).labels.tolist() == [2, 0]
-    records_of(tmp_path / "val-00000-of-00001", example(3, "n7"))
-    assert "a label goes with two synsets" in refusal_of(open_validation, tmp_path)
-    records_of(tmp_path / "val-00000-of-00001", example(4))
-    assert "record at byte 0 has the label 3, counted from 0, and there are 3" in refusal_of(open_validation, tmp_path)
-    (tmp_path / "classes.txt").write_text("bee\ncat\n")
-    assert "record at byte 212 has the label 2, counted from 0, and there are 2" in refusal_of(open_training, tmp_path)
-    (tmp_path / "classes.txt").write_text("bee\ncat\ndog\neel\n")
-    assert "labels run from 1 to 3, where classes.txt names 4" in refusal_of(open_training, tmp_path)
-    (tmp_path / "classes.txt").write_text("bee\ncat\ndog\n")
-    assert open_training(tmp_path).classes == ["bee", "cat", "dog"]
-
-
-def test_packed_and_single_numbers_are_the_same_label():
-    """Protobuf has two ways to write [3]; and fields that nobody knows are passed over."""
-
-    def message(number: int, content: bytes) -> bytes:
-        return bytes([number << 3 | 2, len(content)]) + content
-
-    for values in (message(1, b"\x03"), b"\x08\x03"):
-        entry = message(1, b"label") + b"\x78\x05" + message(2, b"\x7d1234" + message(3, values))
-        written = b"\x7912345678" + message(1, message(1, entry))
-        assert find_features(lambda begin, end, written=written: written[begin:end], (0, len(written)), {"label"}) == {
-            "label": [3]
-        }
+def test_an_image_in_a_shard_that_is_cut_off_by_now_is_bad_and_named(tmp_path: Path):
+    train = open_training(tar_of(tmp_path / "train-0.tar", GOOD).parent)
+    cut(100)(tmp_path / "train-0.tar")
+    assert train.name(0) == f"{tmp_path}/train-0.tar: byte 512"
+    with pytest.raises(ImageDecodeError, match="its shard is truncated"):
+        train.read(0)
 
 
 def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
@@ -319,11 +218,10 @@ def test_validation_alone_is_numbered_by_itself(tmp_path: Path):
 def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
     for number, (names, sentence) in enumerate([
         ("train-0.tar train-1.tar train-3.tar", "lacks 1 of the 4 parts like train-0.tar, number 2 first"),
-        ("train-00000-of-00003 train-00001-of-00003", "lacks 1 of the 3 parts like train-00000-of-00003, number 2"),
-        ("train-00000-of-00003.tar train-00002-of-00003.tar", "lacks 1 of the 3 parts like train-00000-of-00003.tar"),
+        ("train-0-of-3.tar train-1-of-3.tar", "lacks 1 of the 3 parts like train-0-of-3.tar, number 2 first"),
         ("train_1_of_3.tar train_3_of_3.tar", "lacks 1 of the 3 parts like train_1_of_3.tar, number 2 first"),
         ("train-0000-ab1.tar train-0002-ab1.tar", "lacks 1 of the 3 parts like train-0000-ab1.tar, number 1 first"),
-        ("train-00000-of-00001 train-00000-of-00002 train-00001-of-00002", "several sets of parts like train-000"),
+        ("train-0-of-1.tar train-0-of-2.tar train-1-of-2.tar", "several sets of parts like train-0-of-1.tar"),
         ("train-00000-of-00002-a09b.tar train-00000-of-00002-13fa.tar", "several sets of parts like train-00000"),
         ("train-00001-of-00002-a09b.tar", "lacks 1 of the 2 parts like train-00001-of-00002-a09b.tar, number 0 or 2"),
         ("train.part1of3.tar train.part2of3.tar", "lacks 1 of the 3 parts like train.part1of3.tar, number 0 or 3"),
@@ -331,7 +229,9 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
         ("train-0.tar val-0.tar validation-0.tar", "holds parts of val and of validation; keep one set"),
         ("train/cat/1.jpg val/cat/1.jpg valid/cat/1.jpg", "valid holds class folders, which are read in"),
         ("train/cat/1.jpg validation/cat/1.jpg", "give it that name, or move it away"),
-        ("train-0.tar train-00000-of-00001", "in several formats"),
+        ("train-00000-of-00003", "train-00000-of-00003 is a TFRecord by its name, and these are not read"),
+        ("train-0.tar train.tfrecord.gz", "train.tfrecord.gz is a TFRecord by its name, and these are not read"),
+        ("imagenet-train.tfrecord-00000-of-00001", "write its images as WebDataset tars (KEY.jpg and KEY.cls) or into"),
         ("train-0.tar train/cat/1.jpg", "in several formats"),
         ("train-0.tar train/train-0.tar", "both hold train-0.tar, whose images would count twice; keep one"),
     ]):  # fmt: skip

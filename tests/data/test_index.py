@@ -13,18 +13,17 @@ import pytest
 
 import tests
 from imagenet_fast.data.folders import scan_split
-from imagenet_fast.data.index import Index, Kind, load_or_build_index
+from imagenet_fast.data.index import Index, load_or_build_index
 from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.source import open_training
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.corruption import corrupted
-from tests.data.records import write_records
 from tests.data.small import put, put_classes
 from tests.ranks import with_ranks
 
-KIND = Kind("test", {"numbers": "<i8"})
+COLUMNS = {"numbers": "<i8"}
 NAME = ".imagenet-fast-train.index"
 
 
@@ -43,7 +42,7 @@ def kept(root: Path, made: list[int] | None = None, fill: int = 1) -> list[int]:
         return Index({"fill": fill}, {"numbers": np.full(100, fill)})
 
     files = sorted(root.glob("*.data"))
-    return load_or_build_index(root, "train", KIND, files, make).columns["numbers"].tolist()
+    return load_or_build_index(root, "train", COLUMNS, files, make).columns["numbers"].tolist()
 
 
 def test_where_files_have_changed_it_is_made_anew(tmp_path: Path):
@@ -60,14 +59,11 @@ def test_where_files_have_changed_it_is_made_anew(tmp_path: Path):
         assert kept(tmp_path, fill=number) == kept(tmp_path, fill=99) == [number] * 100, what
 
 
-def test_an_index_of_another_format_is_not_taken_for_ones_own(tmp_path: Path):
-    """Where shards were replaced by shards of another kind."""
-    samples = [Sample("a.jpg", b"image", 0)]
-    write_tar(tmp_path / "train-0.tar", enumerate(samples))
-    assert open_training(tmp_path).read(0) == b"image"
-    (tmp_path / "train-0.tar").unlink()
-    write_records(tmp_path / "train-00000-of-00001", samples, ["cat"])
-    assert open_training(tmp_path).read(0) == b"image"
+def test_an_index_with_other_columns_is_not_taken_for_ones_own(tmp_path: Path):
+    for other in ({"names": "<i8"}, {"numbers": "<i4"}):
+        kept(tmp_path)
+        made = Index({}, {name: np.zeros(3, dtype) for name, dtype in other.items()})
+        assert load_or_build_index(tmp_path, "train", other, [], lambda made=made: made) is made
 
 
 def test_data_that_cannot_be_written_has_its_index_in_the_cache(tmp_path: Path, cache: Path):
@@ -98,7 +94,7 @@ def test_nothing_is_kept_of_an_index_whose_making_fails(tmp_path: Path):
         raise UserError("a bad shard")
 
     for _ in range(2):
-        assert refusal_of(load_or_build_index, tmp_path, "train", KIND, [], make) == "a bad shard"
+        assert refusal_of(load_or_build_index, tmp_path, "train", COLUMNS, [], make) == "a bad shard"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -20,7 +20,7 @@ from tests.data.small import FORMATS, WHOLE
 
 SHARD = 80_000  # bytes; the largest image has 74 kB
 WEBDATASET = Settings(format="webdataset", resize=None, quality=None, shard_size=SHARD)
-ALL = pytest.mark.parametrize("settings", [WHOLE, WEBDATASET], ids=FORMATS[:2])
+ALL = pytest.mark.parametrize("settings", [WHOLE, WEBDATASET], ids=FORMATS)
 
 
 @pytest.fixture
