@@ -42,7 +42,7 @@ from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import rank as launch_rank
 from imagenet_fast.launch.job_setup import on_ranks, plan_job
-from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankError
 from imagenet_fast.netlab.ranks import Lab
@@ -276,11 +276,16 @@ def _observed(forked: _Forked, fault: Fault) -> dict[str, Any]:
         "save_s": settled["save_s"], "control_s": settled["control_s"],
         **{name: max(message[name] for message in built) for name in ("find_s", "resume_s")},
     }  # fmt: skip
-    outcome = Path(forked.folder, "0", RunDir(Path()).outcome.name)
-    file, who = forked.log if fault == "slow" else outcome, f"rank {count - 1} on {socket.gethostname()} "
+    first_node, who = LauncherDir(forked.folder / "0"), f"rank {count - 1} on {socket.gethostname()} "
+
+    def named() -> bool:
+        if fault == "slow":
+            return who in forked.log.read_text(errors="replace")
+        return any(who in end.message for end in first_node.ends())
+
     if fault != "stopped":
         begun = forked.wait(lambda: forked.all("fault"), "the fault")[0]["at"]
-        forked.wait(lambda: file.exists() and who in file.read_text(errors="replace"), f"naming the {fault} one", True)
+        forked.wait(named, f"naming the {fault} one", True)
         figures["named_s"] = time.monotonic() - begun
         forked.named.touch()
     if fault in ("slow", "stopped"):
@@ -288,8 +293,8 @@ def _observed(forked: _Forked, fault: Fault) -> dict[str, Any]:
         os.kill(forked.ranks[-1], signal.SIGTERM)
         forked.wait(lambda: not forked.ranks, "saving at a stop", may_end=True)
         figures["stop_s"] = time.monotonic() - begun
-        if json.loads(outcome.read_text())["status"] != "preempted":
-            raise RankError(f"{count} ranks did not save when one was stopped: {outcome.read_text()}")
+        if {end.status for end in first_node.ends()} != {"preempted"}:
+            raise RankError(f"{count} ranks did not save when one was stopped: {first_node.ends()}")
     forked.wait(lambda: len(forked.ranks) <= (fault == "hanging"), f"the end after one was {fault}", may_end=True)
     if fault == "slow":
         store = forked.all("store")
@@ -342,7 +347,7 @@ def _train(forked: _Forked, place: RankInfo, port: int, fault: Fault) -> None:
     vars(dist).update(all_reduce=partial(_all_reduce, dist.all_reduce))
     vars(dist.distributed_c10d).update(all_gather=_all_gather)
     vars(launch_rank).update(Trainer=partial(_Observed, forked, fault if place.rank == place.size - 1 else ""))
-    launch_rank.train_as_rank(forked.job, place, LIMIT_S, forked.folder / str(node))
+    launch_rank.train_as_rank(forked.job, place, LIMIT_S, LauncherDir(forked.folder / str(node), place.local_rank))
 
 
 class _Observed(Trainer):
