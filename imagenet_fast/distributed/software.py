@@ -28,5 +28,5 @@ def commit() -> str:
         return ""
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(git, cwd=_PACKAGE.parent, stderr=subprocess.DEVNULL, text=True).strip()
+        return subprocess.check_output(git, cwd=_PACKAGE.parent, stderr=subprocess.DEVNULL, encoding="utf-8").strip()
     return ""

@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_move_ends_and_tells_why(position: Here, capsys: py
 )  # fmt: skip
 def test_a_rank_that_waits_is_as_alive_as_the_one_it_waits_for(position: Here, last: Heartbeat | None, sentence: str):
     """However long that one takes, which ends by its own watchdog if it hangs."""
-    store, told = HashStore(), list[str]()
+    store, told = HashStore(), list[Reason]()
     waiting = Watchdog(store, 0, 2, Timeout(first_step_s=3, step_s=3), told.append)
     position.enter("sync", 1)
     for number in range(1, 14):
@@ -170,7 +170,7 @@ def test_a_rank_that_waits_is_as_alive_as_the_one_it_waits_for(position: Here, l
         threading.Timer(0.05, publish, (watch_board(store), 1, replace(last, beat=15))).start()
     with pytest.raises(SystemExit):
         waiting.tick(2)
-    assert told == [sentence]
+    assert told == [Reason(sentence)]
 
 
 def test_first_step_is_published_at_once(position: Here):

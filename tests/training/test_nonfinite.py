@@ -90,8 +90,8 @@ def test_nothing_is_saved_while_the_loss_is_not_finite(name: str, tmp_path: Path
 
 
 def test_who_is_told_to_stop_while_numbers_are_wrong_saves_nothing(tmp_path: Path):
-    """Ranks vote beside their steps, so that it is some steps later."""
-    changes = {"stop": 6, "steps": 99, "nonfinite_steps": 99, "sync": ENGINES["lazy"]}
+    """Ranks agree beside their steps, so that it is some steps later."""
+    changes = {"stop": 6, "steps": 99_999, "nonfinite_steps": 99_999, "sync": ENGINES["lazy"]}
     told, _ = run(2, _told, changes, UNDIVIDED, tmp_path)
     assert re.match(r"the loss has not been finite for \d+ steps, from step 5 on; ", told)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000004"]
