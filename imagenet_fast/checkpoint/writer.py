@@ -31,7 +31,7 @@ from imagenet_fast.checkpoint.folder import SHARED, FileSum, Manifest, Stamp, pa
 from imagenet_fast.checkpoint.tree import HostCopy, Tree
 from imagenet_fast.distributed.board import Board, background_client
 from imagenet_fast.distributed.ranks import RankInfo
-from imagenet_fast.errors import UserError, warn
+from imagenet_fast.errors import JobAborted, UserError, warn
 
 _PRIORITY = 10  # a niceness: the thread gets a tenth of another's share of a busy core
 _LEAVING_S = 5.0  # seconds for the thread to see that it is to stop
@@ -134,7 +134,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
         Raises:
             NotSaved: On all ranks alike, if it could not be written. Earlier checkpoints are as they were.
-            UserError: Rank 0, or its store, is gone.
+            JobAborted: Rank 0, or its store, is gone.
         """
         if self._thread is not None:
             self._thread.join()
@@ -169,15 +169,20 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 thread = threading.get_native_id()
                 os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), _PRIORITY))
             board = Board(self._store, f"checkpoint/{number}", self._pause)
-            files = {name: [*pieces] for name, pieces in copied.get("content", {}).items()}
+            part = (
+                copied
+                if "failure" in copied
+                else self._tried(lambda: {name: [*pieces] for name, pieces in copied["content"].items()})
+            )
+            files: dict[str, list[bytes | memoryview]] = part.get("content", {})
             same = self._is_rank_0s(board, files.get(part_name(self._place.rank), []))
-            part = copied if "failure" in copied else self._tried(lambda: self._write(folder, {} if same else files))
+            part = part if "failure" in part else self._tried(lambda: self._write(folder, {} if same else files))
             board.post(f"part/{self._place.rank}", part | {"same": same})
             if self._place.is_main:
                 board.post("verdict", self._judge(board, folder, stamp))
             verdict = board.read("verdict", time.monotonic() + _FOR_RANK_0 * self._timeout_s)
             if verdict is None:
-                raise UserError(f"{lost}, as rank 0 does not answer; see its output")
+                raise JobAborted(f"{lost}, as rank 0 does not answer; see its output")
             if board.count("read") == self._place.size:
                 board.remove("verdict", "read", "own", *(f"part/{rank}" for rank in range(self._place.size)))
             if "failure" in verdict:
@@ -186,7 +191,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         except _Leaving:
             return
         except dist.DistError:
-            self._failure = UserError(f"{lost}, as the store where the ranks met is gone; see the output of rank 0")
+            self._failure = JobAborted(f"{lost}, as the store where the ranks met is gone; see the output of rank 0")
         except Exception as error:
             self._failure = error
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:  # launchers import this module, and torch takes seconds
     from torch._C._distributed_c10d import Store
@@ -44,8 +45,8 @@ def call_within(seconds: float, function: Callable[[], object]) -> None:
         thread.join(seconds)
 
 
-_clients: list[tuple[Store, Store]] = []
-"""The default store that was last asked for a client, and that client."""
+_clients: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()
+"""The client beside each store that is in use."""
 
 
 def background_client(store: Store) -> Store:
@@ -53,9 +54,9 @@ def background_client(store: Store) -> Store:
 
     Whoever holds the store of all ranks has a connection to each client. On a board requests are short.
     """
-    if not _clients or _clients[0][0] is not store:
-        _clients[:] = [(store, store.clone())]
-    return _clients[0][1]
+    if store not in _clients:
+        _clients[store] = store.clone()
+    return _clients[store]
 
 
 class Board:

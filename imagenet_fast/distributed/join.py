@@ -23,7 +23,7 @@ from torch.distributed import DistError, DistNetworkError
 
 from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.cores import exceeded_limit, raise_open_files
-from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, rails, route_to
+from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, route_to
 from imagenet_fast.distributed.ranks import RankInfo, ranges
 from imagenet_fast.distributed.software import software
 from imagenet_fast.errors import UserError, exit_with_error, first_line, warn
@@ -136,9 +136,9 @@ def meet(endpoint: Endpoint | None, count: int, join_timeout_s: float, least: in
 def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, device: str = "cpu") -> Store:
     """Return the store at ``MASTER_ADDR:MASTER_PORT``, once every rank has arrived and all agree.
 
-    Across nodes this also sets the interface for gloo to the one that leads to the other nodes, and those for NCCL,
-    unless the user has set them. By default gloo takes the address of the host name, which Debian maps to the loopback
-    interface, and NCCL all interfaces, also the bridges of containers, which lead nowhere.
+    Across nodes this also sets the interface for gloo and NCCL to the one that leads to the other nodes, unless the
+    user has set it. By default gloo takes the address of the host name, which Debian maps to the loopback interface,
+    and NCCL all interfaces, also those that lead nowhere.
 
     Args:
         place: This process's rank.
@@ -183,8 +183,7 @@ def introduce(place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float,
         route = route_to(answer["elsewhere"])
     if route is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", route.interface)
-        # Without "=", eth1 would match eth10 too.
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={','.join(rails(route.interface))}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route.interface}")  # without "=", eth1 would match eth10 too
     return store
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -90,22 +89,6 @@ def route_to(host: str) -> Route | None:
         if source in own:
             return Route(source, own[source])
     return None
-
-
-def rails(interface: str, sys_class: Path = Path("/sys/class")) -> list[str]:
-    """Return the interfaces over which NCCL's sockets may reach what ``interface`` leads to, which is one of them.
-
-    The others are devices of the same speed that have an address. With RDMA there are none: sockets carry no data.
-    """
-
-    def speed(name: str) -> int:
-        with suppress(OSError, ValueError):  # it is down
-            if (sys_class / "net" / name / "device").exists():  # no bridge, as containers have
-                return int((sys_class / "net" / name / "speed").read_text())
-        return 0
-
-    fast = 0 if any((sys_class / "infiniband").glob("*")) else speed(interface)
-    return sorted({interface, *(name for name in _own_addresses().values() if 0 < fast == speed(name))})
 
 
 def await_listener(endpoint: Endpoint, deadline: float, needless: Callable[[], bool] = lambda: False) -> None:

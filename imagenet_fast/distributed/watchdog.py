@@ -248,7 +248,8 @@ class Watchdog:
             return True
         self._looked_s, now = self._stuck_s, self._known
         ranks = [rank for rank in range(self.size) if rank not in now or not now[rank].ended]
-        lost = before and any(now.get(rank) == before.get(rank) for rank in ranks)
+        silent = [rank for rank in ranks if before and now.get(rank) == before.get(rank)]
+        lost = silent and find_lost_ranks(self._board, silent)  # not late only
         waiting = [rank for rank in ranks if rank in now and now[rank].phase == "sync" and now[rank].for_s > limit_s]
         return bool(lost) or waiting == ranks
 

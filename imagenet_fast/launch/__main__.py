@@ -37,7 +37,7 @@ def main() -> None:
     launcher_dir = LauncherDir(path.parent, int(os.environ["LOCAL_RANK"]))
     if launcher_dir.final.exists():
         raise SystemExit(2)  # torchrun has restarted the ranks
-    launcher_dir.leave()
+    launcher_dir.forget()
     report_errors_by(partial(launcher_dir.leave, "failed"))
     if hosts := [Host(*text.split("=")) for text in sys.argv[4:]]:
         _move_to(hosts)

@@ -72,6 +72,9 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
             raise KeyboardInterrupt
         if not code:
             return 0
+    outcome = read_outcome(job.folder) if has_run and not ends else None
+    if outcome is not None and not code:  # there was no space to leave how ranks ended
+        return outcome.exit_code
     outcome = RunResult.of(job.name, job.recipe, job.batching)
     worst = min(ends, key=lambda end: _WORST_FIRST.index(end.status), default=outcome)
     status, message = worst.status or "failed", worst.message

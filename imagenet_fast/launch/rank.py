@@ -47,6 +47,8 @@ def train_as_rank(
         job = replace(job, resume=True)
     ending = Ending(job, rank, launcher_dir)
     signals = Signals(job.recipe.checkpoint.grace_s, ending.late)
+    if launcher_dir is not None:
+        launcher_dir.leave()  # not before: a signal that came first has killed this rank, which loses nothing
 
     def end(reason: Reason) -> None:
         """Write the outcome from another thread, as the training thread may be stuck."""

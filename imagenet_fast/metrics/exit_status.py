@@ -45,7 +45,8 @@ class Ending:
 
         If nodes may leave, a stop concerns only those that got the signal; torchrun restarts the ranks of the others.
         """
-        if self.launcher_dir is not None and (self.outcome.status == "finished" or self._together):
+        kept = self.outcome.status == "preempted" and not self.job.elastic
+        if self.launcher_dir is not None and (self.outcome.status == "finished" or self._together or kept):
             return 0
         return self.outcome.exit_code
 

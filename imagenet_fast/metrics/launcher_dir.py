@@ -54,8 +54,12 @@ class LauncherDir:
         """Return the file of the job of this ``task``."""
         return self.folder / f"{task}.json"
 
+    def forget(self) -> None:
+        """Remove what the rank left before torchrun restarted it."""
+        self._end.unlink(missing_ok=True)
+
     def leave(self, status: Status | None = None, message: str = "", code: int = 0) -> None:
-        """Leave how the rank ends, or that it has begun, also if torchrun has restarted it."""
+        """Leave how the rank ends, or that it has begun."""
         with suppress(OSError):  # the launcher has ended
             end = RankEnd(time.time_ns(), os.getpid(), status, message, code)
             atomic_write_text(self._end, json.dumps(end), shared=True)

@@ -76,7 +76,7 @@ class CheckpointManager:
         due, every_steps = self._agreement.due(state.step), self._job.recipe.checkpoint.every_steps
         if "stop" in due:
             raise StopRequested
-        if "save" in due or (every_steps > 0 and state.step % every_steps == 0 and state.step != self._last):
+        if state.step != self._last and ("save" in due or (every_steps > 0 and state.step % every_steps == 0)):
             self.save(state, evaluated=False)
 
     def save(self, state: TrainState, evaluated: bool) -> bool:
@@ -126,7 +126,8 @@ class CheckpointManager:
                 self._save(state, evaluated=False, ranks=1)
                 self._await(last=True)
             board.post("saved", max(saved, self.saved_step))
-        return int(board.read("saved", time.monotonic() + _SLOW_DISK_S) or saved)
+        with here.waiting():
+            return int(board.read("saved", time.monotonic() + _SLOW_DISK_S) or saved)
 
     @property
     def _writing(self) -> bool:

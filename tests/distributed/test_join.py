@@ -19,7 +19,7 @@ import torch.distributed as dist
 from imagenet_fast.distributed import join, software
 from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.join import introduce, meet
-from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint, rails
+from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.schema import Timeout
@@ -244,23 +244,6 @@ def test_ranks_find_the_interface_that_leads_to_the_others_by_themselves(network
     assert network.call([(n, introduced, (RankInfo(n, 3, 0, 1), agreed, 29410)) for n in range(3)]) == ["eth0"] * 3
     here = network.call([(0, introduced, (RankInfo(n, 2, n, 2), agreed, 29411)) for n in range(2)])
     assert here == [None, None], "on one node there is nothing to settle"
-
-
-def test_nccl_may_send_over_all_devices_that_are_as_fast_as_the_one_that_leads_to_the_others(
-    tmp_path: Path, monkeypatch
-):
-    """Not over bridges, which have no device, nor a slower network for management; with RDMA sockets carry no data."""
-    speeds = {"eth0": "100000", "eth1": "100000", "eth2": "100000", "mgmt": "1000", "virbr0": "100000", "down": "?"}
-    for name, speed in speeds.items():
-        (tmp_path / "net" / name / ("bridge" if name == "virbr0" else "device")).mkdir(parents=True)
-        (tmp_path / "net" / name / "speed").write_text(speed)
-    own = {f"10.0.0.{n}": name for n, name in enumerate(speeds) if name != "eth2"}  # which has no address
-    monkeypatch.setattr("imagenet_fast.distributed.network._own_addresses", lambda: own)
-    assert [rails(name, tmp_path) for name in ("eth1", "mgmt", "virbr0", "down")] == [
-        ["eth0", "eth1"], ["mgmt"], ["virbr0"], ["down"]
-    ]  # fmt: skip
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert rails("eth1", tmp_path) == ["eth1"]
 
 
 JOB = {"epochs": 3, "optim": {"kind": "sgd", "lr": 1.0}, "data": {"flip": True}}
