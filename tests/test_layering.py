@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4848,
     "imagenet_fast/training": 3108,
     "imagenet_fast": 32367,
-    "tests": 29072,
+    "tests": 29073,
     "tests/sync": 6185,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

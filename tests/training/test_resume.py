@@ -260,7 +260,8 @@ def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
         time.sleep(0.2 if steps < 10 else 0.0)
         take_step()
 
-    with patch.object(agreement, "_LOOK_S", 0.01), patch.object(trainer, "train_step", slowly):
+    heard_soon = patch.multiple(agreement, _LOOK_S=0.01, _AHEAD_S=0.0)
+    with heard_soon, patch.object(trainer, "train_step", slowly):
         return trainer.run().status
 
 
