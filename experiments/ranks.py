@@ -294,7 +294,7 @@ def _observed(forked: _Forked, fault: Fault) -> dict[str, Any]:
         forked.wait(lambda: not forked.ranks, "saving at a stop", may_end=True)
         figures["stop_s"] = time.monotonic() - begun
         if {end.status for end in first_node.ends()} != {"preempted"}:
-            raise RankError(f"{count} ranks did not save when one was stopped: {first_node.ends()}")
+            raise RankError(f"{count} ranks did not save when one was stopped: {first_node.ends()}; before: {figures}")
     forked.wait(lambda: len(forked.ranks) <= (fault == "hanging"), f"the end after one was {fault}", may_end=True)
     if fault == "slow":
         store = forked.all("store")
