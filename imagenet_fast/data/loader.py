@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
 from threading import Event, Lock
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import cv2
 import numpy as np
@@ -30,7 +30,6 @@ from numpy.typing import NDArray
 from imagenet_fast.data.device import Batch, copied, empty, moved
 from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, bits, resolution
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, central_crop, decode, random_crop
-from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import ImageSource, patiently
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.recipe.data_config import ImageData
@@ -45,18 +44,8 @@ NO_CLASS = -1
 
 _ATTEMPTS = 100
 
-
-class Drawn(NamedTuple):
-    """What was drawn for one image."""
-
-    numbers: NDArray[np.float64]
-    """Those that ``Augmentation.windows`` takes, [22]."""
-    flip: bool
-    sides: list[int]
-    """Height and width by the index; 0 if it does not know them."""
-    window: list[int]
-    """The window of an image of these sides: top, left, height and width."""
-
+Drawn = tuple[NDArray[np.float64], bool]
+"""The numbers [22] that were drawn for one image, and whether it is flipped."""
 
 Job = Iterator[None]
 """Part of the work on a batch, in steps; it may be abandoned after any step."""
@@ -179,7 +168,6 @@ class ThreadLoader:
         self._data = data
         self._augmentation = augmentation_of(data, order)
         self._policy = BadImagePolicy(images, order, data)
-        self._sides = images.sides if isinstance(images, Shards) else np.zeros((len(images), 2), np.int32)
         self._device = device
         self._threads = threads
 
@@ -212,9 +200,8 @@ class ThreadLoader:
         """Draw for the images of a batch, in one call; None for each if there is no augmentation."""
         if self._augmentation is None:
             return repeat(None)
-        (numbers, flips), sides = self._augmentation.draw(indices), self._sides[indices.images]
-        windows = self._augmentation.windows(sides.clip(1), numbers)
-        return map(Drawn, numbers, flips.tolist(), sides.tolist(), windows.tolist())
+        numbers, flips = self._augmentation.draw(indices)
+        return zip(numbers, flips.tolist(), strict=True)
 
     def show(self, index: int, epoch: int, sizes: Resolution, drawn: Drawn | None, into: Pixels) -> int:
         """Write image ``index``, or what is shown for it if it is bad, to ``into`` and return the label."""
@@ -228,8 +215,8 @@ class ThreadLoader:
         if self._augmentation is None or drawn is None:
             into[:] = central_crop(image, sizes)
             return
-        crop = np.empty_like(into) if drawn.flip else into
-        window = drawn.window if drawn.sides == [*image.shape[:2]] else None
-        random_crop(image, sizes, self._augmentation, drawn.numbers, crop, window)
-        if drawn.flip:
+        numbers, flip = drawn
+        crop = np.empty_like(into) if flip else into
+        random_crop(image, sizes, self._augmentation, numbers.tolist(), into=crop)
+        if flip:
             cv2.flip(crop, 1, dst=into)

@@ -10,8 +10,9 @@ the next name picks from.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -215,46 +216,50 @@ class Augmentation:
             flips = first ^ (batch.epoch % 2 == 1)
         return numbers[:, :-1], flips & bool(self.flip)
 
-    def windows(self, sides: NDArray[np.integer], numbers: NDArray[np.float64]) -> NDArray[np.int32]:
-        """Choose the crop windows of n images: top, left, height and width in pixels, [n, 4].
+    def window(self, height: int, width: int, numbers: Sequence[float]) -> tuple[int, int, int, int]:
+        """Choose the crop window of one image, in pixels: top, left, height and width.
 
         If ``side`` is None, follow torchvision's ``RandomResizedCrop``. It tries an area and an aspect ratio from 3:4
         to 4:3 (uniform in its logarithm) up to ten times, until the window fits. A window that fits is placed anywhere
         in the image. If none fits, as in a long strip, take the largest central window with a ratio in that range.
 
         If ``side`` is set, the square window lies anywhere in the central square, as in AlexNet (Krizhevsky et al.,
-        2012).
-
-        Args:
-            sides: Heights and widths of the images, [n, 2]; none is 0.
-            numbers: Those that ``draw`` returns, [n, 22].
+        2012). The ``numbers`` are a row [22] of those that ``draw`` returns.
         """
-        whole = sides.astype(np.float64)
         if self.side is not None:
-            shorter = whole.min(1, keepdims=True)
-            lengths = np.maximum(1, np.rint(self.side * shorter)).repeat(2, 1)
-            first = (whole - shorter) // 2 + np.floor(numbers[:, :2] * (shorter - lengths + 1))
-        else:
-            (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
-            pixels = (whole[:, :1] * whole[:, 1:]) * (smallest + (largest - smallest) * numbers[:, 2::2])
-            aspects = narrowest * (widest / narrowest) ** numbers[:, 3::2]
-            tall, wide = np.rint(np.sqrt(pixels / aspects)), np.rint(np.sqrt(pixels * aspects))
-            fit = (tall > 0) & (tall <= whole[:, :1]) & (wide > 0) & (wide <= whole[:, 1:])
-            chosen = np.arange(len(whole)), fit.argmax(1)  # the first that fits
-            central = np.minimum(whole, np.rint(whole[:, ::-1] * (1 / narrowest, widest)))
-            fits = fit[chosen][:, None]
-            lengths = np.where(fits, np.stack((tall[chosen], wide[chosen]), 1), central)
-            first = np.floor(np.where(fits, numbers[:, :2] * (whole - lengths + 1), (whole - lengths) / 2))
-        return np.concatenate((first, lengths), 1).astype(np.int32)
+            shorter = min(height, width)
+            side = max(1, round(self.side * shorter))
+            down, right = (int(number * (shorter - side + 1)) for number in numbers[:2])
+            return (height - shorter) // 2 + down, (width - shorter) // 2 + right, side, side
+        (smallest, largest), (narrowest, widest) = self.area, _ASPECTS
+        for attempt in range(2, _WINDOW_NUMBERS, 2):
+            pixels = height * width * (smallest + (largest - smallest) * numbers[attempt])
+            aspect = narrowest * (widest / narrowest) ** numbers[attempt + 1]
+            tall, wide = round(math.sqrt(pixels / aspect)), round(math.sqrt(pixels * aspect))
+            if 0 < tall <= height and 0 < wide <= width:
+                return int(numbers[0] * (height - tall + 1)), int(numbers[1] * (width - wide + 1)), tall, wide
+        tall, wide = min(height, round(width / narrowest)), min(width, round(height * widest))
+        return (height - tall) // 2, (width - wide) // 2, tall, wide
 
-    def corners(self, sides: NDArray[np.integer], size: int, numbers: NDArray[np.float64]) -> NDArray[np.int32]:
-        """Choose where squares of ``size`` pixels begin in n padded images, [n, 2], as torchvision's ``RandomCrop``.
+    def windows(self, sides: NDArray[np.integer], numbers: NDArray[np.float64]) -> NDArray[np.int32]:
+        """Choose the windows of n images, [n, 4], by their heights and widths, [n, 2], and numbers, [n, 22]."""
+        drawn = zip(*sides.T.tolist(), numbers.tolist(), strict=True)
+        return np.array([self.window(*image) for image in drawn], np.int32).reshape(-1, 4)
 
-        A place in the padding above or on the left is below 0. The arguments are as of ``windows``.
+    def corner(self, height: int, width: int, size: int, numbers: Sequence[float]) -> tuple[int, int]:
+        """Choose where a square of ``size`` pixels begins in a padded image, as torchvision's ``RandomCrop``.
+
+        A place in the padding above or on the left is below 0. Height and width are without padding.
         """
         assert self.padding is not None
-        room = sides + 2 * self.padding - size + 1
-        return np.floor(numbers[:, :2] * room).astype(np.int32) - np.int32(self.padding)
+        room = 2 * self.padding - size + 1
+        return int(numbers[0] * (height + room)) - self.padding, int(numbers[1] * (width + room)) - self.padding
+
+    def corners(self, sides: NDArray[np.integer], size: int, numbers: NDArray[np.float64]) -> NDArray[np.int32]:
+        """Choose those of n images, [n, 2]."""
+        drawn = zip(*sides.T.tolist(), numbers.tolist(), strict=True)
+        found = [self.corner(height, width, size, its) for height, width, its in drawn]
+        return np.array(found, np.int32).reshape(-1, 2)
 
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:

@@ -285,22 +285,19 @@ def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) 
 
 
 def random_crop(
-    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: NDArray[np.float64], into: Pixels,
-    window: Sequence[int] | None = None,
-) -> None:  # fmt: skip
+    image: Pixels, resolution: Resolution, augmentation: Augmentation, numbers: Sequence[float], into: Pixels
+) -> None:
     """Write a random crop of ``image``, not flipped, to ``into``, uint8 [size, size, 3].
 
-    The ``numbers``, [22], are those that ``augmentation`` drew for this image, and decide the ``window`` if it is None.
-    One that is padded is first resized.
+    The ``numbers`` are those that ``augmentation`` drew for this image; one that is padded is first resized.
     """
     (size, shorter), padding = resolution, augmentation.padding
     if padding is None:
-        window = window or augmentation.windows(np.array([image.shape[:2]]), numbers[None])[0].tolist()
-        top, left, height, width = window
+        top, left, height, width = augmentation.window(image.shape[0], image.shape[1], numbers)
         resized(image[top : top + height, left : left + width], size, size, into=into)
         return
     image = _scaled(image, shorter)
-    top, left = (augmentation.corners(np.array([image.shape[:2]]), size, numbers[None])[0] + padding).tolist()
+    top, left = (place + padding for place in augmentation.corner(image.shape[0], image.shape[1], size, numbers))
     around = (padding,) * 4  # pixels of its mirror image, without the outermost ones again
     into[:] = cv2.copyMakeBorder(image, *around, cv2.BORDER_REFLECT_101)[top : top + size, left : left + size]
 

@@ -62,11 +62,10 @@ class Shards:
         self._shards, self._offsets, self._lengths, self._before = (
             index.columns[name] for name in ("shards", "offsets", "lengths", "before")
         )
-        self.sides = np.stack((index.columns["heights"], index.columns["widths"]), 1)
-        """Height and width of each of the images below, int32 [images, 2]; 0 of others."""
-        self.pixel_sides = self.sides * index.columns["stored"][:, None]
+        sides = np.stack((index.columns["heights"], index.columns["widths"]), 1)
+        self.pixel_sides = sides * index.columns["stored"][:, None]
         """Height and width of each image whose pixels are stored, int32 [images, 2]; 0 of others."""
-        self.jpeg_sides = self.sides - self.pixel_sides
+        self.jpeg_sides = sides - self.pixel_sides
         """Height and width of each JPEG of a kind that all decoders know, int32 [images, 2]; 0 of others."""
         self._open = lru_cache(_descriptors(len(files)))(Descriptor)
         if len(strange := np.flatnonzero(self.labels >= len(classes))):
@@ -99,7 +98,7 @@ class Shards:
                 some = range(*np.searchsorted(self._shards, (number, number + 1)).tolist())
                 bad += [index for index in some if self.name(index) in names]
         kept = copy(self)
-        for column in ("labels", "sides", "pixel_sides", "jpeg_sides", "_shards", "_offsets", "_lengths", "_before"):
+        for column in ("labels", "pixel_sides", "jpeg_sides", "_shards", "_offsets", "_lengths", "_before"):
             setattr(kept, column, np.delete(getattr(self, column), bad, axis=0))
         return kept if bad else self
 
