@@ -70,10 +70,11 @@ def crops_of(sides: Sides, resolution: Resolution, augmentation: Augmentation | 
         begins = (sides - LONGEST * shortest).clip(0) // 2
         lengths = sides - 2 * begins
         resized = shorter * lengths // shortest
-        middle = np.rint((resized - size) / 2).astype(np.int32)
-        first = middle if augmentation is None else augmentation.corners(resized, size, numbers)
+        first = np.rint((resized - size) / 2)
+        if augmentation is not None:
+            first = augmentation.corner(resized.astype(np.float64), size, numbers[:, :2])
     last = resized[..., None] - 1
-    shown = first[..., None] + np.arange(size, dtype=np.int32)
+    shown = first.astype(np.int32)[..., None] + np.arange(size, dtype=np.int32)
     shown = last - np.abs(last - np.abs(shown))  # padding is the mirror image
     if augmentation is not None:
         shown[flips, 1] = shown[flips, 1, ::-1]

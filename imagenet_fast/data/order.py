@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from imagenet_fast.recipe.data_config import ImageData
 
 Indices = NDArray[np.int64]
 Bits = NDArray[np.uint64]
+Numbers = TypeVar("Numbers", float, NDArray[np.float64])
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIXERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 
@@ -246,20 +247,13 @@ class Augmentation:
         drawn = zip(*sides.T.tolist(), numbers.tolist(), strict=True)
         return np.array([self.window(*image) for image in drawn], np.int32).reshape(-1, 4)
 
-    def corner(self, height: int, width: int, size: int, numbers: Sequence[float]) -> tuple[int, int]:
-        """Choose where a square of ``size`` pixels begins in a padded image, as torchvision's ``RandomCrop``.
+    def corner(self, side: Numbers, size: int, number: Numbers) -> Numbers:
+        """Choose where a square of ``size`` pixels begins along a side of a padded image, as in ``RandomCrop``.
 
-        A place in the padding above or on the left is below 0. Height and width are without padding.
+        A place in the padding before the image is below 0. Sides are without padding, one or an array of them.
         """
         assert self.padding is not None
-        room = 2 * self.padding - size + 1
-        return int(numbers[0] * (height + room)) - self.padding, int(numbers[1] * (width + room)) - self.padding
-
-    def corners(self, sides: NDArray[np.integer], size: int, numbers: NDArray[np.float64]) -> NDArray[np.int32]:
-        """Choose those of n images, [n, 2]."""
-        drawn = zip(*sides.T.tolist(), numbers.tolist(), strict=True)
-        found = [self.corner(height, width, size, its) for height, width, its in drawn]
-        return np.array(found, np.int32).reshape(-1, 2)
+        return number * (side + (2 * self.padding - size + 1)) // 1 - self.padding
 
 
 def augmentation_of(data: ImageData, order: Order) -> Augmentation | None:

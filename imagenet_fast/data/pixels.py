@@ -297,7 +297,8 @@ def random_crop(
         resized(image[top : top + height, left : left + width], size, size, into=into)
         return
     image = _scaled(image, shorter)
-    top, left = (place + padding for place in augmentation.corner(image.shape[0], image.shape[1], size, numbers))
+    drawn = zip(image.shape, numbers[:2], strict=False)
+    top, left = (padding + int(augmentation.corner(side, size, number)) for side, number in drawn)
     around = (padding,) * 4  # pixels of its mirror image, without the outermost ones again
     into[:] = cv2.copyMakeBorder(image, *around, cv2.BORDER_REFLECT_101)[top : top + size, left : left + size]
 

@@ -25,7 +25,7 @@ from imagenet_fast.distributed.board import Board, call_within
 from imagenet_fast.distributed.cores import exceeded_limit, raise_open_files
 from imagenet_fast.distributed.network import Endpoint, await_listener, cause, is_here, route_to
 from imagenet_fast.distributed.ranks import RankInfo, ranges
-from imagenet_fast.distributed.software import software
+from imagenet_fast.distributed.versions import software
 from imagenet_fast.errors import UserError, exit_with_error, first_line, warn
 from imagenet_fast.recipe.job import flat_tables
 

@@ -31,7 +31,7 @@ class Ending:
     """Function that returns the step from which the run would resume now."""
     ended: bool = False
     begun: bool = False
-    """Whether the record in the run directory has begun."""
+    """Whether the run directory has a record of this run."""
     _together: bool = False
     _opened: os.stat_result | None = None
 

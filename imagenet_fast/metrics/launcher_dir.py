@@ -16,9 +16,10 @@ from imagenet_fast.metrics.run_result import Status
 
 
 class RankEnd(NamedTuple):
-    """How a rank has ended, and when, in nanoseconds."""
+    """How a rank has ended, or that it has begun."""
 
     at: int
+    """Nanoseconds since 1970."""
     pid: int
     status: Status | None
     """None: it has not ended, or was killed."""
@@ -34,13 +35,13 @@ class LauncherDir:
         """Name the files in ``folder``, where the rank with this number on the node leaves its own."""
         self.folder = folder
         self.opened = folder / "opened"
-        """Rank 0 is here, and has begun to write the run directory."""
+        """File that is there once rank 0, on this node, has begun to write the run directory."""
         self.final = folder / "final"
-        """Ranks that had met reported a user error, and would end so again."""
+        """File that is there once ranks that had met have reported a user error: they would end so again."""
         self.results = folder / "results.json"
-        """What `doctor` has found, by rank 0."""
+        """File to which rank 0 writes what `doctor` has found."""
         self.heartbeat = folder / f"heartbeat-{local_rank}.json"
-        """The rank's last position."""
+        """File with the last position of the rank."""
         self._end = folder / f"rank-{local_rank}.json"
 
     @classmethod

@@ -14,7 +14,7 @@ from imagenet_fast import __version__
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.software import commit
+from imagenet_fast.distributed.versions import commit
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import MetricLogger, take_back
 from imagenet_fast.metrics.run_dir import RunDir

@@ -77,11 +77,11 @@ class Input(Table):
     """Images a second that a node's loaders give."""
 
     images_per_s: Known = None
-    """By whatever loader, as `bench data` shows."""
+    """Of any loader, as `bench data` measures it; it counts instead of the others."""
     dali: Known = None
-    """By this program's ``dali`` from JPEGs, for each GPU, which decodes them."""
+    """Of ``dali``, which reads JPEGs, for one GPU."""
     published: Known = None
-    """By the programs whose results were published."""
+    """Of the loaders of published results."""
 
 
 class Cluster(Table):

@@ -148,7 +148,7 @@ class Result(NamedTuple):
     fuse: float
     nic_bytes: float
     seconds: BySide = MappingProxyType({})
-    """Of images that grow ``step_s`` is the mean of these."""
+    """Seconds of the steps of each size of images; ``step_s`` is the mean of all steps."""
 
 
 def predict_step(

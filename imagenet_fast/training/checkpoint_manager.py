@@ -12,11 +12,11 @@ import torch.distributed as dist
 from imagenet_fast.checkpoint import CheckpointWriter, NotSaved, Stamp
 from imagenet_fast.checkpoint.folder import set_aside
 from imagenet_fast.data.fingerprint import Contents
-from imagenet_fast.distributed.agreement import StepAgreement
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
+from imagenet_fast.distributed.step_agreement import StepAgreement
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import describe, write_weights

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.distributed import join, software
+from imagenet_fast.distributed import join, versions
 from imagenet_fast.distributed.init import current_world, init_distributed
 from imagenet_fast.distributed.join import introduce, meet
 from imagenet_fast.distributed.network import Endpoint, await_listener, parse_endpoint
@@ -179,13 +179,13 @@ def test_nodes_with_different_programs_are_refused():
 
 def test_the_program_is_known_by_its_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Copies of one version may differ, and say nothing of a commit."""
-    monkeypatch.setattr(software, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(versions, "_PACKAGE", tmp_path)
     told = []
     for text in ("a = 1", "a = 2", "a = 1"):
         (tmp_path / "order.py").write_text(text)
-        told.append(software.software())
+        told.append(versions.software())
     assert told[0] == told[2] != told[1]
-    assert (f"with torch {torch.__version__}" in told[0], software.commit()) == (True, "")
+    assert (f"with torch {torch.__version__}" in told[0], versions.commit()) == (True, "")
 
 
 @pytest.mark.ci

@@ -23,7 +23,7 @@ import tests
 from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.distributed import agreement
+from imagenet_fast.distributed import step_agreement
 from imagenet_fast.distributed.reductions import barrier
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics.run_dir import RunDir
@@ -260,7 +260,7 @@ def _train(folder: Path, steps: int, changes: dict[str, Any]) -> str:
         time.sleep(0.2 if steps < 10 else 0.0)
         take_step()
 
-    heard_soon = patch.multiple(agreement, _LOOK_S=0.01, _AHEAD_S=0.0)
+    heard_soon = patch.multiple(step_agreement, _LOOK_S=0.01, _AHEAD_S=0.0)
     with heard_soon, patch.object(trainer, "train_step", slowly):
         return trainer.run().status
 

@@ -8,15 +8,15 @@ from unittest.mock import patch
 import pytest
 
 import tests
-from imagenet_fast.distributed import agreement
-from imagenet_fast.distributed.agreement import StepAgreement
+from imagenet_fast.distributed import step_agreement
 from imagenet_fast.distributed.reductions import from_main, to_main
+from imagenet_fast.distributed.step_agreement import StepAgreement
 from tests.ranks import with_ranks
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.1])
 @with_ranks(3)
-@patch.multiple(agreement, _LOOK_S=0.05, _AHEAD_S=0.1)
+@patch.multiple(step_agreement, _LOOK_S=0.05, _AHEAD_S=0.1)
 def test_ranks_that_run_ahead_of_one_another_stop_after_the_same_step(step_s: float):
     """After a save that rank 0 wished at the same time."""
     world, done, step = tests.world(), list[tuple[int, str]](), 0
@@ -32,7 +32,7 @@ def test_ranks_that_run_ahead_of_one_another_stop_after_the_same_step(step_s: fl
 
 
 @with_ranks(2)
-@patch.multiple(agreement, _LOOK_S=0.05)
+@patch.multiple(step_agreement, _LOOK_S=0.05)
 def test_a_long_step_is_the_last_one():
     world, step = tests.world(), 7
     agreed = StepAgreement(world, 7, lambda: {"stop"} if world.rank == 1 and step == 8 else set())
