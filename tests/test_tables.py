@@ -144,13 +144,13 @@ def test_a_table_is_as_it_is_declared():
 
 
 def test_cells_over_seeds_tell_what_is_missing_and_the_difference_to_the_same_seeds():
-    tops = {"exact": [90.0, 91.0, 92.0], "int8": [89.0, 91.0, 91.5], "fp8": [91.5], "sparse": [None, 80.0, 82.0]}
+    tops = {"exact": [90.0, 91.0, 92.0], "int8": [89.0, 91.0, 91.5], "bf16": [91.5], "sparse": [None, 80.0, 82.0]}
     rows = [{"case": case, "seed": s, "top1": top1} for case in tops for s, top1 in enumerate(tops[case])]
     across = {"heading": "top-1, %", "beside": "case == 'exact'"}
     columns = [{"heading": "engine", "cell": "{case}"}]
     assert list(tables.table({"columns": columns, "across": across, "rows": rows}))[2:] == [
         "| exact | 91.00 ± 1.00 |",
         "| int8 | 90.50 ± 1.32 (-0.50) |",
-        "| fp8 | 91.50 (+1.50, 1 of 3 seeds) |",
+        "| bf16 | 91.50 (+1.50, 1 of 3 seeds) |",
         "| sparse | 81.00 ± 1.41 (-10.50, 1 diverged) |",
     ]

@@ -87,7 +87,7 @@ class EngineTime(NetworkRow):
     launches: float
     """Collectives that one rank starts per step."""
     ratio_to_ddp: float = field(metadata=column("vs DDP", form=".2f"))
-    """DDP's step time over ``step_s``, with the same wire dtype; DDP uses bf16 if that is int8 or fp8."""
+    """DDP's step time over ``step_s``, with the same wire dtype; DDP uses bf16 if that is int8."""
     ratio_to_limit: float = field(metadata=column("vs limit", form=".3f"))
     """``step_s`` over ``limit_s``."""
     predicted_s: float = field(metadata=column("predicted", form=".3f"))
@@ -145,7 +145,7 @@ def bench_sync(
     asked = {settings.wire: settings for settings in engines if not settings.ours}
     peers: dict[Wire, Sync] = {}
     for wire in (settings.wire for settings in engines):
-        cast: Cast = "bf16" if wire == "int8" or wire == "fp8" else wire  # DDP sends no codes
+        cast: Cast = "bf16" if wire == "int8" else wire  # DDP sends no codes
         peers[wire] = asked.get(cast, DdpSync(wire=cast))
     chosen = list(dict.fromkeys([*engines, *peers.values()]))
     wires = list(dict.fromkeys(settings.wire for settings in chosen))

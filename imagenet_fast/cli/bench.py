@@ -6,7 +6,7 @@ Options of several commands:
     rate: Rate of each node's link, such as 250mbit (Linux, root). Default: loopback, no limit.
     scale: Shrink each gradient to 1/N of its size.
     compute: Compute time of a replayed step in seconds. Default: the profile's.
-    wire: Wire dtype. For int8 or fp8 name engines, as lazy:int8.
+    wire: Wire dtype. For int8 name engines, as lazy:int8.
     keys: ENGINE.KEY=VALUE changes a key of an engine; --set ENGINE.KEY=VALUE is the same.
     sync: Engines. NAME:WIRE sets the wire dtype of one.
     sizes: Message sizes in bytes; K, M and G are powers of 1024. B..C is a range that doubles, or grows by N.

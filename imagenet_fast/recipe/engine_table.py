@@ -16,14 +16,14 @@ from imagenet_fast.recipe.base import Bytes, Table
 
 Cast = Literal["fp32", "bf16", "fp16"]
 """Wire dtypes to which values are cast."""
-Codes = Literal["int8", "fp8"]
-"""Wire dtypes that are 8-bit codes."""
+Codes = Literal["int8"]
+"""The wire dtype of 8-bit codes."""
 Wire = Literal[Cast, Codes]
 """The wire dtype: the dtype in which values are sent.
 
-``int8`` and ``fp8`` (e4m3) are codes with one scale per 512 values. Their rounding error is added to a later step's
-gradients. With them, norms and biases are sent in bf16, and so is everything sent inside a node if there are several
-equal nodes of several ranks.
+``int8`` values are codes with one scale per 512 of them. Their rounding error is added to a later step's gradients.
+With them, norms and biases are sent in bf16, and so is everything sent inside a node if there are several equal nodes
+of several ranks.
 """
 Collective = Literal["native", "ring", "butterfly", "pairwise", "hierarchical", "parameter_server"]
 """All-reduce algorithm.
@@ -134,4 +134,4 @@ class CodingTable(PoolTable):
     wire: Wire = "bf16"
     """Wire dtype of the gradients."""
     bf16_steps: NonNegativeInt = 0
-    """First steps whose gradients are sent in bf16 if ``wire`` is int8 or fp8; 0: none."""
+    """First steps whose gradients are sent in bf16 if ``wire`` is int8; 0: none."""

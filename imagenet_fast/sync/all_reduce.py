@@ -21,8 +21,7 @@ from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, 
 from imagenet_fast.sync.topology import Topology
 
 _DTYPES: dict[Wire, torch.dtype] = {
-    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8,
-    "fp8": torch.float8_e4m3fn,
+    "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8
 }  # fmt: skip
 
 
@@ -168,7 +167,7 @@ def _between_coded(chain: OpSequence, shard: Tensor, way: _Way) -> None:
         blocks.residual.sum_shared(inside, lambda left: row.submit(CommOp(row, lambda: row.all_reduce(left)))())
     push, pull = (way.stream(ranks, role) for role in ("scatter", "gather"))
     if blocks.kinds.any():  # else there is only padding
-        packing = Packer(blocks, len(ranks), way.wire, shard.device, inside)
+        packing = Packer(blocks, len(ranks), shard.device, inside)
         coded_pairwise(chain, shard, packing, push, pull, way.direct)
 
 

@@ -28,7 +28,7 @@ _MANY = 8  # messages launched at once, so that their latencies overlap
 
 
 class NetworkProbe(Links):
-    """The link of each collective and the cost of each 8-bit codec, measured when first requested.
+    """The link of each collective and the cost of 8-bit codes, measured when first requested.
 
     Every rank must make the same requests in the same order, with nothing else in flight.
     """
@@ -128,7 +128,7 @@ def measure_codec(wire: torch.dtype, topology: Topology) -> CodecCost:
     """
     elements = piece_elements(topology.layout, format_of(wire))
     pieces = [torch.randn(elements, device=topology.device) for _ in range(_MANY)]
-    packings = [Packer(all_coded(elements), topology.size, wire, topology.device) for _ in pieces]
+    packings = [Packer(all_coded(elements), topology.size, topology.device) for _ in pieces]
     messages = [packing.message(topology.size) for packing in packings]
     for packing in packings:
         packing.residual = torch.zeros_like(packing.coded)

@@ -24,12 +24,12 @@ PLAIN = torch.bfloat16
 """Dtype in which values without codes are sent: those inside a node, and blocks of norms, biases and slots' ends."""
 
 _ALIGNMENT = 16  # bytes; NCCL moves what begins elsewhere byte by byte
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_LARGEST = 127.0
 
 
 def is_coded(wire: torch.dtype) -> bool:
     """Return whether values are sent as codes."""
-    return wire in _LARGEST
+    return wire == torch.int8
 
 
 def encode(values: Tensor, scales: Tensor, codes: Tensor, residual: Tensor | None = None) -> None:
@@ -40,17 +40,13 @@ def encode(values: Tensor, scales: Tensor, codes: Tensor, residual: Tensor | Non
     Args:
         values: fp32, (..., blocks, BLOCK).
         scales: Output, bf16, (..., blocks).
-        codes: Output, int8 or float8_e4m3fn, (..., blocks, BLOCK).
+        codes: Output, int8, (..., blocks, BLOCK).
         residual: Output, in the shape of ``values``: the error; None: it is lost.
     """
-    scales.copy_(values.abs().amax(-1) / _LARGEST[codes.dtype])  # on a CPU vector_norm takes 20 times as long
+    scales.copy_(values.abs().amax(-1) / _LARGEST)  # on a CPU vector_norm takes 20 times as long
     exact = scales.float().unsqueeze(-1)
-    whole = values * torch.where(exact >= torch.finfo(torch.float32).tiny, 1 / exact, 0.0)
-    if codes.dtype == torch.int8:
-        codes.copy_(whole.round_())
-    else:
-        codes.copy_(whole)
-        whole = codes.float()
+    whole = (values * torch.where(exact >= torch.finfo(torch.float32).tiny, 1 / exact, 0.0)).round_()
+    codes.copy_(whole)
     if residual is not None:
         finite = exact.isfinite()
         if values.is_cpu and finite.all():
@@ -179,19 +175,16 @@ class Packer:
     which no rank reads.
     """
 
-    def __init__(
-        self, blocks: BlockMap, owners: int, wire: torch.dtype, device: torch.device, sharing: int = 1
-    ) -> None:
+    def __init__(self, blocks: BlockMap, owners: int, device: torch.device, sharing: int = 1) -> None:
         """Assign the blocks to owners, and take their residual.
 
         Args:
             blocks: The message's blocks.
             owners: Number of owners.
-            wire: Dtype of the codes.
             device: Device of the rows.
             sharing: Number of ranks that have the residual in common.
         """
-        self._wire, self._device = wire, device
+        self._device = device
         coded, coded_rows = _by_owner(blocks.kinds[0], blocks.numbers[0], owners)
         plain, plain_rows = _by_owner(blocks.kinds[1], blocks.numbers[1], owners)
         self._codes, self._plains = coded.shape[1], plain.shape[1]
@@ -243,7 +236,7 @@ class Packer:
         sizes = [2 * self._codes, self._codes * BLOCK, 2 * self._plains * BLOCK]
         scales, coded, plain, _ = message.split([*sizes, self.width - self._filled], -1)
         return (
-            scales.view(torch.bfloat16), coded.view(self._wire).unflatten(-1, (self._codes, BLOCK)),
+            scales.view(torch.bfloat16), coded.view(torch.int8).unflatten(-1, (self._codes, BLOCK)),
             plain.view(PLAIN).unflatten(-1, (self._plains, BLOCK)),
         )  # fmt: skip
 

@@ -27,7 +27,7 @@ SETTINGS = {
     "lazy": "", "hybrid": "", "dear": "", "lazy int8": "sync.wire=int8", "lazy, average": "ema_decay=0.9",
     "allreduce": "", "ring": "", "ddp": "", "auto": "sync.wire=fp32", "powersgd": "",
     "sparse": "sync.dense_epochs=0.2 sync.ramp_epochs=0.2", "lazy fp16": "sync.wire=fp16",
-    "hybrid int8": "sync.wire=int8", "dear int8": "sync.wire=int8", "ring fp8": "sync.wire=fp8",
+    "hybrid int8": "sync.wire=int8", "dear int8": "sync.wire=int8", "ring int8": "sync.wire=int8",
     "hybrid, three ranks": "sync.fuse_mb=1", "lazy int8, three ranks": "sync.wire=int8",
     "sparse, three ranks": "sync.dense_epochs=0.2",
 }  # fmt: skip

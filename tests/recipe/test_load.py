@@ -63,7 +63,7 @@ eval_mirror=true; eval_shift=32 -> eval_shift (32) must be less than the side of
 schedule.warmup_epochs=9 -> schedule.warmup_epochs (9.0) exceeds epochs (2)
 sync.kind=hybrid; clip_norm=1.0 -> sync.kind 'hybrid' updates a layer before the gradients of
 sync.kind=auto; compile=true -> sync.kind 'auto' with sync.defer true waits for each layer
-sync.kind=lazy; sync.wire=fp8; precision.kind=fp16 ->
+sync.kind=lazy; sync.wire=int8; precision.kind=fp16 ->
     overflows (precision.kind 'fp16'); set precision.kind to 'bf16', or take sync.wire 'bf16'
 sync.kind=sparse; clip_norm=1.0 ->
     it cannot clip the norm of one (clip_norm 1.0); set clip_norm to 0, or take another engine

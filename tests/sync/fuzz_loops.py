@@ -50,7 +50,7 @@ INEXACT: dict[str, EngineSettings] = {
     "hybrid bf16": sync.HybridSync(wire="bf16", fuse_mb=0),
     "lazy int8": sync.LazySync(wire="int8", threshold_mb=HALF_KIB),
     "hybrid int8": sync.HybridSync(wire="int8", fuse_mb=0),
-    "dear fp8": sync.DearSync(wire="fp8", bucket_mb=HALF_KIB),
+    "dear int8": sync.DearSync(wire="int8", bucket_mb=HALF_KIB),
     "powersgd": sync.PowerSgdSync(wire="fp32", rank=1, bucket_mb=HALF_KIB),
     "powersgd dear": sync.PowerSgdSync(wire="bf16", rank=1, timing="dear", bucket_mb=HALF_KIB),
 }

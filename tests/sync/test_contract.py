@@ -36,8 +36,8 @@ from tests.ranks import lending, run, with_ranks
 from tests.sync.given import Given, applied, integers, means, normals, pooled, process_groups
 from tests.sync.loops import LINK, synced, unmeasured
 
-TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2, "fp8": 1.5e-2}
-CODED = {"int8": 2e-2, "fp8": 0.1}  # of the largest gradient
+TOLERANCE = {"fp32": 1e-6, "bf16": 1.5e-2, "fp16": 2e-3, "int8": 1.5e-2}
+CODED = {"int8": 2e-2}  # of the largest gradient
 STEPS = 2  # the first teaches the pool the order of its gradients
 LEARNT = 8  # five more for an engine that learns, and one for what it has learnt
 

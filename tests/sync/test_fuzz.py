@@ -11,7 +11,7 @@ from tests.sync.fuzz_loops import ENGINES
 from tests.sync.fuzz_programs import program_of
 
 
-@pytest.mark.parametrize("engine", ["hybrid", "dear fp8", "sparse hybrid"])
+@pytest.mark.parametrize("engine", ["hybrid", "dear int8", "sparse hybrid"])
 def test_fuzzed_loop(engine: str):
     check(1, 2, engine)
 

@@ -30,7 +30,7 @@ DEFERRED = pytest.mark.parametrize("engine", tiers(["hybrid"], ["dear"]))
 # Failures
 
 
-DROPPING = ["lazy int8", "powersgd", "sparse", "sparse corrected"], ["lazy", "hybrid", "dear fp8", "sparse hybrid"]
+DROPPING = ["lazy int8", "powersgd", "sparse", "sparse corrected"], ["lazy", "hybrid", "dear int8", "sparse hybrid"]
 
 
 @pytest.mark.parametrize("engine", tiers(*DROPPING))
@@ -67,7 +67,7 @@ class Emptied(Layers):
         return super().forward(x + self.empty.sum())
 
 
-ALONE = ["lazy", "lazy int8", "sparse"], ["hybrid", "powersgd", "dear fp8", "sparse corrected", "sparse hybrid"]
+ALONE = ["lazy", "lazy int8", "sparse"], ["hybrid", "powersgd", "dear int8", "sparse corrected", "sparse hybrid"]
 
 
 @pytest.mark.parametrize("kind", [Layers, Emptied])

@@ -86,7 +86,7 @@ BAD_ENGINES = {
     r'awaits="each" sends one bucket after the other.*leave prioritized out': {"awaits": "each", "prioritized": True},
     r"PowerSGD's factors cannot be sent as int8; .*16 bits": {"wire": "int8", "powersgd_rank": 2},
     r'awaits is "reed"; give "each", "backward" or "read"': {"awaits": "reed"},
-    r'wire is "torch.bfloat16"; give "fp32", "bf16", "fp16", "int8" or "fp8"': {"wire": torch.bfloat16},
+    r'wire is "torch.bfloat16"; give "fp32", "bf16", "fp16" or "int8"': {"wire": torch.bfloat16},
 }
 
 
