@@ -26,7 +26,7 @@ SHARED = torch.cuda.device_count() < 2
 def test_engines_keep_their_contract(case: contract.Case):
     if SHARED and case.engine == "auto":
         pytest.skip("auto times steps and plans: for two GPUs")
-    ours, theirs = run(2, contract.average, [case], not SHARED, backend="nccl")
+    ours, theirs = run(2, contract.average, case, not SHARED, backend="nccl")
     assert ours == theirs, "ranks differ in a bit"
 
 

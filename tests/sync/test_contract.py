@@ -1,7 +1,6 @@
 """What every engine owes the training loop: any wire, any collective, any ranks that average their gradients.
 
-`ci` tries every pair of choices, the first tier every other case of those on two to four ranks. `ci` tries every engine
-with every wire and collective on four ranks, too; `weekly`, on two, three and six.
+`ci` tries every pair of choices, the first tier every other case of those on two to four ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from itertools import cycle
 from typing import Any, Literal, get_args
 
 import pytest
@@ -160,43 +159,15 @@ FIRST_TIER = sorted(
     "case", tiers(FIRST, [*COVERED, *pairs(OTHERS), Case(Place(1, 1), "by pairs", "bf16")]), ids=str
 )
 def test_parameters_are_updated_with_the_mean(case: Case):
-    _agree(run(case.place.world, average, [case], case.place.world <= 3))
+    by_rank = run(case.place.world, average, case, case.place.world <= 3)
+    for ranks in {ranks for results in by_rank for ranks in results}:
+        assert len({results[ranks] for results in by_rank if ranks in results}) == 1, f"{ranks} differ in a bit"
 
 
-FULL = [
-    pytest.param(engine, wire, collective, id=f"{engine}-{wire}-{collective}")
-    for engine, wire, collective in product(get_args(Name)[:-1], WIRES, COLLECTIVES)
-    if (engine not in OF_THEIR_OWN or collective == "native")
-    and (engine not in ("sparse", "powersgd") or wire in CASTS)
-]
-
-
-@pytest.mark.parametrize(
-    "world", [pytest.param(4, marks=pytest.mark.ci), *(pytest.param(n, marks=pytest.mark.weekly) for n in (2, 3, 6))]
-)
-@pytest.mark.parametrize(("engine", "wire", "collective"), FULL)
-def test_every_engine_wire_and_collective(engine: Name, wire: Wire, collective: Collective, world: int):
-    """In every other place of so many ranks. A power of two or not, on one level or two."""
-    start = 7 * COLLECTIVES.index(collective) + WIRES.index(wire)  # the rest takes turns
-    rest = list(product(FUSIONS, SERVERS, DTYPES, POLICIES))
-    places = [place for place in PLACES if place.world == world][start % 2 :: 2]
-    cases = [Case(place, engine, wire, collective, *rest[(start + 19 * n) % 72]) for n, place in enumerate(places)]
-    _agree(run(world, average, cases, False))
-
-
-def _agree(by_rank: list[dict[object, str]]) -> None:
-    for key in {key for results in by_rank for key in results}:
-        assert len({results[key] for results in by_rank if key in results}) == 1, f"ranks differ in a bit: {key}"
-
-
-def average(cases: Sequence[Case], learning: bool) -> dict[object, str]:
-    """What became of this rank's parameters, by case and group. Where engines learn not, they are given a plan."""
-    results: dict[object, str] = {}
-    for case in cases:
-        with unmeasured(), _topologies(case.place) as topologies:
-            for topology in topologies:
-                results[str(case), topology.ranks] = _in_a_group(case, topology, learning)
-    return results
+def average(case: Case, learning: bool) -> dict[tuple[int, ...], str]:
+    """What became of this rank's parameters, by group. Where engines learn not, they are given a plan."""
+    with unmeasured(), _topologies(case.place) as topologies:
+        return {topology.ranks: _in_a_group(case, topology, learning) for topology in topologies}
 
 
 @contextmanager
