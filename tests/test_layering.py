@@ -155,8 +155,8 @@ LINES = {
     "imagenet_fast/sync": 4840,
     "imagenet_fast/training": 3108,
     "imagenet_fast": 32344,
-    "tests": 29037,
-    "tests/sync": 6150,
+    "tests": 28997,
+    "tests/sync": 6110,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -60,14 +60,6 @@ def test_traced_between_steps_changes_no_weight(way: str, settings: EngineSettin
     assert alike(state(model), state(trained(LAZY, 5)[0]))
 
 
-def test_a_layer_is_exported_alone_up_to_date():
-    expected, _, _ = trained(LAZY, 4)
-    model, _, _ = trained(HYBRID, 4)
-    program = torch.export.export(model.layer2, (images(0),)).module()
-    assert torch.equal(program(images(7)), expected.layer2(images(7)))
-    assert alike(state(model), state(expected))
-
-
 def test_a_cuda_graph_is_refused_until_settled():
     """A captured update cannot be kept out of the program."""
     model, pool, _ = trained(HYBRID, 4)

@@ -17,20 +17,13 @@ def failing(*places: Place | None) -> tuple[Op, ...]:
 
 PROGRAMS = [
     program(
-        "an exception in forward", *STEP * 2, *failing(("forward", 2), ("forward", 2)), *STEP * 5,
-        *failing(("forward", 4), ("forward", 0)), *STEP,
-    ),
-    program(
-        "an exception in every backward", *STEP * 3, *failing(("backward", 3), ("backward", 1)), *STEP * 4,
-        *failing(("backward", 0), ("backward", 4)), *STEP,
-    ),
-    program(
         "an exception in the first backward, with a guard", *failing(("backward", 3), ("backward", 1)), *STEP * 6,
         model=ODDLY, guarded=True,
     ),
     program(
         "exceptions at other places on each rank", *failing(("forward", 2), ("backward", 1)), *STEP * 3,
-        *failing(("forward", 2), ("backward", 1)), *STEP * 4, *failing(("backward", 2), None), *STEP * 2,
+        *failing(("forward", 4), ("forward", 0)), *STEP * 4, *failing(("backward", 0), ("backward", 4)),
+        Look("state_dict"), *STEP * 2,
     ),
     program(
         "an exception on one rank, which all drop", *failing(("backward", 2), None), *STEP * 3,
@@ -43,11 +36,6 @@ PROGRAMS = [
             Refused(ZeroGrad(), r"on their way .*; end it by pool\.step\(optimizer\) .* pool\.drop\(\)"),
             Refused(Backward(), r"a second backward reached .*no_sync\(\)"), DROP, *STEP,
         ) * 2,
-    ),
-    program(
-        "looks after exceptions", *STEP * 6, *failing(("backward", 3), ("backward", 1)), Look("state_dict"), *STEP,
-        *failing(("forward", 3), ("backward", 1)), Look("eval forward"), *STEP, *failing(("backward", 2), ("backward",
-        2)), Look("deepcopy"), *STEP,
     ),
     program("another pool now and then", *(*STEP * 2, Do("renew")) * 4, *STEP),
     program("a pool that is closed leaves the model to others", *STEP * 7, Do("leave"), *STEP * 2),

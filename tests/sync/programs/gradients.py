@@ -22,19 +22,14 @@ PROGRAMS = [
     partly("gradients cancelled after finish()", Finished("none", 1)),
     partly("gradients clipped by norm", Finished("clip norm")),
     partly("gradients clipped by norm, and the optimizer's own step", Finished("clip norm"), by_pool=False),
-    partly("gradients clipped by value", Finished("clip value")),
     partly("gradients replaced", *(Finished(how) for how in ("log", "half", "none to half", "clamp"))),
     partly("gradients changed in place", *(Finished(how) for how in ("halve", "noise", "log"))),
     partly("gradients given another storage", Finished("data")),
     program(
-        "gradients given another storage between micro-steps",
-        *step(Backward(sync=False), Locally("data"), Backward(sync=False), Locally("data", 1), Backward()) * 5,
-    ),
-    program(
         "gradients changed between micro-steps",
         *step(
-            Backward(sync=False), Locally("halve"), Backward(sync=False), Locally("half", 1),
-            Locally("none", 2), Backward(),
+            Backward(sync=False), Locally("halve"), Locally("data"), Backward(sync=False), Locally("half", 1),
+            Locally("data", 1), Locally("none", 2), Backward(),
         ) * 6,
     ),
     program(

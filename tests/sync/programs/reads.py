@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.sync.fuzz_models import LAYERS, model
-from tests.sync.fuzz_programs import Backward, Do, Finished, Look, Program, Step, ZeroGrad, program
+from tests.sync.fuzz_programs import Backward, Do, Look, Program, Step, ZeroGrad, program
 from tests.sync.programs.common import ADAMW, STEP, WITH_ALL, skipping, step
 
 ENCODER = model("linear", "linear", offset=True)
@@ -40,7 +40,7 @@ PROGRAMS = [
                 Look(how, alone=True),
             ) * 3,
         )
-        for how in ("recorded", "recorded in eval")
+        for how in ("recorded", "recorded in eval", "deepcopy", "state_dict")
     ),
     looking("states and copies of parts", "states of parts"),
     looking("copies of the model", "deepcopy", "pickle", "save"),
@@ -57,10 +57,6 @@ PROGRAMS = [
     program(
         "averaged weights", *(*STEP, Do("average and look")) * 4, *(*STEP, Do("swap average"), Do("average")) * 4,
         averaged=True,
-    ),
-    program(
-        "rank 0 looks alone", *STEP * 6, Look("deepcopy", alone=True), *STEP, Look("eval forward", alone=True),
-        ZeroGrad(), Look("state_dict", alone=True), Backward(), Look("parameters", alone=True), Finished(), Step(),
     ),
     program("weights read before their layers are called", *STEP * 9, model=model("linear", "reads early", "linear")),
     program(

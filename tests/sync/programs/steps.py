@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.sync.fuzz_models import model
 from tests.sync.fuzz_programs import Backward, Do, Finished, Look, Refused, Step, ZeroGrad, program, unseen
-from tests.sync.programs.common import ADAMW, LARS, STEP, TWO, skipping, step
+from tests.sync.programs.common import LARS, STEP, TWO, skipping, step
 
 EVALUATE = Look("inference forward")
 SCALED, OVERFLOWN = ((ZeroGrad(), Backward(overflows=rank), Step()) for rank in (None, 0))
@@ -13,7 +13,6 @@ EVAL = Look("part in eval")
 WITHOUT_1 = skipping((1,), (1,))
 
 PROGRAMS = [
-    program("steps, and nothing else", *STEP * 10),
     program(
         "no zero_grad by the pool", *(
             *STEP * 4, Refused(Backward(), r"begin each step with pool\.zero_grad\(\)"),
@@ -44,18 +43,14 @@ PROGRAMS = [
     program("micro-steps that nobody takes", *(*STEP * 3, *unseen(ZeroGrad(), Backward(sync=False))) * 2, *STEP * 2),
     program("a loss scale", *(*SCALED * 2, *OVERFLOWN, *SCALED) * 2, scaled=True),
     program(
-        "a loss scale for two optimizers, stepped by hand",
-        *(ZeroGrad(), Backward(), Step(by_pool=False)) * 6, optimizers=TWO, scaled=True,
-    ),
-    program(
         "a loss scale, and clipping", *(
             ZeroGrad(), Backward(), Step(clips=True), ZeroGrad(), Backward(overflows=0), Step(clips=True),
             ZeroGrad(), Backward(), Step(by_pool=False, clips=True),
         ) * 3, scaled=True,
     ),
     program(
-        "a loss scale, and a layer that nobody uses", *OWN * 3, model=model("linear", "unused", "linear"),
-        optimizers=(ADAMW,), scaled=True,
+        "a loss scale for two optimizers stepped by hand, and a layer that nobody uses", *OWN * 3,
+        model=model("linear", "unused", "linear"), optimizers=TWO, scaled=True,
     ),
     program(
         "updates at once on three ranks", *(*STEP, Do("schedule"), Look("settle")) * 8, ranks=3,

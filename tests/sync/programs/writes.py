@@ -7,18 +7,12 @@ from tests.sync.fuzz_programs import Backward, Do, Look, Refused, Step, ZeroGrad
 from tests.sync.programs.common import STEP
 
 CONVOLUTIONS = model("conv", "conv", "linear")
+WAYS = ("parameters", "by apply", "by groups", "by modules", "kept", "around") * 2
 
 PROGRAMS = [
     program(
-        "weights written by parameters() and apply()",
-        *(*STEP, Do("shrink parameters"), *STEP, Do("shrink by apply")) * 5,
-    ),
-    program(
-        "weights written without asking", *(*STEP, Do("shrink by groups"), *STEP, Do("shrink by modules")) * 4,
-    ),
-    program(
-        "weights written by a kept list, and by a module around",
-        *(*STEP, Do("shrink kept"), *STEP, Do("shrink around")) * 4,
+        "weights written between steps, in every way", *(op for way in WAYS for op in (*STEP, Do(f"shrink {way}"))),
+        *STEP * 2,
     ),
     program("weights written by data before each forward", *(ZeroGrad(), Do("shrink by data"), Backward(), Step()) * 8),
     program("weights drawn anew", *(*STEP * 3, Do("reset")) * 3, *STEP),
