@@ -152,11 +152,11 @@ LINES = {
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
-    "imagenet_fast/sync": 4840,
+    "imagenet_fast/sync": 4791,
     "imagenet_fast/training": 3108,
-    "imagenet_fast": 32344,
-    "tests": 28997,
-    "tests/sync": 6110,
+    "imagenet_fast": 32295,
+    "tests": 28960,
+    "tests/sync": 6073,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -45,7 +45,6 @@ class Auto(Scheduler):
         self._chosen: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
         super().__init__(meanwhile, pool)
         self.sends_part = any(candidate.settings.share < 1 for candidate in self._electable.values())
-        self.has_residual |= any(candidate.settings.keeps for candidate in self._electable.values())
         self._network.topology = pool.topology.anew()  # whose streams end with the choice
 
     def begin(self) -> SyncEngine:

@@ -84,7 +84,7 @@ class Scheduler(SyncEngine):
         self._topology = pool.topology
         self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
         self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
-        self._leaves = self.has_residual = is_coded(self._wire) or engine.powersgd_rank > 0
+        self._leaves = is_coded(self._wire) or engine.powersgd_rank > 0
         self._plain_steps = engine.plain_steps if self._leaves else 0
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing

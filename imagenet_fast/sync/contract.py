@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,6 @@ from imagenet_fast.sync.topology import Topology
 
 pools: WeakSet[Any] = WeakSet()
 """The pools of this process."""
-_POOL_OF_SCALER: Any = WeakKeyDictionary()
-"""A weak reference to the pool that steps each ``GradScaler``."""
 
 
 class StepState(IntEnum):
@@ -378,23 +375,3 @@ def check_optimizers(optimizers: Sequence[Optimizer], engine: SyncEngine) -> Non
             "momentum_correction adds momentum before gradients are averaged, and the optimizer would add it again; "
             "give imagenet_fast's SGD corrected=True, or turn momentum_correction off"
         )
-
-
-def check_scaler(scaler: torch.amp.GradScaler, pool: object, engine: SyncEngine) -> None:
-    """Check that ``pool`` alone steps ``scaler``, and that ``engine`` keeps nothing of the scaled gradients.
-
-    Raises:
-        ValueError: The engine keeps a residual; or another open pool has stepped the scaler.
-    """
-    if engine.has_residual:
-        raise ValueError(
-            "this engine keeps what it does not send for later steps, whose loss scale is another: compute in bf16, "
-            "which needs no GradScaler, or take an engine that sends everything, such as LazySync()"
-        )
-    known = _POOL_OF_SCALER.get(scaler, weakref.ref(pool))()
-    if known not in (None, pool) and known.is_open:
-        raise ValueError(
-            "another pool steps this scaler, and updates its scale; give each pool a scaler of its own, or call "
-            "pool.finish() on each, scaler.step(...) for each optimizer and scaler.update() once"
-        )
-    _POOL_OF_SCALER[scaler] = weakref.ref(pool)

@@ -72,9 +72,6 @@ class SyncEngine(Protocol):
     sends_part: bool = False
     """True if a step may send only some elements of a parameter: see ``sent_slices``."""
 
-    has_residual: bool = False
-    """True if the engine adds a residual of earlier steps to a step's gradients."""
-
     adds_momentum: bool = False
     """True if gradients contain momentum, so that the optimizer must add none."""
 

@@ -127,13 +127,6 @@ class InTurn:
         return [x for update in self.updates for x in getattr(update, "inputs", ())]
 
 
-def step_scaled(scaler: torch.amp.GradScaler, optimizers: Sequence[Optimizer], params: list[nn.Parameter]) -> None:
-    """Have ``scaler`` step the optimizers, and be updated itself."""
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    scaler.update()
-
-
 class _Parts:
     """A step of ``optimizer`` in parts, each with the hyper-parameters of when this was created."""
 

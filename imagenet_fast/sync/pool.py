@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
@@ -32,7 +31,7 @@ from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
 from imagenet_fast.sync.pending import Pending, Readers, Update, settle_all
-from imagenet_fast.sync.per_param_step import InTurn, needs_all, settle_before_state, snapshot_step, step_scaled
+from imagenet_fast.sync.per_param_step import InTurn, needs_all, settle_before_state, snapshot_step
 from imagenet_fast.sync.step import Owner, Step
 from imagenet_fast.sync.topology import Topology
 
@@ -68,7 +67,6 @@ class GradientPool(Owner):
         *,
         model: nn.Module | None = None,
         steps_per_epoch: int = 1,
-        ranks_per_node: int | None = None,
         topology: Topology | None = None,
         lockstep: bool = False,
     ) -> None:
@@ -82,15 +80,13 @@ class GradientPool(Owner):
             group: The ranks to average over; None: all.
             model: The model whose forward reads the parameters, where ``parameters`` are named parameters.
             steps_per_epoch: Converts those settings of the engine that are given in epochs.
-            ranks_per_node: The number of ranks on each node; None: ``Topology`` finds which ranks share a node.
-            topology: The ranks and nodes, instead of ``group`` and ``ranks_per_node``. ``close`` does not end its
-                streams.
+            topology: The ranks and their nodes, instead of ``group``. ``close`` does not end its streams.
             lockstep: Whether updates wait for ranks outside ``group``; see ``PendingUpdate``.
 
         Raises:
             ValueError: There are other ranks but no process group; no parameter is trainable; ranks have different
-                parameters, values or engines; two parameters have the same name; one is in another pool; dtypes or
-                devices differ or cannot be pooled; or ``ranks_per_node`` does not divide the number of ranks.
+                parameters, values or engines; two parameters have the same name; one is in another pool; or dtypes or
+                devices differ or cannot be pooled.
             TypeError: The parameters have no names, or the engine is none.
         """
         if topology is None:
@@ -102,7 +98,7 @@ class GradientPool(Owner):
         compare_ranks(settings, steps_per_epoch, ranks, named, model)  # before checks that may fail on one rank
         trainable = contract.trainable(named)
         self.lockstep, self._own_topology = lockstep, topology is None
-        self.topology = topology or Topology(next(iter(trainable.values())).device, group, ranks_per_node)
+        self.topology = topology or Topology(next(iter(trainable.values())).device, group)
         self.gradients = GradientBuffer(slots_of(trainable, model), self.topology, called)
         self.gradients.before_layout = self.settle
         self.lock = threading.RLock()  # autograd may run several threads
@@ -222,9 +218,7 @@ class GradientPool(Owner):
             self.current.means()
             return self.current.end_backward()
 
-    def step(
-        self, *optimizers: Optimizer, scaler: torch.amp.GradScaler | None = None, then: Sequence[Update] = ()
-    ) -> SyncStats:
+    def step(self, *optimizers: Optimizer, then: Sequence[Update] = ()) -> SyncStats:
         """End the step, once: update all parameters with the mean of their gradients over the ranks.
 
         With a deferring engine, each layer is updated just before it is used again, with the hyper-parameters of this
@@ -234,8 +228,6 @@ class GradientPool(Owner):
 
         Args:
             *optimizers: Optimizers of torch, or with the same interface, in the order in which they step.
-            scaler: Unscales gradients, skips a step that overflowed on any rank, and is updated: do not call its
-                ``step`` and ``update`` as well. Nothing is deferred then.
             then: Functions that get the list of parameters that were just updated, such as a moving average's.
 
         Returns:
@@ -243,18 +235,12 @@ class GradientPool(Owner):
 
         Raises:
             ValueError: An optimizer's step requires a closure; it has none of this pool's parameters, or one with a
-                gradient that is in no pool; the engine sends only a part of the gradients, and the optimizer is not
-                one of ``imagenet_fast.training.optimizers``; or the engine keeps a residual, or another pool steps the
-                scaler.
+                gradient that is in no pool; or the engine sends only a part of the gradients, and the optimizer is not
+                one of ``imagenet_fast.training.optimizers``.
             RuntimeError: The step is over; or as for ``end_backward``.
         """
         whole = [contract.check_optimizer(optimizer, self.gradients.slot_of) for optimizer in optimizers]
         contract.check_optimizers(optimizers, self.engine)
-        if scaler is not None and scaler.is_enabled():
-            contract.check_scaler(scaler, self, self.engine)
-            stats = self.finish()
-            self.update(InTurn([partial(step_scaled, scaler, optimizers)], then))
-            return stats
         at_once = all(whole) and not self.engine.defers
         apply = InTurn([snapshot_step(optimizer, at_once) for optimizer in optimizers], then)
         for optimizer in optimizers:
@@ -282,8 +268,7 @@ class GradientPool(Owner):
     def drop(self) -> None:
         """Drop the step, before ``finish`` or ``step``, as after an exception. All ranks must, or the next one fails.
 
-        What a quantising, sparse or low-rank engine has sent of its residual is lost, as in a step that GradScaler
-        skips.
+        What a quantising, sparse or low-rank engine has sent of its residual is lost.
         """
         with self.lock:
             self.current.drop()

@@ -55,7 +55,7 @@ class Sparse(SyncEngine):
     share that is not sent grows. No chunk waits more than twice as long as it would if all took turns.
     """
 
-    sends_part = has_residual = True
+    sends_part = True
 
     def __init__(self, settings: SparseSync, pool: GradientBuffer, steps_per_epoch: int) -> None:
         """Take over the pool, with an empty residual.

@@ -109,9 +109,9 @@ class ByHand:
             else:
                 param.grad = None
 
-    def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None:
+    def step(self, optimizers: Sequence[optim.Optimizer]) -> None:
         self.finish()
-        _step_each(optimizers, scaler)
+        _step_each(optimizers, None)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -170,9 +170,9 @@ class Pooled(ByHand):
             stats = pool.finish()
             assert pool.finish() is stats, "finished again, it is another step"
 
-    def step(self, optimizers: Sequence[optim.Optimizer], scaler: torch.amp.GradScaler | None = None) -> None:
+    def step(self, optimizers: Sequence[optim.Optimizer]) -> None:
         for pool in self._pools:
-            pool.step(*optimizers, scaler=scaler)
+            pool.step(*optimizers)
 
     def drop(self) -> None:
         for pool in self._pools:
@@ -388,8 +388,8 @@ class Loop:
             self.sync.finish()
             self.scaler.unscale_(self.optimizers[0])
             torch.nn.utils.clip_grad_norm_(self.sync.params, 0.1)
-        if op.by_pool:
-            self.sync.step(chosen, self.scaler)
+        if op.by_pool and self.scaler is None:
+            self.sync.step(chosen)
         else:
             self.sync.finish()
             _step_each(chosen, self.scaler)

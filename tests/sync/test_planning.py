@@ -179,10 +179,10 @@ def test_a_timer_is_let_go_of_with_its_layout():
 
 
 def test_auto_says_at_once_that_it_may_leave_elements_behind():
-    """So that an optimizer of torch, or a scaler, is refused in the first step, and not where sparse is elected."""
+    """So that an optimizer of torch is refused in the first step, and not where sparse is elected."""
     for settings in (AutoSync(), AutoSync(inexact=True)):
         pool = GradientPool(nn.Linear(3, 2), settings)
-        assert pool.engine.sends_part == pool.engine.has_residual == settings.inexact
+        assert pool.engine.sends_part == settings.inexact
         pool.close()
 
 

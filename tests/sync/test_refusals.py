@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 from imagenet_fast.parallel.ddp import attach
 from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
 from imagenet_fast.sync.contract import StepState
-from imagenet_fast.sync.pending import Pending
 from tests.conftest import tiers
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
@@ -198,13 +197,6 @@ REFUSALS |= {
         "sends a part of the gradients, and optimizers of torch would apply the rest as well",
         lambda model, pool: (pool.step, sgd(model)), "sparse", ours,
     ),
-    **{
-        f"a scaler of an engine that keeps a residual, as {engine}": in_a_step(
-            "keeps what it does not send for later steps, whose loss scale is another",
-            lambda model, pool: (partial(pool.step, scaler=torch.amp.GradScaler("cpu")), ours(model)), engine, ours,
-        )
-        for engine in ("sparse", "lazy int8", "powersgd")
-    },
     "an optimizer of another model": in_a_step(
         "none of this pool's parameters", lambda _, pool: (pool.step, sgd(Layers()))
     ),
@@ -216,18 +208,6 @@ REFUSALS |= {
         "every optimizer of the step, each once", lambda model, pool: (pool.step, *[sgd(model)] * 2)
     ),
 }  # fmt: skip
-
-
-@refused("another pool steps this scaler, and updates its scale; give each pool a scaler of its own")
-def two_pools_with_one_scaler(settings: EngineSettings) -> Wrong:
-    (one, first, optimizer), (other, second, others) = started(settings), started(settings)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for pool in (first, second):
-        pool.zero_grad()
-    scaler.scale(loss_of(one, 0) + loss_of(other, 0)).backward()
-    first.step(optimizer, scaler=scaler)
-    yield partial(second.step, scaler=scaler), others
-    second.step(others)
 
 
 @refused(r"is frozen and has an old gradient, which would be applied; set its \.grad")
@@ -611,23 +591,6 @@ def _refused(name: str, engine: str) -> None:
 
 
 # What looks odd and can be done
-
-
-@pytest.mark.parametrize("engine", ["sparse", "hybrid"])
-@with_ranks(2)
-@unmeasured()
-def test_a_disabled_scaler_is_none(engine: str) -> None:
-    """AMP templates make one for every dtype; with it sparse would refuse, and hybrid update at once."""
-    settings = ENGINES[engine]
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    (one, first, optimizer), (other, second, others) = started(settings, ours), started(settings, ours)
-    for step in range(3):  # of two pools, which would lose a scale
-        first.zero_grad()
-        second.zero_grad()
-        scaler.scale(loss_of(one, step) + loss_of(other, step)).backward()
-        first.step(optimizer, scaler=scaler)
-        second.step(others, scaler=scaler)
-    assert isinstance(one.layer0.weight, Pending) is (engine == "hybrid")
 
 
 def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
