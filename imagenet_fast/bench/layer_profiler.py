@@ -46,7 +46,7 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     step()
     for hook in hooks:
         hook.remove()
-    timer = LayerTimer(model, order, Topology(device), layers=True, steps=steps)
+    timer = LayerTimer(model, order, Topology(device), steps)
     for param in slots:
         param.register_post_accumulate_grad_hook(lambda _: timer.gradient_ready())
     with measurement_bar() as show:

@@ -75,9 +75,7 @@ class Auto(Scheduler):
         self._network.topology.close()
 
     def _time_steps(self) -> LayerTimer | None:
-        if self._chosen is not None:
-            return None
-        return self._pool.layer_timer(layers=any(c.settings.defers for c in self._electable.values()))
+        return self._pool.layer_timer() if self._chosen is None else None
 
     def _adopt(self, timing: Timing) -> None:
         """Choose an engine, and report all predictions in ``decision``."""

@@ -225,7 +225,7 @@ class Scheduler(SyncEngine):
     def _time_steps(self) -> LayerTimer | None:
         """Begin to time steps, if a plan needs it."""
         if self._timing is None and self._engine.learns and self._pool.model is not None:
-            return self._pool.layer_timer(layers=self.defers)
+            return self._pool.layer_timer()
         return None
 
     def _adopt(self, timing: Timing) -> None:

@@ -91,8 +91,8 @@ class GradientBuffer:
         indices = self.topology.of_first_rank([slot.index for slot in came])
         return None if indices == sorted(indices) else [self.slots[int(index)] for index in indices]
 
-    def layer_timer(self, layers: bool) -> LayerTimer:
-        """Return a timer of the next steps in place of the last; with ``layers``, also of when each layer is called.
+    def layer_timer(self) -> LayerTimer:
+        """Return a timer of the next steps in place of the last.
 
         Raises:
             ValueError: The buffer has no model.
@@ -103,7 +103,7 @@ class GradientBuffer:
                 "of MiB"
             )
         self.close()
-        self._timer = LayerTimer(self.model, self.slots, self.topology, layers)
+        self._timer = LayerTimer(self.model, self.slots, self.topology)
         return self._timer
 
     def close(self) -> None:

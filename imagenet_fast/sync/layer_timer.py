@@ -24,15 +24,14 @@ class LayerTimer:
     """
 
     def __init__(
-        self, model: nn.Module, slots: Iterable[ParamSlot], topology: Topology, layers: bool, steps: int = _TIMED_STEPS
+        self, model: nn.Module, slots: Iterable[ParamSlot], topology: Topology, steps: int = _TIMED_STEPS
     ) -> None:
-        """Register timing hooks on ``model``.
+        """Register timing hooks on ``model`` and its layers; where a block is compiled, on the block.
 
         Args:
             model: The model to time, as it is called.
             slots: The slots in pool order.
             topology: The ranks to average over.
-            layers: Whether to record when each layer is called, too; of a compiled block, when the block is.
             steps: Number of steps that count, after two that warm up.
         """
         self._slots = list(slots)
@@ -44,10 +43,7 @@ class LayerTimer:
         self._pushed: list[Timestamp] = []
         self._rows: list[list[float]] = []  # of each step
         around = fronts(model)
-        self._fronts = [
-            around.get(model if slot.module is None else slot.module, model) if layers else model
-            for slot in self._slots
-        ]
+        self._fronts = [model if slot.module is None else around.get(slot.module, model) for slot in self._slots]
         self._hooks = [ForwardHook(module, self._call) for module in dict.fromkeys([model, *self._fronts])]
         self._hooks.append(ForwardHook(model, self._turn, behind=True))
         self._model = model
