@@ -152,11 +152,11 @@ LINES = {
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
-    "imagenet_fast/sync": 4785,
+    "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3108,
-    "imagenet_fast": 32289,
-    "tests": 28960,
-    "tests/sync": 6073,
+    "imagenet_fast": 32286,
+    "tests": 28942,
+    "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

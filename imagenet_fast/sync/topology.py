@@ -21,9 +21,8 @@ from imagenet_fast.sync.comm_stream import CommStream
 class Topology:
     """The ranks of a process group, by node, and the streams between them.
 
-    A node is ``ranks_per_node`` neighbouring ranks if that is given. Otherwise it follows from torchrun's
-    ``GROUP_RANK`` or ``LOCAL_WORLD_SIZE``, or from the host name, which the ranks exchange. So every rank of the group
-    must create the same topologies in the same order.
+    A node is ``ranks_per_node`` neighbouring ranks if that is given. Otherwise it is torchrun's ``GROUP_RANK``, or the
+    host name, which the ranks exchange. So every rank of the group must create the same topologies in the same order.
 
     Pools of which only one works at a time can share a topology, and with it its streams: each gloo process group has a
     thread that wakes a hundred times a second, and the groups of many idle pools would disturb the one that works.
@@ -174,9 +173,7 @@ def _nodes(
         return tuple(tuple(rising[begin : begin + ranks_per_node]) for begin in range(0, len(rising), ranks_per_node))
     if len(ranks) == 1:
         return (tuple(ranks),)
-    own, local_size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
-    if own is None:
-        own = str(dist.get_rank() // int(local_size)) if local_size is not None else socket.gethostname()
+    own = os.environ.get("GROUP_RANK", socket.gethostname())
     labels: list[str] = [""] * len(ranks)
     with torch.cuda.device(device if device.type == "cuda" else -1):  # NCCL sends objects by the current device
         dist.all_gather_object(labels, own, group=group)

@@ -64,24 +64,6 @@ def test_compiled_models_are_pooled_as_they_are_and_updated_in_front_of_their_co
     torch._dynamo.reset()
 
 
-@with_ranks(2)
-def test_bare_tensors_are_put_off_too() -> None:
-    ends = []
-    for settings in (DEAR, LAZY):
-        weights = [torch.full((3,), 1.0 + n, requires_grad=True) for n in range(2)]
-        pool = GradientPool([(f"w{n}", weight) for n, weight in enumerate(weights)], settings)  # type: ignore[arg-type]
-        optimizer = torch.optim.SGD(weights, lr=0.1)
-        for step in range(4):
-            pool.zero_grad()
-            ((weights[0] * (step + dist.get_rank())).sin() * weights[1]).sum().backward()
-            pool.step(optimizer)
-        pool.settle()
-        assert {type(weight) for weight in weights} == {Tensor}
-        ends.append(torch.cat(weights).detach())
-        pool.close()
-    assert torch.equal(*ends)
-
-
 def test_an_update_that_is_kept_settles_nothing_of_a_later_step():
     model, pool, optimizer = trained(HYBRID, 1)
     kept = pool.pending
