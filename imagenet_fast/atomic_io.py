@@ -76,9 +76,12 @@ def atomic_directory(place: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_place(path: Path, was: os.stat_result) -> None:
-    """Raise FileNotFoundError if ``path`` is no longer the file or directory that it ``was``: it has been renamed."""
-    if not os.path.samestat(path.stat(), was):
+def check_place(path: Path, descriptor: int) -> None:
+    """Raise FileNotFoundError if what is open as ``descriptor`` is no longer at ``path``: it was renamed or removed.
+
+    Its name is compared, as inode numbers may change: file systems in user space forget them.
+    """
+    if path.resolve() != Path(f"/proc/self/fd/{descriptor}").readlink():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 

@@ -138,7 +138,7 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 2195,
-    "imagenet_fast/checkpoint": 868,
+    "imagenet_fast/checkpoint": 863,
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
@@ -146,16 +146,16 @@ LINES = {
     "imagenet_fast/distributed": 2499,
     "imagenet_fast/doctor": 331,
     "imagenet_fast/launch": 1263,
-    "imagenet_fast/metrics": 1512,
+    "imagenet_fast/metrics": 1510,
     "imagenet_fast/models": 1857,
     "imagenet_fast/netlab": 596,
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3108,
-    "imagenet_fast": 32286,
-    "tests": 28942,
+    "imagenet_fast/training": 3109,
+    "imagenet_fast": 32283,
+    "tests": 28958,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -25,7 +25,6 @@ from typing import Any
 from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from imagenet_fast.atomic_io import check_place
 from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.checkpoint.folder import SHARED, FileSum, Manifest, Stamp, part_name, write_durably
 from imagenet_fast.checkpoint.tree import HostCopy, Tree
@@ -71,7 +70,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def __init__(
         self, root: Path, place: RankInfo, store: Store | None = None, keep: int = 1,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = timedelta(minutes=10), check_root: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """Remove what killed writes have left under ``root``, and old checkpoints, on rank 0.
 
@@ -81,9 +80,10 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             store: Store at which the ranks met; None: one of this process alone.
             keep: Checkpoints kept besides the newest and the best.
             timeout: A checkpoint fails if a rank takes this much longer than rank 0 to write its part.
+            check_root: Raises OSError once another run's directory has the name of ``root``; called before writing.
         """
         self._root = root
-        self._was = root.stat() if root.exists() else None  # where it is not, writing tells
+        self._check_root = check_root
         self._place = place
         self._store = HashStore() if store is None else background_client(store)
         self._keep = keep
@@ -102,7 +102,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def alone(self) -> CheckpointWriter:
         """Return a writer for this rank without the others, which writes what a run of one rank would."""
-        return CheckpointWriter(self._root, RankInfo(0, 1, 0, 1), keep=self._keep)
+        return CheckpointWriter(self._root, RankInfo(0, 1, 0, 1), keep=self._keep, check_root=self._check_root)
 
     def save(self, stamp: Stamp, shared: Tree, own: Tree = None) -> None:
         """Copy the trees as they are now, and write them in the background: ``shared`` by rank 0, ``own`` by this rank.
@@ -213,11 +213,6 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         return {
             name: write_durably(folder / name, map(self._passed, pieces)).model_dump() for name, pieces in files.items()
         }
-
-    def _check_root(self) -> None:
-        """Raise FileNotFoundError if another run's directory has the name of this one's by now."""
-        if self._was is not None:
-            check_place(self._root, self._was)
 
     def _judge(self, board: Board, folder: Path, stamp: Stamp) -> dict[str, Any]:
         """Make a checkpoint of ``folder`` once all ranks have written, or remove it, and return the verdict."""

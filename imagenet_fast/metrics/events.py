@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class MetricLogger:
     def _append(self, event: Event) -> None:
         """Append an event, and any earlier one that could not be written. Raises OSError if it must wait."""
         self._pending += f"{to_json(event)}\n".encode()
-        check_place(self._path, os.fstat(self._file.fileno()))
+        check_place(self._path, self._file.fileno())
         while self._pending:  # a write may take only a part
             self._pending = self._pending[self._file.write(self._pending) :]
         if event["event"] == "end":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from imagenet_fast.atomic_io import check_place
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.distributed.watchdog import Reason, first_reason
 from imagenet_fast.metrics.launcher_dir import LauncherDir
@@ -33,7 +31,7 @@ class Ending:
     begun: bool = False
     """Whether the run directory has a record of this run."""
     _together: bool = False
-    _opened: os.stat_result | None = None
+    _check_folder: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         """Begin with the outcome of a run that has not started."""
@@ -50,13 +48,14 @@ class Ending:
             return 0
         return self.outcome.exit_code
 
-    def begin_record(self) -> None:
-        """Record that the run directory belongs to this run, and that rank 0 writes there from now on."""
-        self.begun = True
-        if self.place.is_main:
-            self._opened = self.job.folder.stat()
-            if self.launcher_dir is not None:
-                self.launcher_dir.opened.touch()
+    def begin_record(self, check_folder: Callable[[], None]) -> None:
+        """Record that the run directory belongs to this run, and that rank 0 writes there from now on.
+
+        Rank 0 writes nothing there if ``check_folder`` raises OSError: the directory has another name by now.
+        """
+        self.begun, self._check_folder = True, check_folder
+        if self.place.is_main and self.launcher_dir is not None:
+            self.launcher_dir.opened.touch()
 
     def stopped(self, saved: bool) -> None:
         """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
@@ -101,9 +100,9 @@ class Ending:
         """Write the outcome; if it is that of a stop, print it once a node, unless it is ``told`` otherwise."""
         told |= self.ended or not self.place.is_local_main
         self.ended, outcome = True, self.outcome
-        if self._opened is not None:
+        if self.begun and self.place.is_main:
             with suppress(OSError):  # a full disk is reported already, and ``launcher_dir`` is another place
-                check_place(self.job.folder, self._opened)
+                self._check_folder()
                 outcome.write(self.job.folder)
         if self.launcher_dir is not None:
             self.launcher_dir.leave(outcome.status, outcome.message, int(outcome.status == "failed"))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
+from functools import partial
 
 import torch.distributed as dist
 
@@ -229,11 +230,11 @@ def open_checkpoints(
             raise UserError(f"{unseen}, so there would be no checkpoint to resume from; {fix}")
         if world.is_main:
             warn(f"no checkpoints are written, since {unseen}; {fix}")
-    store = dist.distributed_c10d._get_default_store()
-    with nullcontext() if root is None else CheckpointWriter(root, world, store, job.recipe.checkpoint.keep) as writer:
-        manager = CheckpointManager(job, world, writer, data, ask_first(), begun)
-        with closing(manager):
-            yield manager
+    store, keep = dist.distributed_c10d._get_default_store(), job.recipe.checkpoint.keep
+    check = partial(check_locked, job.folder) if world.is_main else lambda: None
+    writing = nullcontext() if root is None else CheckpointWriter(root, world, store, keep, check_root=check)
+    with writing as writer, closing(CheckpointManager(job, world, writer, data, ask_first(), begun)) as manager:
+        yield manager
 
 
 def _wait_for_disk(busy: Callable[[], bool], join: Callable[[float], object]) -> None:

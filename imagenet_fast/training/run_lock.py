@@ -148,7 +148,7 @@ def _lock(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         except OSError:  # a file system without locks, or, like NFS, without locks of directories
             pass
         with suppress(FileNotFoundError):
-            check_place(folder, os.fstat(descriptor))
+            check_place(folder, descriptor)
             _held[folder.absolute()] = descriptor
             return
         os.close(descriptor)  # the process that held it before removed it, empty
@@ -156,5 +156,5 @@ def _lock(folder: Path, timeout_s: float = _LOCK_TIMEOUT_S) -> None:
 
 
 def check_locked(folder: Path) -> None:
-    """Raise FileNotFoundError if ``folder`` is not the directory that this process has locked under that name."""
-    check_place(folder, os.fstat(_held[folder.absolute()]))
+    """Raise FileNotFoundError if ``folder`` is not the directory that this process holds locked under that name."""
+    check_place(folder, _held.get(folder.absolute(), -1))

@@ -48,7 +48,7 @@ from imagenet_fast.training.nonfinite import NonFiniteLoss, describe_nonfinite
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import claimed, make_room
+from imagenet_fast.training.run_lock import check_locked, claimed, make_room
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -340,7 +340,7 @@ class Trainer:
         with open_checkpoints(job, world, self.data.contents, ask_first, at) as checkpoints:
             self.checkpoints, self.ending.saved_step = checkpoints, lambda: checkpoints.saved_step
             self.metrics = open_record(job, world, self.clock.run_s, None if at is None else at.step)
-            self.ending.begin_record()
+            self.ending.begin_record(partial(check_locked, job.folder))
             if at is not None:
                 self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
             yield

@@ -175,6 +175,22 @@ def train_and_rename(folder: Path, to: Path | None, replaced: bool) -> tuple[str
 
 
 @with_ranks(1, fresh=True)
+def test_inodes_that_get_other_numbers_are_no_other_files(tmp_path: Path):
+    """File systems in user space may forget the numbers that they gave."""
+    stat, numbers = Path.stat, count(10**9)
+
+    def renumbered(path: Path, **how: bool) -> os.stat_result:
+        mode, _, *rest = stat(path, **how)
+        return os.stat_result((mode, next(numbers), *rest))
+
+    with patch.object(Path, "stat", renumbered):
+        assert train_here(job_of(tmp_path)).status == "finished"
+    assert outcome_of(tmp_path)["status"] == "finished"
+    assert events_of(tmp_path, "end")
+    assert len([*tmp_path.glob("checkpoints/step-*")]) == 2
+
+
+@with_ranks(1, fresh=True)
 def test_a_run_that_has_ended_is_never_trained_again_whatever_became_of_its_checkpoints(tmp_path: Path):
     """While they are whole, damaged, old and gone. Nor does its lock outlive it."""
     train_here(job_of(tmp_path, resume=True))
