@@ -125,7 +125,6 @@ class TrainState:
             "sync": self.sync.state_dict(),
             "buffers": dict(self.model.named_buffers()),
             "average": None if self.average is None else dict(self.average.module.named_buffers()),
-            "averaged": None if self.average is None else self.average.state_dict(),
             "sent_bytes": self.sent_bytes,
         }
 
@@ -136,7 +135,6 @@ class TrainState:
         if self.average is not None:
             self.average.module.load_state_dict(self._parts(shared["average"]))
             _copy(own["average"], dict(self.average.module.named_buffers()))
-            self.average.load_state_dict(own["averaged"])
         parts = self._parts(shared["velocity"])
         velocity = self.optimizer.velocity
         for name, param in self.model.named_parameters():
@@ -172,12 +170,11 @@ def joined(parts: Iterable[Mapping[str, Any]], sharded: bool) -> dict[str, Any]:
     Batch-norm statistics are averaged. At most two values are held at a time: those of many ranks together may be
     larger than a device's memory. ``sharded`` tells whether ranks held shards of layers.
     """
-    own: dict[str, Any] = {"averaged": [], "sent_bytes": 0}
+    own: dict[str, Any] = {"sent_bytes": 0}
     statistics = {"buffers": RunningMeans(), "average": RunningMeans()}
 
     def of_engines() -> Iterator[Any]:
         for part in parts:
-            own["averaged"] += part["averaged"] or []
             own["sent_bytes"] = own["sent_bytes"] or part["sent_bytes"]
             for kind, means in statistics.items():
                 for name, buffer in (part[kind] or {}).items():

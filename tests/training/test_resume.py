@@ -309,7 +309,7 @@ def test_what_ranks_have_left_is_added_up_one_rank_after_another():
             engine = {"step": 3, "kept": {"weight": {"residual": residual}}, "chunks": None}
             yield {
                 "sync": {"engine": engine}, "sent_bytes": 5, "average": None,
-                "averaged": None, "buffers": {"mean": torch.full((2,), rank / 2), "count": torch.tensor(rank)},
+                "buffers": {"mean": torch.full((2,), rank / 2), "count": torch.tensor(rank)},
             }  # fmt: skip
             del residual, engine
 
