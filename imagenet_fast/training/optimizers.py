@@ -104,14 +104,6 @@ class SGD(Optimizer):
                 )
             self.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take a state, to which optimizers of torch may have left out settings: then a group's own ones stay."""
-        own: list[dict[str, Any]] = vars(self).get("param_groups", [])
-        for new, old in zip(state["param_groups"], own, strict=False):
-            for name, setting in old.items():
-                new.setdefault(name, setting)
-        super().__setstate__(state)
-
     @property
     def params(self) -> list[nn.Parameter]:
         """The parameters of all groups."""
@@ -181,13 +173,12 @@ class SGD(Optimizer):
     def _pieces(self, params: Sequence[nn.Parameter]) -> _Pieces:
         weights, grads, velocities = list[Tensor](params), list[Tensor](), list[Tensor]()
         for param in params:
-            grad, velocity, strides = param.grad, self.state[param].get("momentum_buffer"), param.stride()
+            grad, velocity = param.grad, self.state[param]["momentum_buffer"]
             assert grad is not None
             # The fused update walks through memory: with other strides it would mix up the elements.
-            if velocity is None or velocity.stride() != strides:  # the state was cleared, or loaded from another's
-                old, velocity = velocity, torch.zeros_like(param)
-                self.state[param]["momentum_buffer"] = velocity if old is None else velocity.copy_(old)
-            if grad.stride() != strides:
+            if velocity.stride() != param.stride():  # it was loaded, of a model in another memory format
+                velocity = self.state[param]["momentum_buffer"] = torch.empty_like(param).copy_(velocity)
+            if grad.stride() != param.stride():
                 grad = torch.empty_like(param).copy_(grad)
             grads.append(grad)
             velocities.append(velocity)

@@ -227,23 +227,6 @@ def test_a_parameter_that_does_not_fill_its_memory_is_refused(param: Tensor):
     SGD([nn.Parameter(param.clone()), nn.Parameter(torch.ones(3, 5).t())], 1.0, MU)
 
 
-@pytest.mark.parametrize("cleared", [True, False])
-def test_a_state_without_momentum_begins_anew(cleared: bool):
-    """Such as torch's SGD saves before its first step; the groups keep the settings that torch's lack."""
-    param = nn.Parameter(torch.ones(3))
-    optimizer = SGD([{"params": [param], "decoupled_lr": 0.5}], lr=0.25, momentum=0.5)
-    param.grad = torch.ones(3)
-    optimizer.step()
-    if cleared:
-        optimizer.state.clear()
-    else:
-        optimizer.load_state_dict(torch.optim.SGD([param], lr=0.25, momentum=0.5).state_dict())
-    optimizer.step()
-    assert torch.equal(param, torch.full((3,), 0.5)), "twice by the gradient alone"
-    assert optimizer.param_groups[0]["decoupled_lr"] == 0.5
-    assert torch.equal(optimizer.velocity[param], torch.ones(3))
-
-
 class OwnNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
