@@ -138,7 +138,7 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 2195,
-    "imagenet_fast/checkpoint": 863,
+    "imagenet_fast/checkpoint": 864,
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
@@ -147,15 +147,15 @@ LINES = {
     "imagenet_fast/doctor": 331,
     "imagenet_fast/launch": 1263,
     "imagenet_fast/metrics": 1510,
-    "imagenet_fast/models": 1857,
+    "imagenet_fast/models": 1862,
     "imagenet_fast/netlab": 596,
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3072,
-    "imagenet_fast": 32246,
-    "tests": 28943,
+    "imagenet_fast/training": 3054,
+    "imagenet_fast": 32234,
+    "tests": 28951,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

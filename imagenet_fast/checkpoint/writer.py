@@ -29,6 +29,7 @@ from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.checkpoint.folder import SHARED, FileSum, Manifest, Stamp, part_name, write_durably
 from imagenet_fast.checkpoint.tree import HostCopy, Tree
 from imagenet_fast.distributed.board import Board, background_client
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import JobAborted, UserError, warn
 
@@ -124,21 +125,21 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         """Whether ``save`` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
-    def join(self, seconds: float) -> None:
-        """Wait for the checkpoint that is being written, if any, for at most ``seconds``."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
     def wait(self) -> Path | None:
         """Wait until the last checkpoint is complete and return its directory; None before the first.
+
+        The rank moves meanwhile, for as long as a rank may take to write: a slow disk is no hang.
 
         Raises:
             NotSaved: On all ranks alike, if it could not be written. Earlier checkpoints are as they were.
             JobAborted: Rank 0, or its store, is gone.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        until = time.monotonic() + self._timeout_s
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(1.0)
+            if time.monotonic() < until:
+                here.move()
+        self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

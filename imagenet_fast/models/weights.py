@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from imagenet_fast.atomic_io import atomic_path
+from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.errors import UserError, first_line
 from imagenet_fast.models import build_model
 from imagenet_fast.recipe import schema
@@ -34,6 +35,7 @@ _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ENTRIES = ("state_dict", "model", "state_dict_ema", "model_ema")  # of checkpoints of others, which hold weights
 _AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
+_PIECE = 1 << 24  # bytes that are written at once
 """Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
 _CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _LISTED = 3  # number of misfitting weights that a message lists
@@ -83,8 +85,11 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path, about: Mapping[str,
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    with atomic_path(path) as partial:
-        partial.write_bytes(save(apart, metadata))
+    content = memoryview(save(apart, metadata))
+    with atomic_path(path) as partial, partial.open("wb") as file:
+        for start in range(0, len(content), _PIECE):
+            file.write(content[start : start + _PIECE])
+            here.move()  # a slow disk is no hang
 
 
 def describe(name: str | None, recipe: Recipe, class_names: Sequence[str]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 
@@ -28,7 +27,7 @@ from imagenet_fast.training.resume import ResumePoint
 from imagenet_fast.training.run_lock import check_locked
 from imagenet_fast.training.state import TrainState
 
-_SLOW_DISK_S = 600.0  # that writing a checkpoint may take before the limits of a step count again
+_ALONE_S = 600.0  # that a rank may take to save alone, while others wait
 
 
 class CheckpointManager:
@@ -60,7 +59,6 @@ class CheckpointManager:
         self._asked = asked
         self._saved_at = time.monotonic()
         self._begun = self._last = begun  # last: the step of the last checkpoint that was begun
-        self._is_saving = False
         self._unsaved: NotSaved | None = None
         self._agreement = StepAgreement(world, begun, self._wishes)
 
@@ -128,7 +126,7 @@ class CheckpointManager:
                 self._await(last=True)
             board.post("saved", max(saved, self.saved_step))
         with here.waiting():
-            return int(board.read("saved", time.monotonic() + _SLOW_DISK_S) or saved)
+            return int(board.read("saved", time.monotonic() + _ALONE_S) or saved)
 
     @property
     def _writing(self) -> bool:
@@ -139,11 +137,10 @@ class CheckpointManager:
 
         Rank 0 warns once, unless it was the ``last`` try.
         """
-        if self._writer is None or not self._is_saving:
+        if self._writer is None:
             return
-        self._is_saving = False
-        _wait_for_disk(lambda: self._writing, self._writer.join)
-        self._unsaved = None
+        if self._writing:
+            here.enter("checkpoint")
         try:
             self._writer.wait()
         except NotSaved as error:
@@ -194,7 +191,7 @@ class CheckpointManager:
         top1, layout = outcome.top1 if evaluated else None, recipe.parallel.axes(ranks)
         stamp = Stamp(step=state.step, epoch=outcome.epochs, world=ranks, layout=layout, top1=top1)
         self._await()
-        self._is_saving, self._last = True, state.step
+        self._unsaved, self._last = None, state.step
         own = state.own()
         about = {"recipe": recipe_tables(recipe), "saved_at": time.time(), "data": self._data}
         self._writer.save(stamp, about | state.shared(), own)
@@ -237,14 +234,6 @@ def open_checkpoints(
         yield manager
 
 
-def _wait_for_disk(busy: Callable[[], bool], join: Callable[[float], object]) -> None:
-    """Wait for a thread that writes, while it is ``busy``; a slow disk is no hang. ``join`` waits for some seconds."""
-    until = time.monotonic() + _SLOW_DISK_S
-    while busy() and time.monotonic() < until:
-        here.enter("checkpoint")
-        join(1.0)
-
-
 def save_final_weights(
     state: TrainState, job: Job, class_names: Sequence[str], world: DistContext, unsaved: NotSaved | None
 ) -> None:
@@ -256,19 +245,12 @@ def save_final_weights(
     here.enter("checkpoint")
     state.settle()
     whole, path = state.whole(), RunDir(job.folder).final_weights
-
-    def write() -> None:
-        check_locked(job.folder)
-        path.parent.mkdir(exist_ok=True)
-        write_weights(whole.state_dict(), path, describe(job.name, job.recipe, class_names))
-
     with raise_on_all_ranks():
         if world.is_main:
             try:
-                with ThreadPoolExecutor(1) as threads:
-                    written = threads.submit(write)
-                    _wait_for_disk(lambda: not written.done(), lambda seconds: wait([written], seconds))
-                written.result()
+                check_locked(job.folder)
+                path.parent.mkdir(exist_ok=True)
+                write_weights(whole.state_dict(), path, describe(job.name, job.recipe, class_names))
             except OSError as error:
                 then = f", and {unsaved}" if unsaved else f"; see to that disk, and {job.resuming} writes them"
                 raise JobAborted(f"trained to the end, but {path} cannot be written ({error}){then}") from None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.data.index import map_in_order
 from imagenet_fast.distributed.reductions import first_of_node
 from imagenet_fast.distributed.watchdog import watching_ranks
+from imagenet_fast.models import weights
 from imagenet_fast.recipe.schema import Timeout
 from imagenet_fast.training import checkpoint_manager, resume
 from tests.ranks import run
@@ -64,10 +66,15 @@ def verify_a_checkpoint() -> None:
 
 
 def write_weights() -> None:
-    state = SimpleNamespace(settle=bool, whole=lambda: torch.nn.Linear(2, 2))
-    slow = lambda *_: time.sleep(TIMES * LIMIT_S / 2)  # noqa: E731
-    with patch.multiple(checkpoint_manager, write_weights=slow, check_locked=bool):
-        checkpoint_manager.save_final_weights(state, job_of(Path()), [], tests.world(), None)
+    """Of 64 kB, in pieces."""
+    state, moved = SimpleNamespace(settle=bool, whole=lambda: torch.nn.Linear(128, 127)), weights.here.move
+    with (
+        TemporaryDirectory() as folder,
+        patch.object(checkpoint_manager, "check_locked"),
+        patch.object(weights, "_PIECE", 2**16 // TIMES),
+        patch.object(weights.here, "move", lambda: (slowly(), moved())),
+    ):
+        checkpoint_manager.save_final_weights(state, job_of(Path(folder)), [], tests.world(), None)
 
 
 @pytest.mark.ci

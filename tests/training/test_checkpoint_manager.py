@@ -17,6 +17,7 @@ from imagenet_fast.errors import JobAborted
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints
 from imagenet_fast.training.evaluation import StopRequested
 from tests.conftest import refuses
+from tests.e2e.command import wait_for
 from tests.training.jobs import job_of
 
 
@@ -47,7 +48,7 @@ def test_a_failed_save_is_warned_of_once_and_tried_again_when_the_next_is_due(
     saving: Saving, capsys: pytest.CaptureFixture[str]
 ):
     saving.before_step(trained(2))
-    saving.writer.join(10.0)
+    wait_for(lambda: not saving.writer.under_way)
     for _ in range(3):
         saving.before_step(trained(3))
     assert capsys.readouterr().err.count("warning: the checkpoint of step 2 failed: ") == 1
