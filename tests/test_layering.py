@@ -147,15 +147,15 @@ LINES = {
     "imagenet_fast/doctor": 331,
     "imagenet_fast/launch": 1263,
     "imagenet_fast/metrics": 1510,
-    "imagenet_fast/models": 1862,
+    "imagenet_fast/models": 1848,
     "imagenet_fast/netlab": 596,
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3054,
-    "imagenet_fast": 32234,
-    "tests": 28951,
+    "imagenet_fast": 32220,
+    "tests": 28939,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

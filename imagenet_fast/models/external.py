@@ -22,8 +22,6 @@ from imagenet_fast.errors import UserError, did_you_mean, first_line
 from imagenet_fast.recipe.network import ExternalModel
 
 _CORRECT = "correct model.name"
-_OPTIONS = {name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")}
-"""Options of torchvision's models that otherwise give several outputs in training."""
 
 
 def build_external(model: ExternalModel, classes: int) -> nn.Module:
@@ -170,8 +168,6 @@ def _untrainable(network: nn.Module) -> str:
         return "has no parameter that is trained; let at least one require gradients"
     (usual, _), *_ = Counter(parameter.dtype for parameter in trained.values()).most_common()
     for name, parameter in trained.items():
-        if not parameter.is_floating_point():
-            return f"has {name} of {parameter.dtype}; let its parameters be real, such as by torch.view_as_real"
         if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
             return f"has {name} as a part of a larger tensor, or with gaps; make it an nn.Parameter of a clone"
         if parameter.dtype != usual:
@@ -179,9 +175,6 @@ def _untrainable(network: nn.Module) -> str:
     for name, value in network.state_dict().items():
         if not isinstance(value, Tensor):
             return f"keeps {name} as a {type(value).__name__}, and only tensors are saved; make it a buffer"
-    for name, module in network.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            return f"has sparse gradients in {name}, and only dense ones are sent; make it with sparse=False"
     return ""
 
 
@@ -201,8 +194,7 @@ def _torchvision(name: str) -> Callable[..., Any]:
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"torchvision has no classifier '{name}'; {did_you_mean(name, known, _CORRECT)}")
-    usual = _OPTIONS.get(name, {})
-    return lambda classes, **options: models.get_model(name, weights=None, num_classes=classes, **usual | options)
+    return lambda classes, **options: models.get_model(name, weights=None, num_classes=classes, **options)
 
 
 def _timm(name: str) -> Callable[..., Any]:

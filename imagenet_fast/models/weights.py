@@ -34,10 +34,8 @@ _KEY = "imagenet_fast"  # the only metadata key: safetensors writes several in a
 _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ENTRIES = ("state_dict", "model", "state_dict_ema", "model_ema")  # of checkpoints of others, which hold weights
-_AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-_PIECE = 1 << 24  # bytes that are written at once
-"""Prefixes of GoogLeNet's and Inception v3's classifiers that only trainings use."""
 _CLASSES = 7919  # a prime number, and no layer of a network is as wide
+_PIECE = 1 << 24  # bytes that are written at once
 _LISTED = 3  # number of misfitting weights that a message lists
 
 
@@ -144,14 +142,10 @@ def with_classes(weights: Weights, model: schema.Model, class_names: Sequence[st
 
 
 def _is_read(name: str, tensor: Tensor, expected: Mapping[str, Tensor]) -> bool:
-    """Return whether a network needs the tensor of a file.
-
-    It needs no batch counts, which conversions of a whole file spoil, and in an evaluation no auxiliary classifiers,
-    which published weights of GoogLeNet and Inception v3 have.
-    """
+    """Return whether a network needs the tensor of a file: no batch counts, which conversions of a whole file spoil."""
     if name.endswith(".num_batches_tracked") and name in expected:
         return tensor.dtype == expected[name].dtype and tensor.shape == expected[name].shape
-    return name in expected or not name.startswith(_AUXILIARY) or any(own.startswith(_AUXILIARY) for own in expected)
+    return True
 
 
 def fill(network: nn.Module, fitting: Weights) -> None:

@@ -91,7 +91,6 @@ MORE: dict[str, Callable[[], nn.Module | nn.Parameter | nn.Buffer]] = {
     "double": lambda: nn.Parameter(torch.ones((), dtype=torch.float64)),
     "unused": lambda: nn.Parameter(torch.ones(2)),
     "part": lambda: nn.Parameter(torch.zeros(4, 4)[:, :2]),
-    "sparse": lambda: nn.Embedding(4, 4, sparse=True),
     "index": lambda: nn.Parameter(torch.ones(4, dtype=torch.int64), requires_grad=False),
     "small integers": lambda: nn.Buffer(torch.ones(4, dtype=torch.int16)),
     "five dimensions": lambda: nn.Parameter(torch.ones(2, 2, 3, 3, 3)),

@@ -23,7 +23,6 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weights, under_names_of, write_weights
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import CifarNet, Model, ResNet
 from tests.conftest import refuses, tables
 from tests.corruption import corrupted
@@ -196,15 +195,6 @@ def test_torchvision_weights_load_in_half_precision_with_batch_counts_or_wrapper
         for name, tensor in ours.state_dict().items():
             assert tensor.dtype == theirs[name].dtype
             assert torch.equal(tensor, half[name].to(tensor.dtype)), name
-
-
-def test_networks_with_classifiers_for_training_have_one_output_and_their_published_weights_load():
-    model = ExternalModel(kind="torchvision", name="googlenet")
-    with torch.device("meta"):
-        assert build_model(model, 7)(torch.zeros(2, 3, 224, 224)).shape == (2, 7)
-    tensors = dict(build_model(model, 7).state_dict())
-    published = tensors | {"aux1.conv.conv.weight": torch.zeros(1), "aux2.fc2.bias": torch.zeros(7)}
-    assert fit(Weights("w", published), model, 7).tensors.keys() == tensors.keys()
 
 
 HEADLESS: dict[str, Tensor | None] = {"fc.weight": None, "fc.bias": None}
