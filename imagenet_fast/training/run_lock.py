@@ -10,7 +10,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -41,14 +41,14 @@ def claimed(job: Job, world: DistContext) -> Iterator[RunResult | None]:
         UserError: On every rank, if another process trains there, or a run is there that ``job`` must not resume.
     """
     ended: list[RunResult | None] = [None]
-    with raise_on_all_ranks():
-        if world.is_main:
-            ended = [_claim(job)]
     try:
+        with raise_on_all_ranks():
+            if world.is_main:
+                ended = [_claim(job)]
         dist.broadcast_object_list(ended, device=world.device)
         yield ended[0]
     finally:
-        if world.is_main:
+        if job.folder.absolute() in _held:
             with suppress(OSError):  # the directory is not empty
                 job.folder.rmdir()
             _unlock(job.folder)
@@ -59,10 +59,7 @@ def _claim(job: Job) -> RunResult | None:
     try:
         run.check_writable(job.resume)
         _make_and_lock(job.folder)
-        with ExitStack() as if_refused:
-            if_refused.callback(_unlock, job.folder)
-            run.check_writable(job.resume)  # another run may have started meanwhile
-            if_refused.pop_all()
+        run.check_writable(job.resume)  # another run may have started meanwhile
     except OSError as error:
         raise UserError(f"the run cannot be written to {job.folder} ({error.strerror}); give another --out") from None
     return ended_run(job)
