@@ -153,9 +153,9 @@ LINES = {
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2055,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3051,
-    "imagenet_fast": 32217,
-    "tests": 28939,
+    "imagenet_fast/training": 3047,
+    "imagenet_fast": 32213,
+    "tests": 28936,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

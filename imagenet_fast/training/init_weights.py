@@ -142,18 +142,16 @@ def given_weights(given: Path) -> Weights:
     folder, which = split_checkpoint(given)
     if which is None:
         return read_weights(weights_file(folder))
-    run = RunDir(folder)
-    return _saved_weights(chosen_checkpoint(run.checkpoints, which, run.final_weights.is_file()))
+    return _saved_weights(chosen_checkpoint(RunDir(folder).checkpoints, which))
 
 
-def chosen_checkpoint(root: Path, which: str, final: bool = False) -> Checkpoint:
+def chosen_checkpoint(root: Path, which: str) -> Checkpoint:
     """Return the checkpoint that ``RUN@WHICH`` names.
 
     Args:
         root: The directory of the run's checkpoints.
         which: ``best``, ``newest``, ``step-N``, or the name of the checkpoint's directory. Of several checkpoints of
             one step, the newest is taken.
-        final: Whether the run has final weights, which the message names if there are no checkpoints.
 
     Raises:
         UserError: There is no such checkpoint; the message lists those that exist. Or the directory cannot be read.
@@ -165,14 +163,14 @@ def chosen_checkpoint(root: Path, which: str, final: bool = False) -> Checkpoint
         same = [f for f, manifest in found.items() if which in (f.name, f"step-{manifest.step}")]
         chosen = open_checkpoint(same[0]) if same else None  # the survey lists the newest first
     if chosen is None:
-        raise UserError(f"{root.parent} has no checkpoint '{which}'{_instead(found, which, final)}")
+        raise UserError(f"{root.parent} has no checkpoint '{which}'{_instead(found, which)}")
     return chosen
 
 
-def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
+def _instead(found: Mapping[Path, Manifest], which: str) -> str:
     """Return the end of an error message: what to give in place of ``which``."""
     if not found:
-        return "; it holds none" + (", but final weights: leave the @ out" if final else "; give another run")
+        return "; it holds none; give another run, or leave out the @ for final weights"
     evaluated = any(manifest.top1 is not None for manifest in found.values())
     why = ": none of its checkpoints was evaluated" if which == "best" else ""
     steps = [f"step-{step}" for step in sorted({manifest.step for manifest in found.values()})]
@@ -182,8 +180,6 @@ def _instead(found: Mapping[Path, Manifest], which: str, final: bool) -> str:
 def _saved_weights(checkpoint: Checkpoint) -> Weights:
     """Return the moving average if there is one, or the weights with batch-norm statistics averaged over all ranks."""
     shared = checkpoint.shared
-    if not isinstance(shared, dict) or not {"model", "average", "recipe", "data"} <= shared.keys():
-        raise UserError(f"{checkpoint.folder} is no checkpoint of a training; give another")
     averaged = shared["average"] is not None
     tensors = dict(shared["average" if averaged else "model"])
     kind = "average" if averaged else "buffers"

@@ -77,9 +77,6 @@ def test_of_a_run_with_a_moving_average_that_is_taken(tmp_path: Path):
     (tmp_path / "checkpoints").mkdir()
     with CheckpointWriter(tmp_path / "checkpoints", ALONE, keep=2) as writer:
         writer.save(stamp(3), shared | {"recipe": tables(), "data": {"classes": []}}, own)
-        writer.wait()
-        writer.save(stamp(4), shared, own)
-    refuses("is no checkpoint of a training; give another", given_weights, Path(f"{tmp_path}@newest"))
     found = given_weights(Path(f"{tmp_path}@step-3")).tensors
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"w": [1.0, 1.0], "s": [7.0]}
 
