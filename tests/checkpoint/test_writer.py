@@ -106,15 +106,6 @@ def test_a_rank_with_nothing_of_its_own_writes_nothing(tmp_path: Path):
     assert dict(open_checkpoint(tmp_path / "step-00000001").parts()) == {1: {}}
 
 
-def test_ranks_may_see_the_run_by_different_paths(tmp_path: Path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "mounted").symlink_to(tmp_path / "run")
-    writers = together(tmp_path / "run" / "checkpoints", tmp_path / "mounted" / "checkpoints")
-    save_all(writers, 7)
-    seen = [tmp_path / where / "checkpoints" / "step-00000007" for where in ("run", "mounted")]
-    assert [writer.wait() for writer in writers] == seen
-
-
 def test_rank_without_the_directory_is_named(tmp_path: Path):
     root, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     root.mkdir()
