@@ -63,8 +63,8 @@ def prepare(
 
     Args:
         source: What you downloaded: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz;
-            or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and val/<class>/*, or tars of these; or
-            Hugging Face's data/*.parquet.
+            or Kaggle's ILSVRC/ and LOC_val_solution.csv; or train/<class>/* and val/<class>/*; or Hugging Face's
+            data/*.parquet.
         out: Directory to write train/<class>/* and val/<class>/* to, or shards.
         kind: Form of the output: image files, shards of them, or shards of decoded images. With --resize 256, pixels
             take some 330 GB, and are loaded several times as fast.

@@ -115,52 +115,40 @@ class Source:
         return found
 
 
-def members(tar: Path, within: SourceFile | None = None, flat: bool = True) -> list[SourceFile]:
-    """Return the members of the tar in the file ``tar``. Only headers are read.
-
-    Args:
-        tar: The file.
-        within: A member of ``tar`` that is itself a tar, to list instead; None for ``tar`` itself.
-        flat: Whether all members must be at the top level; otherwise folders are skipped, and a name is a path.
+def members(tar: Path, within: SourceFile | None = None) -> list[SourceFile]:
+    """Return the members of the tar in the file ``tar``, or of a tar ``within`` it. Only headers are read.
 
     Raises:
-        UserError: It is not a whole tar, or has a member twice, or one that is no file or whose path leads elsewhere.
+        UserError: It is not a whole tar, or has a member twice, or one that is no file or not at the top level.
     """
     told = str(tar) if within is None else f"'{within.name}' in {tar}"
     with tar.open("rb") as file:
         if within is None:
-            return list(_members(file, tar, told, 0, flat))
+            return list(_members(file, tar, told, 0))
         file.seek(within.offset - tarfile.BLOCKSIZE)  # of its header
         with tarfile.open(fileobj=file, mode="r:") as outer:
             found = outer.next()
             inner = None if found is None else outer.extractfile(found)
             assert inner is not None
-            return list(_members(inner, tar, told, within.offset, flat))
+            return list(_members(inner, tar, told, within.offset))
 
 
-def _members(stream: IO[bytes], tar: Path, told: str, begin: int, flat: bool) -> Iterator[SourceFile]:
+def _members(stream: IO[bytes], tar: Path, told: str, begin: int) -> Iterator[SourceFile]:
     seen: set[str] = set()
     for info in tar_members(stream, told, "fetch it again"):
-        name = info.name.removeprefix("./")
-        if info.isdir() and name in ("", "."):
-            continue
-        parts = name.split("/")
-        nested = flat and (info.isdir() or len(parts) > 1)
-        if nested or "\0" in name or not {"", ".", ".."}.isdisjoint(parts):
+        if info.isdir() or "/" in info.name or info.name in ("", ".", ".."):
             raise UserError(
                 f"{told} has a member '{info.name}' that leads elsewhere, and nothing is unpacked from it; ImageNet's "
                 "own tars hold plain files alone, so fetch it again"
             )
-        if info.isdir():
-            continue
-        if name in seen:
-            raise UserError(f"{told} has the member '{name}' twice; fetch it again")
-        seen.add(name)
-        yield SourceFile(name, str(tar), begin + info.offset_data, info.size)
+        if info.name in seen:
+            raise UserError(f"{told} has the member '{info.name}' twice; fetch it again")
+        seen.add(info.name)
+        yield SourceFile(info.name, str(tar), begin + info.offset_data, info.size)
 
 
 def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) -> None:
-    """Write the images of a parquet file to a tar of class folders, under the names that they have in ImageNet's tars.
+    """Write the images of a parquet file to a tar, as their class, a dot and their name in ImageNet's tars.
 
     The tar is whole or not there; ``on_bytes`` is called with the bytes of each image.
 
@@ -176,7 +164,7 @@ def parquet_to_tar(parquet: Path, tar: Path, on_bytes: Callable[[int], None]) ->
                     f"{parquet} has an image '{path}', whose name does not end in its class, as that of "
                     "n01440764_10026_n01440764.JPEG does; make class folders of these files"
                 )
-            member = tarfile.TarInfo(f"{named[2]}/{named[1]}{named[3]}")
+            member = tarfile.TarInfo(f"{named[2]}.{named[1]}{named[3]}")
             if member.name in seen:
                 raise UserError(f"{parquet} has two images '{path}'; give each image a name of its own")
             seen.add(member.name)

@@ -20,7 +20,7 @@ from rich.progress import Progress, TaskID
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.data.prepare import output
 from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_to_tar
-from imagenet_fast.data.prepare.sources import DEVKIT, MD5, in_tars, recognise
+from imagenet_fast.data.prepare.sources import DEVKIT, MD5, in_unpacked, recognise
 from imagenet_fast.data.prepare.write import Piece, Settings, check_classes, pieces_of, write_classes, write_piece
 from imagenet_fast.data.source import SplitName, in_sentences
 from imagenet_fast.distributed.cores import usable_cores
@@ -122,7 +122,7 @@ def _unpacked(found: Source, before: output.Record, out: Path, work: _Work) -> S
     task = work.bars.add_task("unpacking", total=size)
     for _ in work.pool.map(lambda tar: parquet_to_tar(missing[tar], tar, partial(work.advance, task)), missing):
         pass
-    return reduce(Source.__add__, (in_tars(split, [*made]) for split, made in tars.items()), found)
+    return reduce(Source.__add__, (in_unpacked(split, [*made]) for split, made in tars.items()), found)
 
 
 def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:
@@ -193,7 +193,7 @@ def _classes(found: Source, before: output.Record, source: Path, subset: bool) -
     if strangers and (not subset or len(strangers) == len(names["val"])):
         raise UserError(
             f"{source} has a class {strangers[0]} to validate on that train lacks; name the classes of val as those of "
-            f"train or, if images of many classes lie in {strangers[0]}, put {DEVKIT} beside it"
+            f"train or, if images of many classes lie in {strangers[0]}, move them up, beside {DEVKIT}"
         )
     if strangers:
         warn(f"{len(strangers)} classes are left out of val, as train lacks them, the first {strangers[0]}")

@@ -1,4 +1,4 @@
-"""Recognise what a directory holds: for each split, archives, class folders, or images and a table of their classes."""
+"""Recognise what a directory holds of each split: ImageNet's own tars, folders, or parquet files."""
 
 from __future__ import annotations
 
@@ -8,22 +8,14 @@ import re
 import tarfile
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 
-from imagenet_fast.data.folders import (
-    FolderContents,
-    class_folders,
-    is_class_name,
-    is_folder,
-    is_image_name,
-    list_folder,
-    shown,
-)
+from imagenet_fast.data.folders import FolderContents, class_folders, is_image_name, list_folder, shown
 from imagenet_fast.data.index import map_in_order
-from imagenet_fast.data.prepare.files import Source, SourceClass, SourceFile, members
+from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, members
 from imagenet_fast.data.source import WORDS, SplitName, check_parts, files_of, in_sentences, refuse_packed
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.load import read_text
@@ -41,13 +33,10 @@ MD5 = {
 
 _KAGGLE = Path("ILSVRC/Data/CLS-LOC")
 _SOLUTION = "LOC_val_solution.csv"
-_ANNOTATIONS = "val_annotations.txt"
 _TRUTH = "ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt"
 _MOST = 1 << 20  # bytes of it; it has some 200 kB
-_OFFICIAL = {"train": TRAIN, "val": VAL}
 _WNID = re.compile(r"n\d{8}")
 _CLASS_TAR = re.compile(rf"({_WNID.pattern})\.tar")
-_INNER = "images"  # Tiny-ImageNet's folder for the images of a class, and for those to validate on
 
 
 @in_sentences()
@@ -56,138 +45,77 @@ def recognise(folder: Path) -> Source:
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}; give the one that holds ImageNet with --source DIR")
     for root in (folder, folder / "data", folder / _KAGGLE, folder / _KAGGLE.relative_to("ILSVRC")):
-        train = _split(root, "train", set())
-        val = _split(root, "val", {of.name for of in train.classes} if train else set())
-        if train and val:
-            return train + val
-        if found := train or val:
-            return found
+        if found := [of_split for split in SPLITS if (of_split := _split(root, split)) is not None]:
+            return reduce(Source.__add__, found)
     raise UserError(
         f"{folder} holds no ImageNet that is known: neither {TRAIN} or {VAL} (with {DEVKIT}), nor {_KAGGLE}/train as "
-        "Kaggle has it, nor train/<class>/* and val/<class>/*, nor train.tar and val.tar with such folders, nor "
-        "train/n01440764.tar and the like, nor data/train-*.parquet; give the directory that does with --source DIR"
+        "Kaggle has it, nor train/<class>/* and val/<class>/*, nor train/n01440764.tar and the like, nor "
+        "data/train-*.parquet; give the directory that does with --source DIR"
     )
 
 
-def _split(root: Path, split: SplitName, known: set[str]) -> Source | None:
-    """Return one split, if it is there; ``known`` are the classes of training.
-
-    The official tar goes before folders with the split's name, and these before files named after the split.
-    """
-    if (official := root / _OFFICIAL[split]).is_file():
-        return in_tars(split, [official])
-    folders = [_unwrapped(root / word, split) for word in WORDS[split] if (root / word).is_dir()]
-    for folder in folders:
-        contents = list_folder(folder)
+def _split(root: Path, split: SplitName) -> Source | None:
+    """Return one split, if it is there: as its official tar, else in a folder of its name, else in parquet files."""
+    if split == "train" and (root / TRAIN).is_file():
+        return _in_train_tar(root / TRAIN)
+    if split == "val" and (root / VAL).is_file():
+        return _by_table(members(root / VAL), root / VAL)
+    folders = [root / word for word in WORDS[split] if (root / word).is_dir()]
+    for contents in map(list_folder, folders):
+        if split == "val" and contents.images and not contents.folders:
+            return _by_table(_files(contents.path), contents.path)
         if contents.folders or contents.images:
-            return _in_folders(root, split, folder, known)
+            return _in_folders(root, split, contents)
+        if any(map(_CLASS_TAR.fullmatch, contents.others)):
+            return _in_class_tars(split, contents)
     paths, _ = files_of(root, split, folders)
     refuse_packed(paths)
-    tars = [path for path in paths if path.suffix == ".tar"]
-    parquet = [path for path in paths if path.suffix == ".parquet"]
-    if tars and parquet:
-        raise UserError(f"{root} holds the {split} split in several formats ({tars[0]} and {parquet[0]}); keep one")
-    check_parts(parquet + [tar for tar in tars if not _CLASS_TAR.fullmatch(tar.name)], split)
-    if parquet:
+    if parquet := [path for path in paths if path.suffix == ".parquet"]:
+        check_parts(parquet, split)
         return Source([], taken=parquet, parquet=[(split, path) for path in parquet])
-    return in_tars(split, tars) if tars else None
-
-
-def _unwrapped(folder: Path, split: SplitName) -> Path:
-    """Return the folder that holds a split: ``folder``, or a folder that is alone in it and no class."""
-    contents = list_folder(folder)
-    while not contents.images and len(contents.folders) == 1 and _is_wrapper(contents.folders[0], split, folder):
-        folder /= contents.folders[0]
-        contents = list_folder(folder)
-    return folder
-
-
-def _is_wrapper(name: str, split: SplitName, place: Path) -> bool:
-    """Return whether the only folder in ``place`` has a name that is no class's: images to validate on lie in it."""
-    if name in (*WORDS[split], _INNER, Path(_OFFICIAL[split]).stem):
-        return True
-    return split == "val" and not _WNID.fullmatch(name) and _table(place) is not None
+    if tars := [path for path in paths if path.suffix == ".tar"]:
+        raise UserError(
+            f"{tars[0]} is not read: ImageNet's own tars are {TRAIN} and {VAL} in {root}, and train/n01440764.tar and "
+            f"the like; unpack it to {root / split}/<class>/*"
+        )
+    return None
 
 
 # Archives.
 
 
-def in_tars(split: SplitName, tars: list[Path]) -> Source:
-    """Return the split in tars, in which a class may lie in parts: in tars whose names differ in numbers alone.
-
-    Raises UserError if a tar cannot be read, or other tars have a class of one name.
-    """
-    found = {tar: _in_tar(split, tar) for tar in tars}
-    parts: dict[str, list[SourceClass]] = defaultdict(list)
-    first: dict[str, Path] = {}
-    for tar, source in found.items():
-        for of in source.classes:
-            other = first.setdefault(of.name, tar)
-            if re.split(r"\d+", other.name) != re.split(r"\d+", tar.name):
-                raise UserError(
-                    f"{other} and {tar} both hold a class {of.name}; name folders after their classes or, if it is "
-                    "one class in parts, number the tars: train-0.tar, train-1.tar"
-                )
-            parts[of.name].append(of)
-    classes = [SourceClass(split, name, partial(_all_of, of), sum(o.size for o in of)) for name, of in parts.items()]
-    whole = reduce(Source.__add__, found.values())
-    return replace(whole, classes=classes, taken=whole.taken + tars)
+def _in_train_tar(tar: Path) -> Source:
+    """Return the classes in the official tar of training images, which holds a tar of each."""
+    classes = []
+    for file in members(tar):
+        if (named := _CLASS_TAR.fullmatch(file.name)) is None:
+            raise UserError(
+                f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
+            )
+        classes.append(SourceClass("train", named[1], partial(members, tar, file), file.size))
+    return Source(classes, taken=[tar])
 
 
-def _all_of(parts: list[SourceClass]) -> list[SourceFile]:
-    return [file for of in parts for file in of.listed()]
+def _in_class_tars(split: SplitName, contents: FolderContents) -> Source:
+    """Return the classes in a folder of class tars, into which the official tar was unpacked."""
+    source = Source([], taken=[contents.path])
+    for name in contents.others:
+        tar = contents.path / name
+        if named := _CLASS_TAR.fullmatch(name):
+            source.classes.append(SourceClass(split, named[1], partial(members, tar), tar.stat().st_size))
+        elif not name.startswith("."):
+            source.others.append(f"{split}/{shown(name)}")
+    return source
 
 
-def _in_tar(split: SplitName, tar: Path) -> Source:
-    """Return what is in a tar: a class, class tars, class folders, or images to validate on without folders."""
-    if named := _CLASS_TAR.fullmatch(tar.name):
-        return Source([SourceClass(split, named[1], partial(members, tar), tar.stat().st_size)])
-    files = members(tar, flat=False)
-    if any(file.name.endswith(".tar") and not file.name.startswith("._") for file in files):
-        return Source([_class_tar(split, tar, file) for file in files if not file.name.startswith("._")])
-    by_folder: dict[tuple[str, ...], list[SourceFile]] = defaultdict(list)
-    for file in files:
-        by_folder[_folders(file)].append(replace(file, name=file.name.rpartition("/")[2]))
-    images = {
-        folders: next(file.name for file in inside if is_image_name(file.name))
-        for folders, inside in by_folder.items()
-        if all(map(is_class_name, folders)) and any(is_image_name(file.name) for file in inside)
-    }
-    if split == "val" and len(images) == 1:
-        (only,) = images
-        if not only or _is_wrapper(only[-1], split, tar):
-            return _by_table(by_folder.pop(only), tar) + Source([], _paths(split, by_folder))
-    above = {folders[:-1] if folders else None: "/".join((*folders, name)) for folders, name in images.items()}
-    (root, *others) = above or [None]
-    above_split = root[:-1] if root and root[-1] in WORDS[split] else root or ()
-    if root is None or others or any(word in above_split for words in WORDS.values() for word in words):
-        some = " and ".join(f"'{shown(name)}'" for name in [*above.values()][:2]) or "none"
-        raise UserError(
-            f"{tar} must hold class tars, as n01440764.tar, or <class>/<image> each, of {split} alone; it holds {some}"
-        )
-    classes = [folders for folders in by_folder if folders and folders[:-1] == root and is_class_name(folders[-1])]
-    by_class = {folders[-1]: by_folder.pop(folders) for folders in classes}
-    return Source(_listed_classes(split, by_class), _paths(split, by_folder))
-
-
-def _class_tar(split: SplitName, tar: Path, file: SourceFile) -> SourceClass:
-    named = _CLASS_TAR.fullmatch(file.name)
-    if named is None:
-        raise UserError(
-            f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
-        )
-    return SourceClass(split, named[1], partial(members, tar, file), file.size)
-
-
-def _folders(file: SourceFile) -> tuple[str, ...]:
-    """Return the folders above a file in a tar, of which the last is its class."""
-    folders = tuple(file.name.split("/")[:-1])
-    return folders[:-1] if folders[-1:] == (_INNER,) else folders
-
-
-def _paths(split: SplitName, left: Mapping[tuple[str, ...], list[SourceFile]]) -> list[str]:
-    """Return the files that are left over in a tar."""
-    return [shown("/".join((split, *folders, file.name))) for folders, files in left.items() for file in files]
+def in_unpacked(split: SplitName, tars: list[Path]) -> Source:
+    """Return the classes in tars that ``parquet_to_tar`` has made; each may hold images of any class."""
+    by_class = defaultdict[str, list[SourceFile]](list)
+    for tar in tars:
+        for file in members(tar):
+            wnid, _, name = file.name.partition(".")
+            by_class[wnid].append(replace(file, name=name))
+    return Source(_listed_classes(split, by_class), taken=tars)
 
 
 def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[SourceClass]:
@@ -200,27 +128,20 @@ def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[S
 # Folders.
 
 
-def _in_folders(root: Path, split: SplitName, folder: Path, known: set[str]) -> Source:
-    """Return the split in one folder a class, or in one with all images; ``known`` are the classes of training."""
-    contents = list_folder(folder)
-    classes = known.intersection(contents.folders) if known else contents.folders
-    if split == "val" and contents.images and not classes:
-        apart = [*map(shown, _deeper(root, contents))]
-        return _by_table(_files(folder), folder) + Source([], apart=apart, taken=[folder])
-    names = class_folders(folder)
-    if packed := [name for name in contents.others if _CLASS_TAR.fullmatch(name) and name[:-4] not in names]:
-        raise UserError(f"{folder / packed[0]} is not unpacked, as others beside it are; unpack it, or remove theirs")
+def _in_folders(root: Path, split: SplitName, contents: FolderContents) -> Source:
+    """Return the split in one folder a class."""
+    folder = contents.path
     others = [f"{split}/{shown(name)}" for name in contents.others if not name.startswith(".")]
     source = Source([], others, [f"{split}/{shown(name)}" for name in contents.images], [folder])
 
     def look(name: str) -> tuple[list[SourceFile], list[str]]:
-        inside, files = list_folder(folder / name), _files(folder / name)
-        if not inside.images and _INNER in inside.folders:
-            inside, files = list_folder(folder / name / _INNER), _files(folder / name / _INNER) + files
-        if deeper := _deeper(root, inside):
+        inside = list_folder(folder / name)
+        if deeper := inside.deeper():
             inside.require_images()
-        return files, deeper
+        below = os.path.relpath(inside.path, root)
+        return _files(inside.path), [os.path.join(below, path) for path in deeper]  # noqa: PTH118
 
+    names = class_folders(folder)
     for name, (files, deeper) in zip(names, map_in_order(look, names), strict=True):
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
@@ -229,25 +150,16 @@ def _in_folders(root: Path, split: SplitName, folder: Path, known: set[str]) -> 
     return source
 
 
-def _deeper(root: Path, contents: FolderContents) -> list[str]:
-    """Return the images in subfolders, as paths below ``root``."""
-    return [os.path.join(os.path.relpath(contents.path, root), path) for path in contents.deeper()]  # noqa: PTH118
-
-
 def _files(folder: Path) -> list[SourceFile]:
     """Return the files in ``folder``, with links followed. Raises UserError for what is neither file nor folder."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if is_folder(entry):
+            if entry.is_dir():
                 continue
-            try:
-                size = entry.stat().st_size if entry.is_file() else None
-            except OSError:  # a loop of links
-                size = None
-            if size is None:
+            if not entry.is_file():
                 raise UserError(f"{entry.path} is neither a file nor a folder, or a link that leads nowhere; remove it")
-            found.append(SourceFile(entry.name, entry.path, 0, size))
+            found.append(SourceFile(entry.name, entry.path, 0, entry.stat().st_size))
     return found
 
 
@@ -270,13 +182,13 @@ def _by_table(files: list[SourceFile], place: Path) -> Source:
                 raise UserError(f"{table} has no class for '{shown(file.name)}' in {place}; fetch both again")
             by_class[name].append(file)
     others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
-    return Source(_listed_classes("val", by_class), others, taken=[table])
+    return Source(_listed_classes("val", by_class), others, taken=[table, place])
 
 
 def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:
     """Return the table of classes that lies in or near ``place``, and what reads it."""
     for folder in (place, *place.absolute().parents[:5]):
-        for name, read in ((DEVKIT, _devkit), (_SOLUTION, _solution), (_ANNOTATIONS, _annotations)):
+        for name, read in ((DEVKIT, _devkit), (_SOLUTION, _solution)):
             if (table := folder / name).is_file():
                 return table, read
     return None
@@ -288,12 +200,6 @@ def _solution(table: Path) -> dict[str, str]:
     if rows.fieldnames != ["ImageId", "PredictionString"]:
         raise UserError(f"{table} has not the columns ImageId,PredictionString; fetch it again")
     return {row["ImageId"]: (row["PredictionString"] or "").partition(" ")[0] for row in rows}
-
-
-def _annotations(table: Path) -> dict[str, str]:
-    """Read Tiny-ImageNet's table: a file name, its wnid and a box."""
-    rows = (line.split() for line in read_text(table).splitlines())
-    return {row[0].rpartition(".")[0]: row[1] for row in rows if len(row) > 1}
 
 
 def _devkit(archive: Path) -> dict[str, str]:

@@ -108,30 +108,15 @@ def devkit(truth: list[int]) -> bytes:
     return gzip.compress(tar_of({"ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": lines}))
 
 
-def kaggle(folder: Path, images: Images, encoding: str = "utf-8") -> None:
+def kaggle(folder: Path, images: Images) -> None:
     """What Kaggle's archive unpacks to."""
     top = folder / "ILSVRC/Data/CLS-LOC"
     image_folder(top, _of_split(images, "train") | _flat(images, "val"))
-    with (folder / "LOC_val_solution.csv").open("w", newline="", encoding=encoding) as file:
+    with (folder / "LOC_val_solution.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["ImageId", "PredictionString"])
         for name, wnid in sorted(_validation(images).items(), key=lambda item: item[1]):
             rows.writerow([name.removesuffix(".JPEG"), f"{wnid} 1 2 30 40 {wnid} 5 6 70 80 "])
-
-
-def kaggle_with_a_mark(folder: Path, images: Images) -> None:
-    """With a table that begins with a byte-order mark, as spreadsheets write it."""
-    kaggle(folder, images, encoding="utf-8-sig")
-
-
-def tiny_imagenet(folder: Path, images: Images) -> None:
-    for path, content in _of_split(images, "train").items():
-        _, wnid, name = path.split("/")
-        image_folder(folder, {f"train/{wnid}/images/{name}": content, f"train/{wnid}/{wnid}_boxes.txt": b"a 1 2 3 4"})
-    image_folder(folder, _flat(images, "val/images"))
-    rows = [f"{name}\t{wnid}\t0\t32\t44\t62\n" for name, wnid in _validation(images).items()]
-    (folder / "val/val_annotations.txt").write_text("".join(rows))
-    image_folder(folder, {"test/images/test_0.JPEG": b""})
 
 
 def class_tars(folder: Path, images: Images) -> None:
@@ -152,13 +137,6 @@ def sorted_validation(folder: Path, images: Images) -> None:
     (folder / "ILSVRC2012_img_val.tar").unlink()
     (folder / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     image_folder(folder, _of_split(images, "val"))
-
-
-def tars_of_folders(folder: Path, images: Images) -> None:
-    folder.mkdir()
-    folders = {"train": named("train", tarfile.DIRTYPE)}
-    write_tar(folder / "train.tar", {**folders, **_of_split(images, "train")})
-    write_tar(folder / "imagenet-val.tar", {f"./{path[4:]}": of for path, of in _of_split(images, "val").items()})
 
 
 def parquet(folder: Path, images: Images, in_each: int = 7) -> None:
@@ -248,7 +226,4 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): b"" if path.suffix == ".index" else path.read_bytes() for path in files}
 
 
-LAYOUTS = (
-    official_tars, kaggle, image_folder, kaggle_with_a_mark, tiny_imagenet, class_tars, flat_validation,
-    sorted_validation, tars_of_folders, parquet,
-)  # fmt: skip
+LAYOUTS = (official_tars, kaggle, image_folder, class_tars, flat_validation, sorted_validation, parquet)

@@ -219,16 +219,18 @@ def test_what_was_made_of_parquet_files_is_known(tmp_path: Path, monkeypatch: py
 IMAGE = {"n01440764_1.JPEG": b"an image"}
 CATS = {"cat/1.jpg": b"a cat", "dog/1.jpg": b"a dog"}
 FLAT = {f"ILSVRC2012_val_{number:08}.JPEG": b"an image" for number in (1, 2)}
-TRAIN_TAR = {"train.tar": CATS}
 
 
 def inside(folder: str, files: Any) -> Any:
     return {f"{folder}/{name}": content for name, content in files.items()}
 
 
+TRAIN = inside("train", CATS)
+
+
 def train_of(name: str, images: Any = IMAGE) -> Any:
     """A tar that holds one of a class."""
-    return {"train.tar": {name: tar_of(images)}}
+    return {sources.TRAIN: {name: tar_of(images)}}
 
 
 def laid_out(folder: Path, files: dict[str, Any]) -> Path:
@@ -240,66 +242,39 @@ def laid_out(folder: Path, files: dict[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"train_val.tar": CATS}, "train_val.tar would be taken for train, and is named after the other split"),
-        ({"train/valid.tar": CATS}, "train/valid.tar would be taken for train, and is named after the other split"),
-        ({"train/cat.tar": {"a/1.jpg": b""}, "train/dog.tar": {"a/2.jpg": b""}}, "cat.tar and .*dog.tar both hold a"),
-        ({"a-train.tar": inside("train", CATS) | inside("val", CATS)}, "train alone; it holds 'train/dog/1.jpg' and"),
-        ({"train.tar": inside("a/val", CATS)}, "<class>/<image> each, of train alone; it holds 'a/val/dog/1.jpg'"),
-        ({"train.tar": {"train/cat/day1/1.jpg": b"", "train/dog/day1/2.jpg": b""}}, "it holds 'train/cat/day1/1.jpg'"),
-        ({"train.tar": {"train/cat/day1/1.jpg": b""}}, "it holds 'train/cat/day1/1.jpg'"),
-        ({"train-00000-of-00003.tar": CATS, "train-00002-of-00003.tar": CATS}, "lacks 1 of the 3 parts .*number 1"),
-        ({"train/part_1_of_2.tar": CATS}, "train lacks 1 of the 2 parts like part_1_of_2.tar, number 0 or 2"),
+        ({"train.tar": CATS}, "train.tar is not read: ImageNet's own tars are .*; unpack it to .*train/<class>/"),
+        (TRAIN | {"val/1.tar": IMAGE}, "val/1.tar is not read: .*; unpack it to .*val/<class>/"),
         ({"data/train-00000-of-00002.parquet": b""}, "data lacks 1 of the 2 parts like train-00000-of-00002.parquet"),
-        ({"train-0.parquet": b"", "train.tar": CATS}, "holds the train split in several formats"),
-        ({"ILSVRC2012_img_train.tar.gz": b"", "val.tar": CATS}, "ILSVRC2012_img_train.tar.gz is compressed.*unpack it"),
-        ({"train.tar": CATS, "val/cat.tar.zst": b""}, "val/cat.tar.zst is compressed"),
-        (TRAIN_TAR | inside("val/ILSVRC2012_img_val", FLAT), "img_val does not say of which class its"),
-        (TRAIN_TAR | inside("val/photos", FLAT), "a class photos to validate on .* or, if images of many classes"),
-        ({"val.tar": inside("val", FLAT)}, "val.tar does not say of which class its images are; put ILSVRC2012_devkit"),
-        ({"val/1.tar": IMAGE}, "does not say of which class its images are"),
-        ({"train.tar": IMAGE}, "train.tar must hold class tars, as n01440764.tar, or <class>/<image> each"),
-        ({"train.tar": {"a.jpg": b"", "cat/a.jpg": b""}}, "it holds 'a.jpg' and 'cat/a.jpg'"),
-        ({"train/0.tar": CATS, "train/1.tar": CATS}, "train/cat has two images of one name"),
-        ({"train/a/0.jpg": b"", "train/n01440764.tar": b""}, "n01440764.tar is not unpacked, as others beside it are"),
+        ({"ILSVRC2012_img_train.tar.gz": b""}, "ILSVRC2012_img_train.tar.gz is compressed.*unpack it"),
+        (TRAIN | {"val/cat.tar.zst": b""}, "val/cat.tar.zst is compressed"),
+        (TRAIN | inside("val/photos", FLAT), "a class photos to validate on .* or, if images of many classes"),
         (train_of("dogs.tar"), "a member 'dogs.tar', which is no class's"),
         (train_of("n1440764.tar"), "a member 'n1440764.tar', which is no class's"),
-        (train_of("n1.zip"), "class tars, as n01440764.tar, or <class>/<image> each, of train alone; it holds none"),
-        (train_of("n99999999.tar") | {"val.tar": CATS}, "a class cat to validate on that train lacks"),
+        (train_of("n99999999.tar") | inside("val", CATS), "a class cat to validate on that train lacks"),
         (train_of("n01440764.tar", {"._1.JPEG": b"", "read.me": b""}), "train/n01440764 has no images in the source"),
         ({f"train/{os.fsdecode(bytes([255]))}/1.jpg": b""}, "which is no name for a class"),
     ],
-)  # fmt: skip
-def test_what_would_be_mixed_or_left_out_is_refused(tmp_path: Path, files: dict[str, Any], told: str):
+)
+def test_what_is_not_read_or_would_be_left_out_is_refused(tmp_path: Path, files: dict[str, Any], told: str):
     refused(laid_out(tmp_path / "source", files), told)
 
 
 @pytest.mark.parametrize(
     ("files", "made"),
     [
-        (TRAIN_TAR | {"train/README": b"", "val/README": b"", "val.tar": inside("val", CATS)}, "train val"),
-        (TRAIN_TAR | {"valid/cat/1.jpg": b"", "test/1.jpg": b"", "bbox_val.tgz": b""}, "bbox_val.tgz test"),
-        (TRAIN_TAR | {"._train.tar": b"", "train-list.txt": b""}, "train-list.txt"),
-        ({"train/train/cat/1.jpg": b"", "train/train/dog/1.jpg": b"", "train/a.txt": b""}, "train/a.txt"),
-        (inside("ILSVRC/Data/CLS-LOC/train", CATS) | {"ILSVRC/Annotations/a.xml": b"", "L.csv": b""}, "ILSVRC/A L.csv"),
-        ({"train.tar": {"._n01440764.tar": b"", "n01440764.tar": tar_of(IMAGE)}, "train.tar.gz": b""}, "train.tar.gz"),
-        ({"train.tar": inside("in/train", CATS | {"@eaDir/a/1.jpg": b"", "cat/@eaDir/1.jpg": b""})}, ""),
+        (TRAIN | {"valid/cat/1.jpg": b"", "test/1.jpg": b"", "bbox_val.tgz": b""}, "bbox_val.tgz test"),
+        (TRAIN | {"._train.tar": b"", "train-list.txt": b"", "train-0.tar": b""}, "train-list.txt train-0.tar"),
+        (inside("ILSVRC/Data/CLS-LOC", TRAIN) | {"ILSVRC/Annotations/a.xml": b"", "L.csv": b""}, "ILSVRC/A L.csv"),
+        (train_of("n01440764.tar") | {"train.tar.gz": b""}, "train.tar.gz"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_taken_is_named(tmp_path: Path, files: dict[str, Any], made: str):
     prepared = prepare(laid_out(tmp_path / "source", files), tmp_path / "out", WHOLE, subset=True)
     assert {path.replace("nnotations", "") for path in prepared.record.passed_over} == {*made.split()}
     assert {*prepared.record.splits["train"]} in ({"cat", "dog"}, {"n01440764"})
-    said = "\n".join(run.report(prepared, tmp_path / "out"))
-    assert ("\nleft out, as they are of no split, or of one that was taken in" in said) == bool(made)
-
-
-@pytest.mark.parametrize("at", ["val/ILSVRC2012_img_val", "val/val", "val/images", "val/photo", "val.tar/val", "valid"])
-def test_images_in_one_folder_that_is_no_class_are_looked_up(tmp_path: Path, at: str):
-    folder, _, inner = at.partition("/")
-    files = {folder: inside(inner, FLAT)} if folder.endswith(".tar") else inside(at, FLAT)
-    source = laid_out(tmp_path / "source", files | {sources.DEVKIT: replica.devkit([171, 449])})
-    splits = prepare(source, tmp_path / "out", WHOLE, subset=True).record.splits
-    assert splits["val"].keys() == {"n02105855", "n01440764"}
+    assert "\nleft out, as they are of no split, or of one that was taken in" in "\n".join(
+        run.report(prepared, tmp_path / "out")
+    )
 
 
 # What is refused.
@@ -324,7 +299,7 @@ def test_a_member_that_would_lie_elsewhere_or_is_no_file_is_refused(own_tars: Pa
     for told, member in (
         (elsewhere, named("../escaped.JPEG")),
         (elsewhere, named("/tmp/d-escaped.JPEG")),
-        (f"{elsewhere}|and 'deeper/n01440764_2.JPEG'", named("deeper/n01440764_2.JPEG")),
+        (elsewhere, named("deeper/n01440764_2.JPEG")),
         (elsewhere, named("..", tarfile.DIRTYPE)),
         (elsewhere, named("n01440764_2.JPEG", tarfile.SYMTYPE, "/etc/passwd")),
         (elsewhere, named("n01440764_2.JPEG", tarfile.LNKTYPE, "../other")),
@@ -411,8 +386,6 @@ def test_kaggles_images_need_kaggles_table(tmp_path: Path, images: Images):
     table = source / "LOC_val_solution.csv"
     table.write_text(table.read_text().replace("ILSVRC2012_val_00000003,", "another,"))
     refused(source, "has no class for .*ILSVRC2012_val_00000003.JPEG")
-    table.write_text("id", encoding="utf-16")
-    refused(source, "LOC_val_solution.csv is in UTF-16; save it as UTF-8")
     table.write_text("id,label\n")
     refused(source, "has not the columns ImageId,PredictionString")
     table.unlink()
