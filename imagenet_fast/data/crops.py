@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from imagenet_fast.data.order import Augmentation, BatchIndices, Resolution
-from imagenet_fast.data.pixels import LONGEST
 
 Sides = NDArray[np.int32]
 """Heights and widths of n images, or rows and columns in them, int32 [n, 2]."""
@@ -66,10 +65,8 @@ def crops_of(sides: Sides, resolution: Resolution, augmentation: Augmentation | 
         windows = augmentation.windows(sides, numbers)
         begins, lengths, resized = windows[:, :2], windows[:, 2:], np.full_like(sides, size)
     else:
-        shortest = sides.min(1, keepdims=True)
-        begins = (sides - LONGEST * shortest).clip(0) // 2
-        lengths = sides - 2 * begins
-        resized = shorter * lengths // shortest
+        begins, lengths = np.zeros_like(sides), sides.copy()
+        resized = shorter * sides // sides.min(1, keepdims=True)
         first = np.rint((resized - size) / 2)
         if augmentation is not None:
             first = augmentation.corner(resized.astype(np.float64), size, numbers[:, :2])

@@ -20,15 +20,7 @@ from imagenet_fast.data.crops import crops_of
 from imagenet_fast.data.device import Batch
 from imagenet_fast.data.loader import NO_CLASS, BadImagePolicy, Job, prefetched, shared_out
 from imagenet_fast.data.order import BatchIndices, Order, Resolution, TrainSampler, augmentation_of, resolution
-from imagenet_fast.data.pixels import (
-    NO_MEMORY,
-    EncodedImage,
-    decode,
-    encode,
-    is_strip,
-    to_common_format,
-    without_ends,
-)
+from imagenet_fast.data.pixels import NO_MEMORY, EncodedImage, decode, encode, to_common_format
 from imagenet_fast.data.shards import Shards
 from imagenet_fast.data.source import ImageSource
 from imagenet_fast.errors import UserError
@@ -126,13 +118,10 @@ class DaliLoader:
 
     def _encoded(self, index: int) -> EncodedImage:
         encoded, (height, width) = self._images.read(index), self._sides[index].tolist()
-        image = EncodedImage(encoded, height, width) if height else to_common_format(encoded)
-        is_cut = self._augmentation is not None  # before it is resized
-        return image if is_cut or not is_strip(image.height, image.width) else self._from_pixels(index)
+        return EncodedImage(encoded, height, width) if height else to_common_format(encoded)
 
     def _from_pixels(self, index: int) -> EncodedImage:
-        pixels = decode(self._images.read(index))
-        return encode(without_ends(pixels) if self._augmentation is None else pixels)
+        return encode(decode(self._images.read(index)))
 
     def _raise_unless_bad_image(self, error: str) -> None:
         """Raise UserError if DALI failed for a reason other than a bad image: no memory, or no usable GPU."""

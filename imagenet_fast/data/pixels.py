@@ -47,9 +47,6 @@ NO_IMAGE = "it is no image"
 NO_MEMORY = re.compile(r"MemoryError|out of memory|insufficient memory|allocate memory|bad_alloc", re.IGNORECASE)
 """A pattern in the ``repr`` of errors by which Python, decoders, torch and the system say that memory is short."""
 
-LONGEST = 8
-"""Most sides of what is seen of a strip: the longer one by the shorter one."""
-
 
 class ImageDecodeError(Exception):
     """Error for bytes that are no image, or not a whole one. The message gives the reason in a few words."""
@@ -240,22 +237,6 @@ def scaled_size(height: int, width: int, shorter: int) -> tuple[int, int]:
     return shorter * height // shortest, shorter * width // shortest
 
 
-def without_ends(image: Pixels) -> Pixels:
-    """Return a view of an image that is at most 8 times as long as wide: its middle, and an odd pixel more.
-
-    A strip has too many pixels once its shorter side is enlarged, and few of them are in a crop.
-    """
-    height, width = image.shape[:2]
-    most = LONGEST * min(height, width)
-    top, left = max(0, height - most) // 2, max(0, width - most) // 2
-    return image[top : height - top, left : width - left]
-
-
-def is_strip(height: int, width: int) -> bool:
-    """Return whether ``without_ends`` takes something away from an image of this size."""
-    return max(height, width) - LONGEST * min(height, width) > 1
-
-
 def resized(image: Pixels, height: int, width: int, into: Pixels | None = None) -> Pixels:
     """Resize with PIL's bilinear filter, which widens when it shrinks; within one grey level of PIL's result.
 
@@ -296,7 +277,7 @@ def random_crop(
         top, left, height, width = augmentation.window(image.shape[0], image.shape[1], numbers)
         resized(image[top : top + height, left : left + width], size, size, into=into)
         return
-    image = _scaled(image, shorter)
+    image = resized(image, *scaled_size(*image.shape[:2], shorter))
     drawn = zip(image.shape, numbers[:2], strict=False)
     top, left = (padding + int(augmentation.corner(side, size, number)) for side, number in drawn)
     around = (padding,) * 4  # pixels of its mirror image, without the outermost ones again
@@ -306,11 +287,6 @@ def random_crop(
 def central_crop(image: Pixels, resolution: Resolution) -> Pixels:
     """Resize an image to the shorter side ``resolution.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = resolution
-    image = _scaled(image, shorter)
+    image = resized(image, *scaled_size(*image.shape[:2], shorter))
     top, left = (round((side - size) / 2) for side in image.shape[:2])  # rounded as in torchvision
     return image[top : top + size, left : left + size]
-
-
-def _scaled(image: Pixels, shorter: int) -> Pixels:
-    image = without_ends(image)
-    return resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))

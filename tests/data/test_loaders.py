@@ -70,7 +70,7 @@ def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path)
     """Where an odd number of pixels is too many, and where the longer side has a fraction of one."""
     random = np.random.default_rng(1)
     sizes = [(56, 56 + more) for more in range(8)]
-    sizes += [(80, 57), (113, 75), (40, 31), (56, 400), (3, 400), (401, 2), (9, 7), (300, 299)]
+    sizes += [(80, 57), (113, 75), (40, 31), (56, 400), (9, 7), (300, 299)]
     images = {}
     for height, width in sizes:
         grains = Image.fromarray(random.integers(0, 256, (-(-height // 2), -(-width // 2), 3), dtype=np.uint8))
