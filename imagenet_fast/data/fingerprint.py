@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from imagenet_fast.data.folders import quoted, shown
+from imagenet_fast.data.folders import shown
 from imagenet_fast.data.index import digest_of
 from imagenet_fast.data.pixels import ImageDecodeError
 from imagenet_fast.data.quarantine import QUARANTINE
@@ -69,7 +69,7 @@ def _class_differences(before: list[str], now: list[str]) -> list[str]:
     most = max(len(gone), len(added))
     more = f" and {most - 1} more such" if most > 1 else ""
     if gone and added:
-        return [f"the class {quoted(added[0])} for {quoted(gone[0])}{more}"]
+        return [f"the class '{added[0]}' for '{gone[0]}'{more}"]
     if gone or added:
         return [f"no class '{gone[0]}' any more{more}" if gone else f"a class '{added[0]}' that it had not{more}"]
     moved = (number for number, names in enumerate(zip(before, now, strict=True)) if names[0] != names[1])

@@ -5,7 +5,6 @@ Which files are images and which folders are classes is one rule, for all code t
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -24,14 +23,9 @@ SUFFIXES = (
 )  # fmt: skip
 """Suffixes of images, in upper or lower case: torchvision's, and others that the loaders read."""
 
-_UNREAD = (".heic", ".heif", ".hif", ".jxl", ".jp2", ".dng", ".cr2", ".nef", ".arw", ".raw", ".tga", ".psd", ".svg")
-"""Suffixes of images that no loader reads."""
-
-_SYSTEM = frozenset(
-    (
-        "@eadir", "@recycle", "@recently-snapshot", "@tmp", "#recycle", "#snapshot", "__macosx", "__pycache__",
-        "$recycle.bin", "system volume information", "lost+found",
-    )
+_SYSTEM = (
+    "@eadir", "@recycle", "@recently-snapshot", "@tmp", "#recycle", "#snapshot", "__macosx", "__pycache__",
+    "$recycle.bin", "system volume information", "lost+found",
 )  # fmt: skip
 """Names in lower case of folders that systems create beside the user's."""
 
@@ -54,11 +48,6 @@ def is_class_name(name: str) -> bool:
 def shown(name: str) -> str:
     """Return a file name as text that can be printed; bytes that are not UTF-8 are escaped."""
     return os.fsencode(name).decode(errors="backslashreplace")
-
-
-def quoted(name: str) -> str:
-    """Return a name in quotes for a message, with escapes if another one could look the same."""
-    return f"'{name}'" if name.isascii() else f"'{name}' ({ascii(name)[1:-1]})"
 
 
 def ordered_by_number(names: Collection[str]) -> list[str]:
@@ -105,21 +94,11 @@ def list_folder(folder: Path) -> FolderContents:
     with os.scandir(folder) as entries:
         for entry in entries:
             named_so = is_image_name(entry.name)
-            if not is_folder(entry, follow=not named_so):  # following a million links would take long
+            if not entry.is_dir(follow_symlinks=not named_so):  # following a million links would take long
                 (images if named_so else others).append(entry.name)
             elif is_class_name(entry.name):
                 folders.append(entry.name)
     return FolderContents(folder, sorted(images), sorted(folders), sorted(others))
-
-
-def is_folder(entry: os.DirEntry[str], follow: bool = True) -> bool:
-    """Return whether an entry is a folder, or a link to one that is to be followed; a loop of links leads nowhere."""
-    try:
-        return entry.is_dir(follow_symlinks=follow)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return False
 
 
 def class_folders(split: Path) -> list[str]:
@@ -172,9 +151,9 @@ class ImageFolder:
         return replace(self, names=files.tobytes(), ends=np.cumsum(lengths[kept]), labels=self.labels[kept])
 
     def read(self, index: int) -> bytes:
-        """Return the encoded bytes of image ``index``; none of a pipe, which would be waited for."""
-        with open(self.name(index), "rb", 0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            return file.read() or b""
+        """Return the encoded bytes of image ``index``."""
+        with open(self.name(index), "rb", 0) as file:  # noqa: PTH123
+            return file.read()
 
     def digest(self) -> str:
         """Return a digest of the names and labels of all images."""
@@ -194,13 +173,11 @@ def scan_split(root: Path, split: Literal["train", "val"]) -> ImageFolder:
     folder = root / split
     paths = [folder / name for name in names]  # their times change when a name in them does
     index = load_or_build_index(root, split, _COLUMNS, paths, lambda: _index(folder, names))
-    remedies = {
-        "apart": "lie in no class's own folder, as {}, and are left out; move them into the folder of their class",
-        "unread": "are of a kind that is not read, as {}, and are left out; convert them, or take them away",
-    }
-    for kind, remedy in remedies.items() if os.environ.get("RANK", "0") == "0" else ():
-        if left_out := index.about.get(kind):
-            warn(f"{folder}: {left_out[0]} images {remedy.format(left_out[1])}")
+    if (apart := index.about.get("apart")) and os.environ.get("RANK", "0") == "0":
+        warn(
+            f"{folder}: {apart[0]} images lie in no class's own folder, as {apart[1]}, and are left out; move them "
+            "into the folder of their class"
+        )
     return _numbered(folder, index.columns, names, classes)
 
 
@@ -226,7 +203,7 @@ def both_splits(root: Path) -> tuple[list[str], list[str]]:
     strangers = sorted(set(val) - set(train))
     if strangers:
         raise UserError(
-            f"{root / 'val'} has {len(strangers)} class(es) that train lacks, the first {quoted(strangers[0])}; "
+            f"{root / 'val'} has {len(strangers)} class(es) that train lacks, the first '{shown(strangers[0])}'; "
             "class folders must have the same names in both"
         )
     return train, val
@@ -270,10 +247,7 @@ def _index(folder: Path, names: list[str]) -> Index:
         return contents, contents.deeper()
 
     found = list(map_in_order(listed, names))
-    apart, unread = list_folder(folder).images, []
-    for name, (contents, deeper) in zip(names, found, strict=True):
-        apart += [f"{name}/{path}" for path in deeper]
-        unread += [f"{name}/{file}" for file in contents.others if file.lower().endswith(_UNREAD)]
-    left_out = {"apart": apart, "unread": unread}
-    columns = _columns([contents for contents, _ in found])
-    return Index({kind: [len(paths), shown(min(paths))] for kind, paths in left_out.items() if paths}, columns)
+    apart = list_folder(folder).images
+    apart += [f"{name}/{path}" for name, (_, deeper) in zip(names, found, strict=True) for path in deeper]
+    about = {"apart": [len(apart), shown(min(apart))]} if apart else {}
+    return Index(about, _columns([contents for contents, _ in found]))

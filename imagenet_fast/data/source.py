@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from imagenet_fast.data import folders
-from imagenet_fast.data.folders import is_class_name, is_folder, shown
+from imagenet_fast.data.folders import is_class_name, shown
 from imagenet_fast.data.paths import resolve_data_dir
 from imagenet_fast.data.pixels import NO_MEMORY
 from imagenet_fast.data.quarantine import QUARANTINE, prefix_of, quarantined
@@ -203,7 +203,7 @@ def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[lis
 
 def has_classes(entries: Iterable[os.DirEntry[str]]) -> bool:
     """Return whether there are class folders among the ``entries``."""
-    return any(is_class_name(entry.name) and is_folder(entry) for entry in entries)
+    return any(is_class_name(entry.name) and entry.is_dir() for entry in entries)
 
 
 def says(split: SplitName, name: str) -> bool:
