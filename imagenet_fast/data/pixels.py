@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
@@ -25,21 +24,18 @@ Pixels = NDArray[np.uint8]
 _AS_STORED = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
 
 _JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+_JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 _KINDS = {_JPEG: "jpg", _PNG[:4]: "png", b"BM": "bmp", b"RIFF": "webp", b"P6\n": "ppm"}
-_FRAMES, _SCAN, _END = (0xC0, 0xC1, 0xC2), 0xDA, 0xD9
-"""Markers of JPEG segments: the size and the colour components (baseline or progressive), a scan, and the end."""
+_FRAMES = (0xC0, 0xC1, 0xC2)
+"""Markers of the JPEG segment with the size and the colour components: baseline or progressive."""
 _OTHERS = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 """Markers of tables, applications' data and comments."""
-_ENDS_SCAN = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""A marker that ends a scan."""
 
 _SEGMENT = struct.Struct(">BBHBHHB")
 """A marker's two bytes, the length from there on, and what a size's segment holds: bits, height, width, colours."""
 
 _PIXELS = re.compile(rb"P6\n(\d+) (\d+)\n255\n")
 _HEADER = 64  # bytes; more than the header of stored pixels has
-_CHUNKS = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND")
-"""Chunks of a PNG that decide its pixels."""
 
 NO_IMAGE = "it is no image"
 """Reason reported for a file that no decoder recognises."""
@@ -71,15 +67,14 @@ def decode(encoded: bytes) -> Pixels:
     if height:
         values = np.frombuffer(encoded, dtype=np.uint8, offset=len(encoded) - 3 * height * width)
         return values.reshape(height, width, 3)  # as they lie in memory, read-only
-    plain = _plain(encoded)
-    if _common_size(plain):
+    if _common_size(encoded)[0]:
         try:
-            pixels = cv2.imdecode(np.frombuffer(plain, dtype=np.uint8), _AS_STORED)
+            pixels = cv2.imdecode(np.frombuffer(encoded, dtype=np.uint8), _AS_STORED)
         except cv2.error:  # the image may be too large for OpenCV
             pixels = None
         if pixels is not None:
             return pixels  # type: ignore[no-any-return]
-    return _decode_slowly(plain)
+    return _decode_slowly(encoded)
 
 
 def kind_of(encoded: bytes) -> str:
@@ -108,7 +103,7 @@ def size_by_header(file: BinaryIO, begin: int, end: int) -> tuple[int, int, bool
     file.seek(begin)
     head = file.read(min(_HEADER, end - begin))
     if head.startswith(_JPEG):
-        return *_jpeg_frame(file, begin, end)[:2], False
+        return *_jpeg_size(file, begin, end), False
     height, width = stored_size(head, end - begin)
     return height, width, height > 0
 
@@ -134,15 +129,14 @@ def _decode_slowly(encoded: bytes) -> Pixels:
 def to_common_format(encoded: bytes) -> EncodedImage:
     """Return the image in a format that every decoder decodes to the same pixels.
 
-    A common image is returned as it is, but for what in a PNG is not pixels; others are decoded and encoded again.
-    Damage that leaves the image's structure intact is not detected here, only when the image is decoded.
+    A common image is returned as it is; others are decoded and encoded again. Damage amid an image is not detected
+    here, only when it is decoded.
 
     Raises:
         ImageDecodeError: If the image is not whole and cannot be decoded.
     """
-    plain = _plain(encoded)
-    size = _common_size(plain)
-    return EncodedImage(plain, *size) if size else encode(decode(encoded))
+    height, width = _common_size(encoded)
+    return EncodedImage(encoded, height, width) if height else encode(decode(encoded))
 
 
 def encode(pixels: Pixels) -> EncodedImage:
@@ -151,78 +145,36 @@ def encode(pixels: Pixels) -> EncodedImage:
     return EncodedImage(bitmap.tobytes(), pixels.shape[0], pixels.shape[1])
 
 
-def _plain(encoded: bytes) -> bytes:
-    """Return a PNG with nothing but its pixels, and anything else as it is.
+def _common_size(encoded: bytes) -> tuple[int, int]:
+    """Return height and width of an image that every decoder decodes to PIL's pixels; 0 of all others.
 
-    Decoders differ in what they do with a text that is long, with a wrong checksum, or with an animation.
-    """
-    chunks = list(_chunks(encoded))
-    if any(encoded[at + 4 : at + 8] not in _CHUNKS for at, _ in chunks):
-        return _PNG + b"".join(encoded[at:end] for at, end in chunks if encoded[at + 4 : at + 8] in _CHUNKS)
-    return encoded
-
-
-def _chunks(png: bytes) -> Iterator[tuple[int, int]]:
-    """Yield where each chunk of a PNG begins and ends; none of another file."""
-    at = len(_PNG) if png.startswith(_PNG) else len(png)
-    while at < len(png):
-        end = at + 12 + int.from_bytes(png[at : at + 4])
-        yield at, end
-        at = end
-
-
-def _common_size(encoded: bytes) -> tuple[int, int] | None:
-    """Return (height, width) of an image that every decoder decodes to PIL's pixels; None for all others.
-
-    These are whole JPEGs and PNGs of the usual kinds: of formats that are rare, decoders differ in colours, in
+    These are JPEGs and PNGs of the usual kinds with an end: of formats that are rare, decoders differ in colours, in
     transparency, in more than 8 bits, and in what they take for damage.
     """
-    if encoded.startswith(_PNG):
-        return _png_size(encoded)
-    return _jpeg_size(encoded) if encoded.startswith(_JPEG) else None
+    if encoded.startswith(_JPEG) and encoded.endswith(_JPEG_END):
+        return _jpeg_size(BytesIO(encoded), 0, len(encoded))
+    return _png_size(encoded) if encoded.startswith(_PNG) and encoded.endswith(_PNG_END) else (0, 0)
 
 
-def _png_size(png: bytes) -> tuple[int, int] | None:
-    """Return the size of a PNG whose chunks are whole; not of grey in 16 bits, whose values PIL clips at 255."""
-    end, kind = len(_PNG), b""
-    for at, end in _chunks(png):
-        kind = png[at + 4 : at + 8]
-        if zlib.crc32(memoryview(png)[at + 4 : end - 4]) != int.from_bytes(png[end - 4 : end]):
-            return None
+def _png_size(png: bytes) -> tuple[int, int]:
+    """Return height and width of a PNG; 0 of an animation, and of grey in 16 bits, whose values PIL clips at 255."""
     width, height, bits, colours = struct.unpack_from(">IIBB", png.ljust(26, b"\0"), 16)
-    whole = end == len(png) and kind == b"IEND"
-    return (height, width) if whole and (bits <= 8 or colours not in (0, 4)) else None
+    moves = b"acTL" in png[: png.find(b"IDAT")]
+    return (0, 0) if moves or (bits > 8 and colours in (0, 4)) else (height, width)
 
 
-def _jpeg_size(jpeg: bytes) -> tuple[int, int] | None:
-    """Return the size of a JPEG of the usual kind, whose segments follow one another to its end.
-
-    A decoder that meets another marker in a scan stops there, and says so or leaves the rest grey.
-    """
-    height, width, at = _jpeg_frame(BytesIO(jpeg), 0, len(jpeg))
-    while height and at + 4 <= len(jpeg) and jpeg[at] == 0xFF:
-        kind, at = jpeg[at + 1], at + 2 + int.from_bytes(jpeg[at + 2 : at + 4])
-        if kind == _SCAN:
-            if (following := _ENDS_SCAN.search(jpeg, at)) is None:
-                return None
-            at = following.start()
-        elif kind not in _OTHERS:
-            return None
-    return (height, width) if jpeg[at:] == bytes((0xFF, _END)) else None
-
-
-def _jpeg_frame(file: BinaryIO, begin: int, end: int) -> tuple[int, int, int]:
-    """Return height and width of a JPEG of 8 bits in one or three colours, else 0, and where what follows begins."""
+def _jpeg_size(file: BinaryIO, begin: int, end: int) -> tuple[int, int]:
+    """Return height and width of a JPEG of 8 bits in one or three colours; 0 of others."""
     at = begin + len(_JPEG)
     while at + _SEGMENT.size <= end:
         file.seek(at)
         first, kind, length, bits, height, width, colours = _SEGMENT.unpack(file.read(_SEGMENT.size))
         at += 2 + length
         if kind in _FRAMES and first == 0xFF and bits == 8 and colours in (1, 3) and height and width:
-            return height, width, at
+            return height, width
         if kind not in _OTHERS or first != 0xFF:
             break
-    return 0, 0, end
+    return 0, 0
 
 
 def shrunk(image: Pixels, shorter: int) -> Pixels:
@@ -277,7 +229,7 @@ def random_crop(
         top, left, height, width = augmentation.window(image.shape[0], image.shape[1], numbers)
         resized(image[top : top + height, left : left + width], size, size, into=into)
         return
-    image = resized(image, *scaled_size(*image.shape[:2], shorter))
+    image = resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))
     drawn = zip(image.shape, numbers[:2], strict=False)
     top, left = (padding + int(augmentation.corner(side, size, number)) for side, number in drawn)
     around = (padding,) * 4  # pixels of its mirror image, without the outermost ones again
@@ -287,6 +239,6 @@ def random_crop(
 def central_crop(image: Pixels, resolution: Resolution) -> Pixels:
     """Resize an image to the shorter side ``resolution.shorter`` and return its centre, [size, size, 3]."""
     size, shorter = resolution
-    image = resized(image, *scaled_size(*image.shape[:2], shorter))
+    image = resized(image, *scaled_size(image.shape[0], image.shape[1], shorter))
     top, left = (round((side - size) / 2) for side in image.shape[:2])  # rounded as in torchvision
     return image[top : top + size, left : left + size]

@@ -63,12 +63,6 @@ def masked_bitmap() -> bytes:
     return struct.pack("<2sIHHI", b"BM", 66 + len(pixels), 0, 0, 66) + info + masks + pixels
 
 
-def strayed(jpeg: bytes, marker: int) -> bytes:
-    """With a marker in the middle of its scan that does not belong there."""
-    middle = (jpeg.rindex(b"\xff\xda") + len(jpeg)) // 2
-    return jpeg[:middle] + bytes([0xFF, marker]) + jpeg[middle + 2 :]
-
-
 def _annotated(title: str = "blobs") -> bytes:
     text = PngInfo()
     text.add_text("Title", title, zip=True)
@@ -139,6 +133,3 @@ BAD = {
     "text": b"404 not found " * 30,
     "a Mac's shadow of a file": b"\x00\x05\x16\x07" + bytes(500),
 }
-
-STRAYED = {f"a stray marker {marker:x}": strayed(JPEG, marker) for marker in (0x02, 0xC0, 0xC4, 0xD8, 0xDA)}
-"""Images of which some decoders show the rest in grey."""

@@ -19,12 +19,12 @@ from torchvision.transforms import v2
 from imagenet_fast.data import pixels as decoding
 from imagenet_fast.data.order import Resolution
 from imagenet_fast.data.pixels import ImageDecodeError, central_crop, decode, resized, to_common_format
-from tests.data.encoded import BAD, IMAGES, JPEG, NOT_PILS, STRAYED
+from tests.data.encoded import BAD, IMAGES, JPEG, NOT_PILS
 
 
 def test_every_kind_of_image_has_pils_pixels_also_where_it_is_encoded_anew():
-    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "several", "deep grey", "without its end")
-    seldom_kinds = ("bitmap", "gif", "tiff", "avif", "webp", "pixmap", "a wrong sum", "moving")
+    seldom = ("cmyk", "cmyk behind a long segment", "with bytes behind", "deep grey", "without its end")
+    seldom_kinds = ("bitmap", "gif", "tiff", "avif", "webp", "pixmap", "sum of the end", "moving")
     for name, content in IMAGES.items():
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("RGB"))
@@ -36,9 +36,9 @@ def test_every_kind_of_image_has_pils_pixels_also_where_it_is_encoded_anew():
         assert (given.encoded == content) == common, name
 
 
-@pytest.mark.parametrize("name", BAD | STRAYED)
+@pytest.mark.parametrize("name", BAD)
 def test_what_is_no_whole_image_is_refused_with_a_reason(name: str):
-    content = (BAD | STRAYED)[name]
+    content = BAD[name]
     with pytest.raises(ImageDecodeError, match=r"it is empty|it is no image|truncated|broken"):
         decode(content)
     with suppress(ImageDecodeError):
@@ -76,7 +76,7 @@ def test_whatever_a_decoder_raises_is_a_bad_image_unless_memory_is_short(monkeyp
 
 def test_a_common_image_is_not_left_to_pil(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(decoding, "_decode_slowly", None)
-    for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent", "moving grey"):
+    for name in ("jpeg", "progressive", "grey", "turned", "png", "palette", "transparent"):
         decode(IMAGES[name])
 
 
@@ -84,14 +84,14 @@ def test_opencv_is_given_whole_jpegs_and_plain_pngs_alone(monkeypatch: pytest.Mo
     """An animation in grey would end the process."""
     decoder = Mock(side_effect=cv2.imdecode)
     monkeypatch.setattr(cv2, "imdecode", decoder)
-    for content in (IMAGES | NOT_PILS | BAD | STRAYED).values():
+    for content in (IMAGES | NOT_PILS | BAD).values():
         with suppress(ImageDecodeError):
             decode(content)
     given = [call.args[0].tobytes() for call in decoder.call_args_list]
     assert len(given) > 20
     for content in given:
         assert content.endswith((b"\xff\xd9", b"IEND\xaeB`\x82"))
-        assert not [kind for kind in (b"acTL", b"fcTL", b"fdAT", b"zTXt", b"pHYs") if kind in content]
+        assert b"acTL" not in content
 
 
 def test_an_image_of_which_a_byte_is_wrong_is_decoded_or_refused():
