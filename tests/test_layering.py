@@ -151,11 +151,11 @@ LINES = {
     "imagenet_fast/netlab": 596,
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
-    "imagenet_fast/recipe": 2055,
+    "imagenet_fast/recipe": 2051,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3047,
-    "imagenet_fast": 31995,
-    "tests": 28760,
+    "imagenet_fast": 31991,
+    "tests": 28759,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

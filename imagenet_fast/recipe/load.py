@@ -51,14 +51,10 @@ def find_file(kind: Kind, name: str) -> Path:
 
 def read_text(path: Path) -> str:
     """Return the text of a file, without a byte order mark. Raises UserError if it is not UTF-8."""
-    content = path.read_bytes()
-    if b"\0" in content[:4]:  # the first character is ASCII
-        raise UserError(f"{path} is in UTF-16; save it as UTF-8")
     try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UserError(f"{path} is not UTF-8 in line {line}; save it as UTF-8") from None
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8; save it as UTF-8") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:

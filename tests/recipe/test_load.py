@@ -192,8 +192,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
     broken = tmp_path / "broken.toml"
     for content, sentence in (
         (b"ranks = = 2", f"{broken} cannot be read as TOML"),
-        ("# größe\nranks = 2".encode("latin-1"), f"{broken} is not UTF-8 in line 1; save it as UTF-8"),
-        *(("# a\n".encode(code), f"{broken} is in UTF-16; save it as UTF-8") for code in ("utf-16", "utf-16-be")),
+        *(("# größe\n".encode(code), f"{broken} is not UTF-8; save it as UTF-8") for code in ("latin-1", "utf-16")),
     ):
         broken.write_bytes(content)
         assert refusal_of(load_recipe, broken).startswith(sentence)
