@@ -142,7 +142,7 @@ LINES = {
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
-    "imagenet_fast/data": 4539,
+    "imagenet_fast/data": 4502,
     "imagenet_fast/distributed": 2499,
     "imagenet_fast/doctor": 331,
     "imagenet_fast/launch": 1263,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2051,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3047,
-    "imagenet_fast": 31991,
-    "tests": 28759,
+    "imagenet_fast": 31954,
+    "tests": 28750,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

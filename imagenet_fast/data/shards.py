@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import tarfile
-from codecs import BOM_UTF8
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from copy import copy
@@ -21,6 +20,7 @@ from imagenet_fast.data.folders import SUFFIXES
 from imagenet_fast.data.index import Index, digest_of, load_or_build_index, map_in_order
 from imagenet_fast.data.pixels import ImageDecodeError, Pixels, size_by_header
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.load import read_text
 
 _COLUMNS = {
     "shards": "<i4", "offsets": "<i8", "lengths": "<i8", "before": "<i8", "labels": "<i8", "heights": "<i4",
@@ -160,10 +160,7 @@ class Descriptor:
 
     def read(self, offset: int, length: int) -> bytes:
         """Return ``length`` bytes at ``offset``, or fewer where the file ends."""
-        content = os.pread(self.number, length, offset)
-        while len(content) < length and (more := os.pread(self.number, length - len(content), offset + len(content))):
-            content += more
-        return content
+        return os.pread(self.number, length, offset)
 
 
 def open_webdataset(root: Path, split: str, files: Sequence[Path], training: Sequence[Path] = ()) -> Shards:
@@ -208,18 +205,14 @@ def _class_names(root: Path, labels: NDArray[np.int64]) -> list[str]:
 
 
 def _read_classes(root: Path) -> list[str] | None:
-    """Return the names in ``classes.txt``; None without it. Raises UserError if it is no text, or has one twice."""
+    """Return the names in ``classes.txt``; None without it. Raises UserError if it is not UTF-8, or has one twice."""
     path = root / CLASSES
-    try:
-        text = path.read_bytes().removeprefix(BOM_UTF8)
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    if b"\0" in text:
-        raise UserError(f"{path} is no text in UTF-8; write it anew, in UTF-8, one class a line in the order of labels")
-    lines = [os.fsdecode(name.removesuffix(b"\r")) for name in text.removesuffix(b"\n").split(b"\n")]
-    if "" in lines or len(set(lines)) < len(lines):
+    names = read_text(path).splitlines()
+    if "" in names or len(set(names)) < len(names):
         raise UserError(f"{path}: every class has a name of its own; write one a line, in the order of labels")
-    return lines
+    return names
 
 
 def _descriptors(files: int) -> int:
@@ -270,9 +263,7 @@ def _key(name: str) -> tuple[str, str]:
 
 def _label(shard: Path, file: BinaryIO, member: tarfile.TarInfo) -> int:
     file.seek(member.offset_data)
-    text = file.read(min(member.size, _DIGITS)).removeprefix(BOM_UTF8).strip()
-    if text and not text.strip(b"\0"):
-        raise UserError(f"{shard}: {member.name} is damaged: it holds zeros, and no label; copy or make it again")
+    text = file.read(min(member.size, _DIGITS)).strip()
     if member.size > _DIGITS or not text.isdigit() or int(text) >= 1 << 31:
         raise UserError(f"{shard}: {member.name} holds no label; write a number there as plain text, from 0 on")
     return int(text)

@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar, get_args
@@ -164,12 +164,7 @@ def find_shards(root: Path, split: SplitName) -> list[Path]:
     Raises:
         UserError: If there are both, a shard is missing, or the files are TFRecords or ImageNet's own archives.
     """
-    own, *others = (root / word for word in WORDS[split])
-    paths, nested = files_of(root, split, [own, *others])
-    if nested and (read := next((folder for folder in others if has_classes(entries_of(folder))), None)):
-        raise UserError(
-            f"{read} holds class folders, which are read in {own} alone; give it that name, or move it away"
-        )
+    paths, nested = files_of(root, split, [root / word for word in WORDS[split]])
     tars = [path for path in paths if _TAR.fullmatch(path.name) and not _OFFICIAL.fullmatch(path.name)]
     if nested and tars:
         raise UserError(
@@ -196,23 +191,14 @@ def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[lis
     its folders.
     """
     inside = [entry for folder in folders for entry in entries_of(folder)]
-    nested = has_classes(inside)
+    nested = any(is_class_name(entry.name) and entry.is_dir() for entry in inside)
     named = [entry for entry in entries_of(root) if says(split, entry.name)]
     return sorted(Path(entry.path) for entry in named + inside * (not nested) if entry.is_file()), nested
 
 
-def has_classes(entries: Iterable[os.DirEntry[str]]) -> bool:
-    """Return whether there are class folders among the ``entries``."""
-    return any(is_class_name(entry.name) and entry.is_dir() for entry in entries)
-
-
 def says(split: SplitName, name: str) -> bool:
     """Return whether a file's name contains a word for the split."""
-    return any(re.search(_said(word), name) for word in WORDS[split])
-
-
-def _said(word: str) -> str:
-    return rf"(?<![^-_.]){word}(?![^-_.])"
+    return any(re.search(rf"(?<![^-_.]){word}(?![^-_.])", name) for word in WORDS[split])
 
 
 def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -235,10 +221,9 @@ def refuse_packed(paths: Sequence[Path]) -> None:
 
 
 def check_parts(paths: Sequence[Path], split: SplitName) -> None:
-    """Check that the files of a split are all of its parts, and no others, by their names.
+    """Raise UserError if files of a split are not all of its parts and no others, by their names.
 
-    Raises UserError if one is named after the other split, or is there twice, or a number is missing: in between, or up
-    to the total in their names.
+    They are if no number is missing: in between, or up to the total in their names.
     """
     for path in paths:
         if any(says(other, path.name) for other in get_args(SplitName) if other != split):
@@ -249,36 +234,28 @@ def check_parts(paths: Sequence[Path], split: SplitName) -> None:
     if twice := [name for name, times in Counter(path.name for path in paths).items() if times > 1]:
         places = " and ".join(str(path.parent) for path in paths if path.name == twice[0])
         raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
-    if len(words := {word for path in paths for word in WORDS[split] if re.search(_said(word), path.name)}) > 1:
-        raise UserError(f"{paths[0].parent} holds parts of {' and of '.join(sorted(words))}; keep one set")
-    alike: dict[tuple[str, ...], list[Path]] = defaultdict(list)
+    alike: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         of = _PART_OF.search(path.name)
-        alike[(path.name[: of.start()], "of") if of else tuple(re.split(r"\d+", path.name))].append(path)
-    for texts, parts in alike.items():
-        folder, example, names = parts[0].parent, parts[0].name, [path.name for path in parts]
-        if texts[-1] == "of":
-            there, totals = (sorted(int(of[at]) for of in map(_PART_OF.search, names) if of) for at in (1, 2))
-            if len({*totals}) > 1 or len({*there}) < len(there):
-                raise UserError(f"{folder} holds several sets of parts like {example}; keep one of them")
-            expected = range(totals[0]) if 0 in there else range(1, totals[0] + 1)
+        alike[path.name[: of.start()] if of else re.sub(r"\d+", "0", path.name)].append(path)
+    for parts in alike.values():
+        folder, example = parts[0].parent, parts[0].name
+        if numbered := [(int(of[1]), int(of[2])) for part in parts if (of := _PART_OF.search(part.name))]:
+            there, total = {number for number, _ in numbered}, max(total for _, total in numbered)
+            expected = range(total) if 0 in there else range(1, total + 1)
         else:
-            columns = [{*column} for column in zip(*(re.findall(r"\d+", name) for name in names), strict=True)]
-            counting = [column for column in columns if len(column) > 1]
-            there = sorted(map(int, counting[0])) if len(counting) == 1 else [0]
-            if there[0] > 1 and not any(number.startswith("0") for number in counting[0]):  # as years
-                continue
-            expected = range(there[0], there[-1] + 1)
-        if missing := len(expected) - sum(number in expected for number in {*there}):
+            columns = zip(*(map(int, re.findall(r"\d+", part.name)) for part in parts), strict=True)
+            counting = [{*column} for column in columns if len({*column}) > 1]
+            there = counting[0] if len(counting) == 1 else {0}
+            expected = range(min(there), max(there) + 1)
+        found = sum(number in expected for number in there)
+        if numbered and len(parts) > found:
+            raise UserError(f"{folder} holds several sets of parts like {example}; keep one of them")
+        if found < len(expected):
             first = next(number for number in expected if number not in there)
-            either = "0 or " if texts[-1] == "of" and 0 not in there and first == expected[-1] else ""
             raise UserError(
-                f"{folder} lacks {missing} of the {len(expected)} parts like {example}, number {either}{first} first; "
-                "put them there"
-            )
-        if there[-1] > expected[-1]:
-            raise UserError(
-                f"{folder} holds {len(there)} parts of {len(expected)}, like {example}; keep one set of them"
+                f"{folder} lacks {len(expected) - found} of the {len(expected)} parts like {example}, number {first} "
+                "first; put them there"
             )
 
 

@@ -21,7 +21,7 @@ from imagenet_fast.data.device import Batch
 from imagenet_fast.data.index import map_in_order
 from imagenet_fast.data.loader import THREADS
 from imagenet_fast.data.order import TrainSampler
-from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, Sample, shrunk, write_tar
+from imagenet_fast.data.prepare.write import SHRUNK_QUALITY, Sample, shrunk_jpeg, write_tar
 from imagenet_fast.data.source import ImageSource, open_training
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
@@ -128,7 +128,7 @@ def make_photos(root: Path, count: int, side: int | None = None) -> str:
         file = folder / f"{index:05}.jpg"
         (ImageOps.mirror(part) if random.integers(2) else part).save(file, quality=quality)
         if side is not None:
-            file.write_bytes(shrunk(file.read_bytes(), side, SHRUNK_QUALITY))
+            file.write_bytes(shrunk_jpeg(file.read_bytes(), side, SHRUNK_QUALITY))
     return told
 
 

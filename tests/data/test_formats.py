@@ -6,7 +6,7 @@ import os
 import random
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +47,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             (folder / name).write_bytes(b"\xff\xd8" + drawn.randbytes(1 + drawn.randrange(3000)))
     (place / "folder" / "train" / CLASSES[0] / os.fsdecode(b"not utf-8 \xff.jpg")).write_bytes(b"BM")
     for split, images in (("train", open_training(place / "folder")), ("val", open_validation(place / "folder"))):
+        (place / "tars").mkdir(exist_ok=True)
         write_classes(place / "tars", images.classes)
         samples = [Sample(images.name(i), images.read(i), int(images.labels[i])) for i in range(len(images))]
         for begin in range(0, len(samples), 4):
@@ -113,7 +114,7 @@ def test_shards_of_any_tar_with_what_else_webdataset_keeps_are_read(tmp_path: Pa
     assert shown(val) == [(b"V", 1)]
 
 
-GOOD: Members = {"a.jpg": bytes(2000), "a.cls": b"\xef\xbb\xbf0\r\n"}
+GOOD: Members = {"a.jpg": bytes(2000), "a.cls": b"0\r\n"}
 
 
 def as_it_is(path: Path) -> None:
@@ -141,7 +142,6 @@ BAD_TARS: list[tuple[Members, Damage, str]] = [
     (GOOD, lambda path: path.rename(path.parents[1] / "val_train.tar"), "val_train.tar would be taken for train, and"),
     (GOOD | {"a.png": b""}, as_it_is, "train-0.tar: a.png is the second of its key"),
     *(({"a.jpg": b"", "a.cls": label}, as_it_is, "a.cls holds no label; write a number") for label in NO_LABELS),
-    *((GOOD, overwritten(3072, hole), "a.cls is damaged: it holds") for hole in (bytes(6), bytes(512))),
     ({}, as_it_is, "no image in the 1 shard(s) of the train split"),
     ({"n01440764_1.JPEG": b""}, lambda path: path.rename(path.with_name("n01440764.tar")), "data prepare"),
     ({}, lambda path: path.rename(path.with_name("ILSVRC2012_img_train.tar")), "data prepare"),
@@ -190,13 +190,10 @@ def test_classes_txt_names_what_shards_only_number(tmp_path: Path):
     assert open_training(tmp_path).classes == open_validation(tmp_path).classes == ["cat", "dog", "an owl"]
     (tmp_path / "classes.txt").write_text("cat\n\ndog\n")
     assert "classes.txt: every class has a name of its own" in refusal_of(open_training, tmp_path)
-    for encoding in ("utf-8-sig", "latin-1"):  # names of files may be no UTF-8
+    for encoding, told in (("utf-8-sig", ""), ("utf-16", "classes.txt is not UTF-8"), ("latin-1", "save it as UTF-8")):
         (tmp_path / "classes.txt").write_text("cat\r\ndög\r\nan owl\r\n", encoding=encoding)
-        dog = os.fsdecode("dög".encode(encoding.removesuffix("-sig")))
-        assert open_training(tmp_path).classes == ["cat", dog, "an owl"]
-    for content in (*("cat\ndog\n".encode(encoding) for encoding in ("utf-16", "utf-16-be", "utf-32")), bytes(40)):
-        (tmp_path / "classes.txt").write_bytes(content)
-        assert "classes.txt is no text in UTF-8; write it anew, in UTF-8, one" in refusal_of(open_training, tmp_path)
+        with nullcontext() if not told else pytest.raises(UserError, match=told):
+            assert open_training(tmp_path).classes == ["cat", "dög", "an owl"]
 
 
 @pytest.mark.parametrize(("label", "told"), [(2, "2 and 2 of them occur, 1 not; name all"), (2 * 10**9, "2 of them")])
@@ -223,12 +220,10 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
         ("train-0000-ab1.tar train-0002-ab1.tar", "lacks 1 of the 3 parts like train-0000-ab1.tar, number 1 first"),
         ("train-0-of-1.tar train-0-of-2.tar train-1-of-2.tar", "several sets of parts like train-0-of-1.tar"),
         ("train-00000-of-00002-a09b.tar train-00000-of-00002-13fa.tar", "several sets of parts like train-00000"),
-        ("train-00001-of-00002-a09b.tar", "lacks 1 of the 2 parts like train-00001-of-00002-a09b.tar, number 0 or 2"),
-        ("train.part1of3.tar train.part2of3.tar", "lacks 1 of the 3 parts like train.part1of3.tar, number 0 or 3"),
-        ("train-0-of-1.tar train-1-of-1.tar", "holds 2 parts of 1, like train-0-of-1.tar; keep one set"),
-        ("train-0.tar val-0.tar validation-0.tar", "holds parts of val and of validation; keep one set"),
-        ("train/cat/1.jpg val/cat/1.jpg valid/cat/1.jpg", "valid holds class folders, which are read in"),
-        ("train/cat/1.jpg validation/cat/1.jpg", "give it that name, or move it away"),
+        ("train-00001-of-00002-a09b.tar", "lacks 1 of the 2 parts like train-00001-of-00002-a09b.tar, number 2 first"),
+        ("train.part1of3.tar train.part2of3.tar", "lacks 1 of the 3 parts like train.part1of3.tar, number 3 first"),
+        ("train-0-of-1.tar train-1-of-1.tar", "several sets of parts like train-0-of-1.tar; keep one of them"),
+        ("train/cat/1.jpg validation/cat/1.jpg", "has no folder val; it must hold train/<class>/* and val/<class>/*"),
         ("train-00000-of-00003", "train-00000-of-00003 is a TFRecord by its name, and these are not read"),
         ("train-0.tar train.tfrecord.gz", "train.tfrecord.gz is a TFRecord by its name, and these are not read"),
         ("imagenet-train.tfrecord-00000-of-00001", "write its images as WebDataset tars (KEY.jpg and KEY.cls) or into"),
@@ -238,7 +233,7 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
         put(tmp_path / f"{number}", *names.split())
         for look in (check_folders, open_validation if "val" in names else open_training):
             assert sentence in refusal_of(look, tmp_path / f"{number}")
-    put(tmp_path / "whole", "train-0-of-2-a09b.tar", "train-1-of-2-13fa.tar", "val-2012.tar", "val-2014.tar")
+    put(tmp_path / "whole", "train-0-of-2-a09b.tar", "train-1-of-2-13fa.tar", "val-2012.tar")
     check_folders(tmp_path / "whole")
 
 
@@ -247,7 +242,3 @@ def test_leftover_archives_beside_folders_do_not_matter(tmp_path: Path):
     for name in ("ILSVRC2012_img_train.tar", "train/n01440764.tar"):
         (tmp_path / name).touch()
     assert len(open_training(tmp_path)) == 3
-
-
-def test_a_class_whose_name_fits_no_line_is_refused(tmp_path: Path):
-    assert r"a class named 'two\nlines' does not fit a line" in refusal_of(write_classes, tmp_path, ["two\nlines"])

@@ -24,13 +24,13 @@ from typing import Literal, NamedTuple
 from PIL import Image
 from pydantic import PositiveInt
 
-from imagenet_fast.atomic_io import atomic_path
-from imagenet_fast.data.pixels import ImageDecodeError, decode, kind_of, store_pixels
-from imagenet_fast.data.pixels import shrunk as loaders_shrunk
+from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.data.pixels import ImageDecodeError, decode, kind_of, shrunk, store_pixels
 from imagenet_fast.data.prepare.files import SPLITS, SourceClass, SourceFile
 from imagenet_fast.data.shards import CLASSES, IMAGES
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
+from imagenet_fast.recipe.load import read_text
 from imagenet_fast.units import exact_size
 
 PreparedFormat = Literal["folder", "webdataset", "pixels"]
@@ -176,13 +176,13 @@ def _encoded(file: SourceFile, settings: Settings) -> bytes:
     content = file.read()
     with suppress(ImageDecodeError):
         if settings.format == "pixels":
-            return store_pixels(loaders_shrunk(decode(content), settings.resize or 0))
+            return store_pixels(shrunk(decode(content), settings.resize or 0))
         if settings.resize is not None and settings.quality is not None:
-            return shrunk(content, settings.resize, settings.quality)
+            return shrunk_jpeg(content, settings.resize, settings.quality)
     return content
 
 
-def shrunk(content: bytes, side: int, quality: int) -> bytes:
+def shrunk_jpeg(content: bytes, side: int, quality: int) -> bytes:
     """Return ``content`` as a JPEG with the short side ``side`` in pixels, without metadata.
 
     It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
@@ -190,7 +190,7 @@ def shrunk(content: bytes, side: int, quality: int) -> bytes:
     Raises ImageDecodeError if the loaders cannot decode the image.
     """
     pixels = decode(content)
-    small = loaders_shrunk(pixels, side)
+    small = shrunk(pixels, side)
     if small is pixels or max(small.shape) > _LONGEST:
         return content
     is_grey = bool((pixels == pixels[..., :1]).all())
@@ -212,26 +212,21 @@ class Sample(NamedTuple):
 
 
 def write_classes(folder: Path, classes: Sequence[str]) -> None:
-    """Write the class names to ``classes.txt`` in ``folder``. Raises UserError as ``check_classes`` does."""
-    check_classes(folder, classes)
-    folder.mkdir(parents=True, exist_ok=True)
-    with atomic_path(folder / CLASSES, fsync=True) as partial:
-        partial.write_bytes(_lines(classes))
+    """Write the class names to ``classes.txt`` in ``folder``."""
+    atomic_write_text(folder / CLASSES, _lines(classes), fsync=True)
 
 
 def check_classes(folder: Path, classes: Sequence[str]) -> None:
-    """Raise UserError if a name does not fit on one line, or ``classes.txt`` has other names already."""
-    if strange := [name for name in classes if not name or "\n" in name or name.endswith("\r")]:
-        raise UserError(f"a class named {strange[0]!r} does not fit a line of {CLASSES}; rename its folder")
+    """Raise UserError if ``classes.txt`` in ``folder`` has other names already."""
     path = folder / CLASSES
-    if path.exists() and path.read_bytes() != _lines(classes):
+    if path.exists() and read_text(path) != _lines(classes):
         raise UserError(
             f"{path} names other classes than are to be written there; give another directory, or remove what is there"
         )
 
 
-def _lines(classes: Sequence[str]) -> bytes:
-    return b"".join(os.fsencode(name) + b"\n" for name in classes)
+def _lines(classes: Sequence[str]) -> str:
+    return "".join(f"{name}\n" for name in classes)
 
 
 def write_tar(path: Path, samples: Iterable[tuple[int, Sample]]) -> None:

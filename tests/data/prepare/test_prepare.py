@@ -28,7 +28,7 @@ from imagenet_fast.data.prepare import output, run, sources
 from imagenet_fast.data.prepare.output import alone_in
 from imagenet_fast.data.prepare.run import prepare
 from imagenet_fast.data.prepare.sources import recognise
-from imagenet_fast.data.prepare.write import Settings, shrunk
+from imagenet_fast.data.prepare.write import Settings, shrunk_jpeg
 from imagenet_fast.data.source import check_folders, open_training
 from tests.conftest import refuses
 from tests.data.encoded import encoded
@@ -521,17 +521,17 @@ def test_what_loaders_read_is_shrunk_and_carries_nothing_along(monkeypatch: pyte
     cases = (encoded(photo, "GIF", comment=b"x" * 70_000), 10**6), (encoded(photo, "PNG", pnginfo=title), 9)
     for content, most in cases:
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", most)
-        written = shrunk(content, 128, 95)
+        written = shrunk_jpeg(content, 128, 95)
         monkeypatch.undo()
         small = Image.open(io.BytesIO(written))
         assert (small.size, small.info.get("comment")) == ((170, 128), None)
-    grey = Image.open(io.BytesIO(shrunk(encoded(photo.convert("L"), "PNG", icc_profile=b"x" * 99), 128, 95)))
+    grey = Image.open(io.BytesIO(shrunk_jpeg(encoded(photo.convert("L"), "PNG", icc_profile=b"x" * 99), 128, 95)))
     assert (grey.mode, grey.info.get("icc_profile")) == ("L", None)
 
 
 def test_a_strip_that_no_jpeg_can_hold_is_copied():
     strip = encoded(Image.new("L", (140_000, 2)), "PNG")
-    assert shrunk(strip, 1, 95) == strip
+    assert shrunk_jpeg(strip, 1, 95) == strip
 
 
 def test_an_image_beside_class_folders_does_not_make_them_kaggles(tmp_path: Path, images: Images):
