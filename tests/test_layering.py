@@ -151,11 +151,11 @@ LINES = {
     "imagenet_fast/netlab": 596,
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
-    "imagenet_fast/recipe": 2051,
+    "imagenet_fast/recipe": 2061,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3047,
-    "imagenet_fast": 31954,
-    "tests": 28750,
+    "imagenet_fast": 31964,
+    "tests": 28749,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any, Literal, TypeVar, get_args
 
 import tomli_w
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.engine_table import Codes, CodingTable
-from imagenet_fast.recipe.key_reference import table_keys
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync, engines
+from imagenet_fast.recipe.validation_error import explain
 
 Kind = Literal["recipe", "cluster"]
 """A kind of TOML file; some of each are shipped."""
@@ -109,7 +107,7 @@ def validated(root: type[Root], source: str, tables: dict[str, Any]) -> Root:
         # Through JSON: strict mode accepts a JSON array for a tuple, but not a Python list.
         return root.model_validate_json(json.dumps(tables, default=str))
     except ValidationError as error:
-        raise UserError(f"{source}: {_explain(root, _first(error))}") from None
+        raise UserError(f"{source}: {explain(root, error)}") from None
 
 
 class _OnlySync(Table):
@@ -158,102 +156,12 @@ def _override(tables: dict[str, Any], override: str) -> None:
     if not equals or not leaf or "" in folders:
         raise UserError(f"{override} is not KEY=VALUE; write for example optim.lr=0.5")
     try:
-        found = {"value": None} if text.strip() == "none" else tomllib.loads(f"value = {text}")
+        value = None if text.strip() == "none" else tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):  # text without quotes, a number too long, nesting too deep
-        found = {"value": text}
-    if found.keys() != {"value"}:
-        raise UserError(f"{_shortened(override)} sets several keys; write one KEY=VALUE for each")
+        value = text
     table = tables
     for folder in folders:
         if not isinstance(table.get(folder), dict):
             table[folder] = {}
         table = table[folder]
-    table[leaf] = found["value"]
-
-
-_MEMBER = re.compile(r"bool|int|float|str|constrained-\w+|(?:function-\w+|literal)\[.*\]", re.DOTALL)
-"""Names of types that pydantic adds to the path of a key with several types."""
-
-
-def _first(error: ValidationError) -> ErrorDetails:
-    """Return the first error, or those of a key that may have several types as one."""
-    first, *others = error.errors()
-    place = first["loc"][:-1]
-    if not place or not _MEMBER.fullmatch(str(first["loc"][-1])):
-        return first
-    said = dict.fromkeys(one["msg"] for one in (first, *others) if one["loc"][:-1] == place)
-    return {**first, "loc": place, "msg": " or ".join(said).replace(" or Input should be", " or")}
-
-
-def _explain(root: type[Table], error: ErrorDetails) -> str:
-    """Return one pydantic error in the tables of ``root`` as a sentence with the key's path and a fix."""
-    path = [str(part) if str(part).isprintable() else repr(part) for part in error["loc"]]
-    given = path.pop(1) if len(path) > 1 and _discriminator(root, path[0]) else ""  # pydantic puts the kind there
-    key = ".".join(path)
-    context = error.get("ctx", {})
-    tag = f"{key}.{str(context.get('discriminator')).strip(chr(39))}"
-    match error["type"]:
-        case "extra_forbidden":
-            return _explain_unknown(root, key, given)
-        case _ if error["input"] is None:  # KEY=none
-            return f"{key} cannot be none, which is for keys that may be absent; give it a value, or leave it out"
-        case "union_tag_invalid":
-            return f"{tag} is {_shortened(repr(context['tag']))}; it must be one of {context['expected_tags']}"
-        case "union_tag_not_found":
-            return f"{tag} is missing; name which {key} is meant"
-        case "missing":
-            return f"{key} is missing; add it"
-        case "value_error":
-            why = str(context["error"])
-            return f"{key + ': ' if key else ''}{why}{'' if '; ' in why else '; change one of them'}"
-        case "json_invalid":  # the JSON is made here, so nothing else can be wrong with it
-            return "a value in it is not UTF-8, or arrays lie in one another too deeply; correct it"
-        case _:
-            found = _shortened(json.dumps(error["input"], default=str))
-            return f"{key} is {found}: {error['msg'][0].lower()}{error['msg'][1:]}; {_fix(root, key, error)}"
-
-
-def _explain_unknown(root: type[Table], key: str, given: str) -> str:
-    """Return a sentence about a key that its table does not have, which is of the kind ``given`` if it has kinds."""
-    known: dict[str, tuple[str, ...]] = {}
-    for one in table_keys(root):  # several kinds may have one of that name, each with its own meaning
-        known[one.name] = known.get(one.name, ()) + one.kinds
-    table, dot, leaf = key.rpartition(".")
-    inside = [name for name, kinds in known.items() if name.startswith(table + dot) and (not kinds or given in kinds)]
-    here = dict.fromkeys(name.removeprefix(table + dot).partition(".")[0] for name in inside)
-    others = dict.fromkeys(kind for name in known if f"{name}.".startswith(f"{key}.") for kind in known[name])
-    if table and others and "options" not in here:
-        by = _discriminator(root, table)
-        return (
-            f"{key} is for {table}.{by} {' or '.join(map(repr, others))}, not {given!r}; leave it out, or replace the "
-            f"whole table, as by --set '{table}={{{by}=\"{given}\", ...}}'"
-        )
-    if not dot and (elsewhere := [name for name in known if name.endswith(f".{key}")]):
-        return f"unknown key {key}; did you mean {' or '.join(elsewhere)}?"
-    near = did_you_mean(leaf, here, f"the keys here are {', '.join(here)}", 1, 0.4, table + dot)
-    return f"unknown key {key}; {near}"
-
-
-def _fix(root: type[Table], key: str, error: ErrorDetails) -> str:
-    """Return what to do about a value of a wrong type."""
-    match error["type"]:
-        case "bool_parsing" | "bool_type" if " or " not in error["msg"]:
-            fix = "write true or false"
-        case "float_parsing" | "float_type" if isinstance(error["input"], str) and " or " not in error["msg"]:
-            fix = "write digits before and after the point, as in 0.5 or 1e-4"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            fix = f"it is a table, so write {key}.{_discriminator(root, key) or 'KEY'}=VALUE"
-        case _:
-            fix = "correct it"
-    optional = any((one.name, one.default) == (key, "absent") for one in table_keys(root))
-    return f"{fix}, or leave it out (KEY=none)" if optional else fix
-
-
-def _shortened(found: str) -> str:
-    """Return ``found`` cut to 100 characters, for an error message."""
-    return found if len(found) <= 100 else f"{found[:100]} ..."
-
-
-def _discriminator(root: type[Table], field: str) -> str:
-    """Return the key that chooses the table of the union at ``field``; empty if there is no union."""
-    return str(root.model_fields[field].discriminator or "") if field in root.model_fields else ""
+    table[leaf] = value
