@@ -137,7 +137,7 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2195,
+    "imagenet_fast/bench": 2193,
     "imagenet_fast/checkpoint": 864,
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
@@ -145,17 +145,17 @@ LINES = {
     "imagenet_fast/data": 4502,
     "imagenet_fast/distributed": 2499,
     "imagenet_fast/doctor": 331,
-    "imagenet_fast/launch": 1263,
+    "imagenet_fast/launch": 1262,
     "imagenet_fast/metrics": 1510,
     "imagenet_fast/models": 1848,
     "imagenet_fast/netlab": 596,
     "imagenet_fast/parallel": 966,
     "imagenet_fast/plan": 1450,
-    "imagenet_fast/recipe": 2061,
+    "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3047,
-    "imagenet_fast": 31964,
-    "tests": 28749,
+    "imagenet_fast/training": 3046,
+    "imagenet_fast": 31928,
+    "tests": 28714,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

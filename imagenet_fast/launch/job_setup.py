@@ -11,7 +11,7 @@ from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir, new_folder, split_checkpoint
-from imagenet_fast.recipe.batching import Batching, check_norms, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.batching import Batching, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import find_file, load_recipe
@@ -35,7 +35,6 @@ def plan_job(
         _check_elastic(written, nodes, ranks // nodes[-1], scale, resume)
     recipe = scale_recipe(written, ranks) if scale else written
     batching = split_batch(recipe, ranks)
-    check_norms(recipe, batching)
     root = find_data(recipe.data, data)
     place = (folder or new_folder(name, recipe.sync.kind)).absolute()
     if fresh_head and init_from is None:
@@ -68,7 +67,7 @@ def _check_elastic(written: Recipe, nodes: range, ranks_each: int, scale: bool, 
         )
     for count in nodes:
         try:
-            check_norms(written, split_batch(written, count * ranks_each))
+            split_batch(written, count * ranks_each)
         except UserError as error:
             raise UserError(f"{asked} allows {count}: {error}") from None
 

@@ -69,30 +69,15 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
             f"{parallel.as_written} needs a multiple of {parallel.ranks} ranks, and {there}; choose another --nproc, "
             f"or sizes whose product divides {ranks}"
         )
-    stages, largest, under_way = _limits(recipe)
+    largest = recipe.micro_batch or max(_share(recipe) * parallel.pipeline // parallel.micro_batches, 1)
     if (found := _split(recipe, batch, ranks)) is not None:
         return found
-    readers = ranks // stages
-    unit = math.lcm(readers * under_way, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
+    multiple = ranks // parallel.pipeline * parallel.micro_batches
+    unit = math.lcm(multiple, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
     above = next(b for b in count((batch // unit + 1) * unit, unit) if _split(recipe, b, ranks))
     raise UserError(
-        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest // under_way}; "
+        f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest}; "
         f"one that does is --set global_batch={above}, or choose another number of ranks"
-    )
-
-
-def check_norms(recipe: Recipe, batching: Batching) -> None:
-    """Raise UserError if a batch norm would see a single value per channel, which has no variance.
-
-    That happens for a micro-batch of 1 image that is so small that its last feature maps are one pixel.
-    """
-    largest, size = recipe.model.one_pixel_image, min(recipe.data.training_sizes)
-    if batching.micro_batch > recipe.parallel.micro_batches or size > largest:
-        return
-    raise UserError(
-        f"of a micro-batch of 1 image of {size} pixels the last batch norms of {recipe.model.kind} see one value a "
-        "channel, which has no variance; take larger micro-batches, with a global_batch of 2 or more a rank, or "
-        f"images of more than {largest} pixels"
     )
 
 
@@ -145,12 +130,6 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
     return f"{number} {thing}{plural if number > 1 else ''}"
 
 
-def _limits(recipe: Recipe) -> tuple[int, int, int]:
-    """Return stages per pipeline, the most images a rank reads at once, and the unit of that number."""
-    stages, under_way = recipe.parallel.pipeline, recipe.parallel.micro_batches
-    return stages, recipe.micro_batch * under_way or max(_share(recipe) * stages, under_way), under_way
-
-
 def _share(recipe: Recipe) -> int:
     """Return the images per step of each rank that the recipe was written for, or raise UserError."""
     share, rest = divmod(recipe.global_batch, recipe.ranks)
@@ -174,7 +153,8 @@ def _split(recipe: Recipe, batch: int, ranks: int) -> Batching | None:
     """
     if not recipe.micro_batch and batch % recipe.ranks:
         return None
-    stages, largest, multiple = _limits(recipe.model_copy(update={"global_batch": batch}))
+    stages, multiple = recipe.parallel.pipeline, recipe.parallel.micro_batches
+    largest = recipe.micro_batch * multiple or max(batch // recipe.ranks * stages, multiple)
     share, rest = divmod(batch, ranks // stages)
     if rest or not share:
         return None

@@ -40,11 +40,6 @@ class Network(Table):
         return 1000
 
     @property
-    def one_pixel_image(self) -> int:
-        """Largest side of images, in pixels, whose last batch norm sees maps of one pixel; 0: none."""
-        return 0
-
-    @property
     def label(self) -> str:
         """Name of the network in tables and logs."""
         name: str = getattr(self, "name", "") or getattr(self, "kind")  # noqa: B009  (subclasses have them)

@@ -43,17 +43,11 @@ class AlexNetBN(NormedNetwork):
     pool5_norm: bool = False
     """Whether to add a batch norm after the last pooling layer, pool5."""
 
-    @property
-    def one_pixel_image(self) -> int:
-        """Largest side of images, in pixels, whose last batch norm sees maps of one pixel; 0: none."""
-        return 98 if self.pool5_norm else 0
-
 
 class ResNet(NormedNetwork):
     """torchvision's ResNet-18 or ResNet-50."""
 
     smallest_image: ClassVar[int] = 32
-    one_pixel_image: ClassVar[int] = 32
 
     kind: Literal["resnet18", "resnet50"]
     zero_init_last_gamma: bool = False
@@ -73,7 +67,6 @@ class CifarNet(Network):
 
     smallest_image: ClassVar[int] = 9
     most_stages: ClassVar[int] = 5
-    one_pixel_image: ClassVar[int] = 16
 
     kind: Literal["cifarnet"]
     widths: tuple[PositiveInt, PositiveInt, PositiveInt] = (64, 256, 256)

@@ -36,7 +36,7 @@ from imagenet_fast.metrics.record import open_record
 from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights
-from imagenet_fast.recipe.batching import check_norms, explain, split_batch
+from imagenet_fast.recipe.batching import explain, split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_file, load_recipe
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints, save_final_weights
@@ -388,7 +388,6 @@ def _job_by_name(
     dist.broadcast_object_list(folder, device=world.device)  # its name has the time
     recipe = load_recipe(path, overrides=overrides)
     batching = split_batch(recipe, world.size)
-    check_norms(recipe, batching)
     root, keys = find_data(recipe.data, data), tuple(override.partition("=")[0].strip() for override in overrides)
     note = explain(recipe, recipe, batching) + left_out(root)
     return Job(

@@ -42,7 +42,6 @@ pipeline --micro-batches 3 --batch 8 -> --batch 8 does not make 3 equal micro-ba
 pipeline --schedules gpipe,zbv -> there is no 'zbv'; choose among gpipe, 1f1b, interleaved
 pipeline --schedules 1f1b --micro-batches 2 -> 1f1b has a micro-batch for each of 4 stages at least
 pipeline --device cuda --stages 19 -> GPUs for 19 stages
-pipeline --image-size 32 --micro-batches 2,32 -> see one value a channel
 pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet makes 8 stages, not 9; lower parallel.pipeline or --stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> makes 8 stages, not 10

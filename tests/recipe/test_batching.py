@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
-import torch
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.models import build_model
-from imagenet_fast.recipe.batching import check_norms, explain, scale_recipe, split_batch
+from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
@@ -81,35 +77,6 @@ def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
         assert scaled.ema_decay**ratio == pytest.approx(written.ema_decay)
     plain = load_recipe("resnet50-8gpu-ffcv16")
     assert scale_recipe(plain, 64).optim.weight_decay == plain.optim.weight_decay, "which the rate multiplies"
-
-
-@pytest.mark.parametrize(
-    ("model", "size", "images", "fits"),
-    [
-        *(({"kind": "resnet18"}, *case) for case in ((32, 1, False), (33, 1, True), (32, 2, True))),
-        ({"kind": "resnet50"}, 32, 1, False),
-        *(({"kind": "alexnet_bn", "pool5_norm": True}, *case) for case in ((98, 1, False), (99, 1, True))),
-        ({"kind": "alexnet"}, 63, 1, True),
-        ({"kind": "alexnet_bn"}, 67, 1, True),
-    ],
-)
-def test_one_small_image_at_a_time_has_no_variance(model: dict[str, Any], size: int, images: int, fits: bool):
-    """To the pixel, as torch finds it."""
-    changes = {"ranks": 1, "global_batch": 2, "micro_batch": images}
-    recipe = parse_recipe("test", tables(model=model, data__image_size=size, **changes))
-    told = f"micro-batch of 1 image of {size} pixels the last batch norms .*; take larger micro-batches"
-    with nullcontext() if fits else pytest.raises(UserError, match=told):
-        check_norms(recipe, split_batch(recipe, 1))
-    with torch.device("meta"), nullcontext() if fits else pytest.raises(ValueError, match="more than 1 value per"):
-        build_model(recipe.model, 10)(torch.empty(images, 3, size, size))
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2])
-def test_a_job_whose_pipeline_takes_one_small_image_at_a_time_is_refused(micro_batch: int):
-    pipeline = {"pipeline": 2, "micro_batches": 4}
-    recipe = parse_recipe("test", tables(parallel=pipeline, global_batch=8, micro_batch=micro_batch))
-    with nullcontext() if micro_batch == 2 else pytest.raises(UserError, match="micro-batch of 1 image"):
-        plan_job("test", recipe, 2)
 
 
 def laid(global_batch: int = 64, micro_batch: int = 0, ranks: int = 2, **parallel: Any) -> Recipe:
