@@ -30,7 +30,7 @@ def test_two_ranks_measure_what_is_between_them_and_tell_the_same_of_one_node_an
     assert "Gbit/s" in notes[-1].said
     notes = gather_results([CheckResult("torch", "ok", f"2.1{rank}")], tests.world(local_rank=0, local_size=1), "same")
     assert [(n.about, n.host) for n in notes[:2]] == [("torch", "same"), ("torch", "same (1)")]
-    assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok"), ("clocks", "ok")]
+    assert [(n.about, n.state) for n in notes[2:]] == [("all-reduce", "ok")]
 
 
 def test_a_node_that_looks_through_slow_data_has_come_all_the_same(tmp_path: Path):
