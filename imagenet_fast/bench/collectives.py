@@ -11,6 +11,7 @@ engine would, in pieces that alternate between two lanes, and divide the sum. Th
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.netlab.ranks import TIMEOUT, Lab, on_gpus
-from imagenet_fast.netlab.timing import Block, Blocks, fill_unevenly, time_in_turns, time_repetitions
+from imagenet_fast.netlab.timing import Block, in_turns, time_repetitions
 from imagenet_fast.recipe.engine_table import Cast, Collective
 from imagenet_fast.sync.all_reduce import format_of, wire_dtype
 from imagenet_fast.sync.network_benchmark import all_reduces
@@ -39,6 +40,8 @@ Backend = Literal["gloo", "nccl"]
 """The library that sends the bytes."""
 
 _COPIES = 4  # copies of a message in a rank's memory at once, with parts received from others
+_MOST_TIMES = 200  # maximum number of all-reduces between two clock readings
+_Blocks = dict[tuple[Collective, int], list[Block]]  # by size in bytes; one per round
 
 
 @dataclass(frozen=True)
@@ -135,16 +138,16 @@ def bench_collectives(
             _COPIES * max(sizes), f"--sizes up to {size_text(max(sizes))} between {lab.ranks} ranks",
             "ask for smaller messages, or fewer ranks",
         )  # fmt: skip
-    by_rank: list[Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, gpus=gpus)
+    by_rank: list[_Blocks] = lab.run(measure, sizes, collectives, wire, rounds, block_s, gpus, gpus=gpus)
     backend: Backend = "nccl" if gpus else "gloo"
 
-    def row(collective: str, size: int) -> AllReduceTime:
+    def row(collective: Collective, size: int) -> AllReduceTime:
         by_round = list(zip(*(of_rank[collective, size] for of_rank in by_rank), strict=True))
         slowest = [max(block.latency_s for block in of_round) for of_round in by_round]
         seconds = median(slowest)
         leaving = _leaving(size, lab.hosts)
         return AllReduceTime(
-            lab.hosts, lab.ranks_per_host, lab.rate, size, collective, backend, wire,  # type: ignore[arg-type]
+            lab.hosts, lab.ranks_per_host, lab.rate, size, collective, backend, wire,
             seconds, min(slowest), max(slowest), by_round[0][0].times,
             size / seconds, 2 * (lab.ranks - 1) / lab.ranks * size / seconds,
             leaving * 8 / parse_rate(lab.rate) / seconds if lab.rate is not None and leaving else None,
@@ -202,37 +205,34 @@ def _leaving(size: int, hosts: int) -> float:
 
 
 def measure(
-    sizes: Sequence[int],
-    collectives: Sequence[Collective],
-    wire: Cast,
-    rounds: int,
-    block_s: float,
-    gpus: bool,
-) -> Blocks:
-    """Time all collectives on this rank as ``time_in_turns`` does, with messages on its GPU if there are ``gpus``.
+    sizes: Sequence[int], collectives: Sequence[Collective], wire: Cast, rounds: int, block_s: float, gpus: bool
+) -> _Blocks:
+    """Time all collectives on this rank in turns, with messages on its GPU if there are ``gpus``.
 
-    Sizes are rounded up so that they can be cut evenly. Returns this rank's blocks by collective and such a size.
+    Sizes are rounded up so that they can be cut evenly. A first all-reduce of each, whose result is checked, determines
+    how many are timed together, the same on all ranks. Returns this rank's blocks by collective and size.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
     topology, dtype = Topology(device), wire_dtype(wire)
     lengths = list(dict.fromkeys(topology.padded(-(-size // dtype.itemsize)) for size in sizes))
     message = torch.empty(lengths[-1], dtype=dtype, device=device)
+    keys = [(name, length * dtype.itemsize) for length in lengths for name in collectives]
+    times = dict[tuple[Collective, int], int]()
 
-    def block(name: str, size: int, times: int, checked: bool) -> Block:
+    def block(name: Collective, size: int) -> Block:
         part = message[: size // dtype.itemsize]
-        once = averaging(name, part, topology)  # type: ignore[arg-type]  # one of the collectives
-        if checked:
+        once = averaging(name, part, topology)
+        if (name, size) not in times:
             check(once, part, sums=name == "native")
         part.zero_()  # repeated sums of zeros stay finite
-        return time_repetitions(once, times, dist.barrier, torch.cuda.synchronize if gpus else lambda: None)
+        return time_repetitions(once, times.get((name, size), 1), torch.cuda.synchronize if gpus else lambda: None)
 
-    def slowest(seconds: float) -> float:
-        every = torch.tensor(seconds, device=device)
-        dist.all_reduce(every, dist.ReduceOp.MAX)
-        return every.item()
-
-    keys = [(name, length * dtype.itemsize) for length in lengths for name in collectives]
-    blocks = time_in_turns(keys, rounds, block_s, block, slowest, report_progress)
+    for key in keys:
+        report_progress(f"trying {key[0]}", 0, rounds * len(keys))
+        slowest_s = torch.tensor(block(*key).latency_s, device=device)
+        dist.all_reduce(slowest_s, dist.ReduceOp.MAX)
+        times[key] = min(_MOST_TIMES, max(1, math.ceil(block_s / slowest_s.item())))
+    blocks = in_turns(keys, rounds, lambda key: block(*key), report_progress)
     topology.close()
     return blocks
 
@@ -246,10 +246,10 @@ def averaging(collective: Collective, values: Tensor, topology: Topology) -> Cal
 
 def check(once: Callable[[], object], message: Tensor, sums: bool) -> None:
     """Assert that an all-reduce of ``message`` yields the mean or sum over ranks: a wrong one must not win by speed."""
-    ranks = dist.get_world_size()
-    fill_unevenly(message, dist.get_rank() + 1)
+    ranks, expected = dist.get_world_size(), torch.empty_like(message)
+    for values, value in ((message, dist.get_rank() + 1), (expected, (ranks + 1) / 2 * (ranks if sums else 1))):
+        values[:] = value
+        values[0], values[-1] = -value, value / 2  # shows whether an end is moved or left out
     once()
-    expected = torch.empty_like(message)
-    fill_unevenly(expected, (ranks + 1) / 2 * (ranks if sums else 1))
     error = ranks * torch.finfo(message.dtype).eps  # each of the additions may round
     assert torch.allclose(message, expected, rtol=error), "an all-reduce has come out wrong"

@@ -255,7 +255,7 @@ def _raw_block(size: int, wire: torch.dtype, topology: Topology) -> _Block:
     wire = PLAIN if is_coded(wire) else wire  # no backend can sum codes
     message = torch.zeros(topology.padded(size // wire.itemsize), dtype=wire)
     once = averaging("native" if topology.layout.row == 1 else "hierarchical", message, topology)
-    return _Block(min(time_repetitions(once, 1, dist.barrier, warm_up=False).latency_s for _ in range(3)))
+    return _Block(min(time_repetitions(once, 1, warm_up=False).latency_s for _ in range(3)))
 
 
 class _Loop:

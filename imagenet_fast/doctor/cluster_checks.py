@@ -60,5 +60,5 @@ def _seconds(size: int, repeats: int, world: DistContext) -> float:
     """Return the seconds of an all-reduce of ``size`` bytes: the median of several rounds after a first."""
     once = partial(dist.all_reduce, torch.zeros(size // 4, device=world.device))
     wait = torch.get_device_module(world.device).synchronize
-    rounds = [time_repetitions(once, repeats, dist.barrier, wait, warm_up=False) for _ in range(1 + _ROUNDS)]
+    rounds = [time_repetitions(once, repeats, wait, warm_up=False) for _ in range(1 + _ROUNDS)]
     return median(block.latency_s for block in rounds[1:])

@@ -1,20 +1,19 @@
-"""Time all-reduces, whoever runs them: many between two clock readings, and all kinds in turn, round by round."""
+"""Time all-reduces: many between two clock readings, and all kinds in turn, round by round."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
+
+import torch.distributed as dist
 
 from imagenet_fast.distributed.network import sent_bytes
 from imagenet_fast.netlab.namespaces import INTERFACE
 
 Key = TypeVar("Key", bound=Hashable)
 Measurement = TypeVar("Measurement")
-
-_MOST_TIMES = 200  # maximum number of all-reduces between two clock readings
 
 
 @dataclass(frozen=True)
@@ -26,21 +25,13 @@ class Block:
     times: int
 
 
-Blocks = dict[tuple[str, int], list[Block]]
-"""Blocks by name and size in bytes, one per round."""
-
-
 def bytes_on_link() -> int:
     """Return the bytes that the calling thread's node has sent on its link so far: they tell of a shaped one only."""
     return sent_bytes(INTERFACE) or 0
 
 
 def time_repetitions(
-    once: Callable[[], object],
-    times: int,
-    barrier: Callable[[], object],
-    drain: Callable[[], object] = lambda: None,
-    warm_up: bool = True,
+    once: Callable[[], object], times: int, drain: Callable[[], object] = lambda: None, warm_up: bool = True
 ) -> Block:
     """Time ``times`` calls of ``once`` between two clock readings, as nccl-tests does; every rank must call it alike.
 
@@ -50,22 +41,21 @@ def time_repetitions(
     Args:
         once: Runs the collective.
         times: Number of timed calls.
-        barrier: Waits for all ranks.
         drain: Waits for work that ``once`` only queues, as on a GPU.
         warm_up: Whether to make the warm-up calls.
     """
     for _ in range(max(1, times // 5) if warm_up else 0):
         once()
     drain()
-    barrier()
+    dist.barrier()
     before = bytes_on_link()
-    barrier()  # the node's ranks share the counter: none sends before all have read it
+    dist.barrier()  # the node's ranks share the counter: none sends before all have read it
     begun = time.perf_counter()
     for _ in range(times):
         once()
     drain()
     seconds = time.perf_counter() - begun
-    barrier()
+    dist.barrier()
     return Block(seconds / times, (bytes_on_link() - before) / times, times)
 
 
@@ -73,7 +63,7 @@ def in_turns(
     keys: Sequence[Key],
     rounds: int,
     measure: Callable[[Key], Measurement],
-    report: Callable[[str, int, int], None] = lambda *_: None,
+    report: Callable[[str, int, int], None],
 ) -> dict[Key, list[Measurement]]:
     """Measure everything once in each round, so that all are measured under the same noise.
 
@@ -93,41 +83,3 @@ def in_turns(
             report(f"round {turn + 1} of {rounds}", turn * len(keys) + number, rounds * len(keys))
             measured[key].append(measure(key))
     return measured
-
-
-def time_in_turns(
-    keys: Sequence[tuple[str, int]],
-    rounds: int,
-    block_s: float,
-    block: Callable[[str, int, int, bool], Block],
-    slowest: Callable[[float], float],
-    report: Callable[[str, int, int], None] = lambda *_: None,
-) -> Blocks:
-    """Time all-reduces in turns; every rank must call it.
-
-    A first all-reduce of each, whose result is checked, determines how many are timed together. That number is the same
-    on all ranks.
-
-    Args:
-        keys: The all-reduces, by name and size in bytes.
-        rounds: Number of rounds.
-        block_s: Seconds for which each all-reduce is repeated in a round, approximately.
-        block: Times an all-reduce by name, size and number; True: check its result before.
-        slowest: Returns the largest of all ranks' seconds.
-        report: As for ``in_turns``.
-    """
-    often = {}
-    for key in keys:
-        report(f"trying {key[0]}", 0, rounds * len(keys))
-        first_s = slowest(block(*key, 1, True).latency_s)
-        often[key] = min(_MOST_TIMES, max(1, math.ceil(block_s / first_s)))
-    return in_turns(keys, rounds, lambda key: block(*key, often[key], False), report)
-
-
-def fill_unevenly(message: Any, value: float) -> None:
-    """Fill a tensor or an array with ``value``, and its two ends with others.
-
-    So the sum over ranks of different values shows whether a collective does nothing, or moves or leaves out an end.
-    """
-    message[:] = value
-    message[0], message[-1] = -value, value / 2
