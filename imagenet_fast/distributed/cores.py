@@ -9,10 +9,8 @@ import gc
 import math
 import os
 import resource
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +42,6 @@ def task_cores() -> int | None:
 def cores_per_rank(ranks: int) -> int:
     """Return how many of the usable processors each of ``ranks`` gets if they share them evenly, at least 1."""
     return max(1, usable_cores() // ranks)
-
-
-def shares(allowed: Mapping[int, set[int]]) -> dict[int, int]:
-    """Return the number of processors for each rank of a node, from the cores that each may use."""
-    users = Counter(core for cores in allowed.values() for core in cores)
-    return {rank: int(sum(Fraction(1, users[core]) for core in cores)) for rank, cores in allowed.items()}
 
 
 def cpu_quotas(root: Path = Path("/")) -> list[float]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed.board import Board
-from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, shares, task_cores
+from imagenet_fast.distributed.cores import bind_to_numa_node, cpu_quotas, raise_open_files, task_cores
 from imagenet_fast.distributed.groups import SLACK_S, leave_at_exit
 from imagenet_fast.distributed.join import connecting, introduce
 from imagenet_fast.distributed.ranks import RankInfo, is_task, rank_info_from_env, refuse_mpirun, srun_to_torchrun_env
@@ -127,15 +127,16 @@ def _context(place: RankInfo, device: torch.device) -> DistContext:
 def own_cores(place: RankInfo) -> int:
     """Return how many of its node's processors are for this rank. All ranks of the node must call this.
 
-    A core is divided among the ranks that may use it. If srun or NUMA binding has given each rank cores of its own, the
-    rank gets all of them. The limit of a cgroup, or of a task that has started several ranks, is divided evenly.
+    Ranks that may use the same cores divide them evenly. If srun or NUMA binding has given each rank cores of its own,
+    the rank gets all of them. The limit of a cgroup, or of a task that has started several ranks, is divided evenly.
     """
     # Neither torchrun nor srun has said the node if an mpirun or a script started this rank. Engines read it too.
     node = os.environ.setdefault("GROUP_RANK", str(place.rank - place.local_rank))
     board = Board(dist.distributed_c10d._get_default_store(), f"cores/{node}")
-    board.post(f"rank/{place.local_rank}", sorted(os.sched_getaffinity(0)))
-    allowed = board.gather("rank", range(place.local_size), time.monotonic() + _JOIN_TIMEOUT_S)
-    share = shares({rank: set(cores) for rank, cores in allowed.items()})[place.local_rank]
+    own = sorted(os.sched_getaffinity(0))
+    board.post(f"rank/{place.local_rank}", own)
+    of_ranks = board.gather("rank", range(place.local_size), time.monotonic() + _JOIN_TIMEOUT_S)
+    share = len(own) // [*of_ranks.values()].count(own)
     if (given := task_cores()) is not None:
         share = min(share, given if is_task(place.rank, place.size) else given // place.local_size)
     return max(1, min([share, *(math.ceil(quota) // place.local_size for quota in cpu_quotas())]))

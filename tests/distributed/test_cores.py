@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from imagenet_fast.distributed.board import call_within
-from imagenet_fast.distributed.cores import bind_to_numa_node, shares, usable_cores, usable_memory
+from imagenet_fast.distributed.cores import bind_to_numa_node, usable_cores, usable_memory
 from imagenet_fast.distributed.init import own_cores, prepare_device
 from imagenet_fast.distributed.join import connecting, meet
 from imagenet_fast.distributed.ranks import RankInfo
@@ -72,18 +72,6 @@ def test_no_numa_binding_without_topology(tmp_path: Path, node: str, cores: str)
     allowed = os.sched_getaffinity(0)
     ((told, kept),) = run(1, bound, machine(tmp_path, of_gpu(node, cores)))
     assert (told, kept) == (set(), allowed)
-
-
-@pytest.mark.parametrize(
-    ("allowed", "expected"),
-    [
-        ([{0, 1, 2, 3}] * 2, [2, 2]), ([{0, 1, 2, 3}] * 3, [1, 1, 1]), ([{0, 1, 2, 3}, {3}], [3, 0]),
-        ([{0, 1}, {2, 3}], [2, 2]),  # as srun gives them
-        ([{0, 1}] * 2 + [{2, 3}] * 2, [1, 1, 1, 1]),  # two NUMA nodes
-    ],
-)  # fmt: skip
-def test_a_core_is_divided_among_those_who_may_use_it(allowed: list[set[int]], expected: list[int]):
-    assert [*shares(dict(enumerate(allowed))).values()] == expected
 
 
 @pytest.mark.parametrize("apart", [False, True])
