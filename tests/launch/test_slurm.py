@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from imagenet_fast.distributed.ranks import TORCHRUN, srun_to_torchrun_env, step_nodes
@@ -55,15 +53,6 @@ def test_one_task_a_node_starts_ranks_of_its_own():
     assert (count, endpoint.partition(":")[0]) == (64, "rack1-node01")
     assert step_nodes(step(64, "1(x64)", "rack[1-8]-node[01-08]", rank=9, node=9)) == (count, endpoint)
     assert step_nodes(environment | {"SLURM_STEP_ID": "3"}) != (count, endpoint), "another step has another port"
-
-
-@pytest.mark.parametrize("other", [{"rank": 5}, {"node": 2}, {"local": 2}, {"tasks": 5}])
-def test_a_task_that_its_variables_do_not_know_is_refused(other: dict[str, int]):
-    """As one of another component of a heterogeneous step, which has numbers beyond its own component's."""
-    known: dict[str, Any] = {"tasks": 4, "per_node": "2(x2)", "nodes": "a,b", "rank": 3, "node": 1}
-    task = step(**(known | other))
-    refuses(r"srun's variables do not agree \(.*\), as in a heterogeneous step; start one", srun_to_torchrun_env, task)
-    refuses("SLURM_STEP_TASKS_PER_NODE", step_nodes, task)
 
 
 def test_the_first_host_of_a_list():
