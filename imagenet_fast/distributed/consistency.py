@@ -9,10 +9,11 @@ quarter of a second, once.
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -122,11 +123,12 @@ def _first_of(told: Mapping[str, list[tuple[str, str]]], device: torch.device, g
 
 
 def _settings(engine: object, steps_per_epoch: int) -> list[tuple[str, str]]:
-    """Return the settings of an engine, if there is one."""
+    """Return the settings of an engine, if any, as texts that are the same on every rank: without memory addresses."""
     if engine is None:
         return []
     knobs = dict(engine) if isinstance(engine, BaseModel) else {"kind": type(engine).__name__} | vars(engine)
-    return [(name, _text(value)) for name, value in [*knobs.items(), ("steps_per_epoch", steps_per_epoch)]]
+    knobs |= {"steps_per_epoch": steps_per_epoch}
+    return [(name, re.sub(r" at 0x\w+", "", str(value))) for name, value in knobs.items()]
 
 
 def _traits(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
@@ -140,15 +142,6 @@ def _traits(named: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
         yield name, f"on {param.device.type}"
         yield name, f"in memory with strides {strides}"
         yield name, "trained" if param.requires_grad else "frozen"
-
-
-def _text(value: Any) -> str:
-    """Return a text that is the same on every rank: without memory addresses."""
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))
-    if isinstance(value, str | int | float | tuple | list | torch.dtype | None):
-        return str(value)
-    return f"{type(value).__qualname__}({', '.join(f'{k}={_text(v)}' for k, v in vars(value).items())})"
 
 
 def _digest(tensor: Tensor) -> str:
