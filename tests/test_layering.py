@@ -143,7 +143,7 @@ LINES = {
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
     "imagenet_fast/data": 4502,
-    "imagenet_fast/distributed": 2473,
+    "imagenet_fast/distributed": 2482,
     "imagenet_fast/doctor": 324,
     "imagenet_fast/launch": 1262,
     "imagenet_fast/metrics": 1510,
@@ -153,9 +153,9 @@ LINES = {
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3046,
-    "imagenet_fast": 31847,
-    "tests": 28691,
+    "imagenet_fast/training": 3042,
+    "imagenet_fast": 31852,
+    "tests": 28711,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -15,7 +15,7 @@ from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.distributed.board import Board
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import common_folder, raise_on_all_ranks
+from imagenet_fast.distributed.messages import common_folder, raise_on_all_ranks
 from imagenet_fast.distributed.step_agreement import StepAgreement
 from imagenet_fast.errors import JobAborted, UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir

@@ -16,7 +16,7 @@ from imagenet_fast.data.fingerprint import compare_data, contents
 from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import first_of_node, from_main, to_main
+from imagenet_fast.distributed.messages import first_of_node, from_main, to_main
 from imagenet_fast.metrics.run_result import Accuracy
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks

@@ -14,7 +14,8 @@ from imagenet_fast.checkpoint import Checkpoint, newest, open_checkpoint
 from imagenet_fast.checkpoint.folder import Manifest, read_survey
 from imagenet_fast.data.folders import ordered_by_number
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model, raise_on_all_ranks
+from imagenet_fast.distributed.messages import raise_on_all_ranks
+from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint, weights_file
 from imagenet_fast.models import build_model

@@ -52,12 +52,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        world: DistContext,
-        global_batch: int,
-        scale: LossScaler,
-        most: int,
-        outcome: RunResult,
+        self, world: DistContext, global_batch: int, scale: LossScaler, most: int, outcome: RunResult
     ) -> None:
         """Create a meter that starts with an empty interval.
 

@@ -19,7 +19,7 @@ from imagenet_fast.data.fingerprint import Contents
 from imagenet_fast.data.fingerprint import differences as differences_of_data
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import barrier, common_folder, from_main, raise_on_all_ranks, to_main
+from imagenet_fast.distributed.messages import barrier, common_folder, from_main, raise_on_all_ranks, to_main
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.metrics.run_dir import RunDir

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from imagenet_fast.atomic_io import check_place
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.distributed.reductions import raise_on_all_ranks
+from imagenet_fast.distributed.messages import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.metrics.run_result import RunResult, read_outcome

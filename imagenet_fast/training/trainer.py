@@ -27,7 +27,7 @@ from imagenet_fast.data.source import find_data
 from imagenet_fast.distributed.cores import freeze_gc
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext, current_world
-from imagenet_fast.distributed.reductions import first_of_node, raise_on_all_ranks
+from imagenet_fast.distributed.messages import first_of_node, raise_on_all_ranks
 from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
 from imagenet_fast.metrics import Accuracy, MetricLogger

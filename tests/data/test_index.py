@@ -16,7 +16,7 @@ from imagenet_fast.data.folders import scan_split
 from imagenet_fast.data.index import Index, load_or_build_index
 from imagenet_fast.data.prepare.write import Sample, write_tar
 from imagenet_fast.data.source import open_training
-from imagenet_fast.distributed.reductions import first_of_node
+from imagenet_fast.distributed.messages import first_of_node
 from imagenet_fast.errors import UserError
 from tests.conftest import refusal_of
 from tests.corruption import corrupted

@@ -9,7 +9,7 @@ import pytest
 
 import tests
 from imagenet_fast.distributed import step_agreement
-from imagenet_fast.distributed.reductions import from_main, to_main
+from imagenet_fast.distributed.messages import from_main, to_main
 from imagenet_fast.distributed.step_agreement import StepAgreement
 from tests.ranks import with_ranks
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import tests
 from imagenet_fast.checkpoint import folder as folders
 from imagenet_fast.data.index import map_in_order
-from imagenet_fast.distributed.reductions import first_of_node
+from imagenet_fast.distributed.messages import first_of_node
 from imagenet_fast.distributed.watchdog import watching_ranks
 from imagenet_fast.models import weights
 from imagenet_fast.recipe.schema import Timeout

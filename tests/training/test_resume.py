@@ -24,7 +24,7 @@ from imagenet_fast.checkpoint import CheckpointWriter
 from imagenet_fast.checkpoint.tree import HostCopy, read_tree
 from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.distributed import step_agreement
-from imagenet_fast.distributed.reductions import barrier
+from imagenet_fast.distributed.messages import barrier
 from imagenet_fast.errors import JobAborted
 from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
