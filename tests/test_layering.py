@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3042,
     "imagenet_fast": 31852,
-    "tests": 28711,
+    "tests": 28724,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

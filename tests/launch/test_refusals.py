@@ -189,6 +189,19 @@ def test_the_launcher_says_how_the_run_has_ended(
     assert re.search(f"failed: {message}; what" if status == "failed" else "", capsys.readouterr().out)
 
 
+@pytest.mark.usefixtures("own_signals")
+def test_where_nodes_may_leave_a_launcher_leaves_the_outcome_to_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Which was here once, and may be on another node by now."""
+
+    def ranks(job: Job, launcher_dir: LauncherDir, *_: object) -> tuple[int, str]:
+        launcher_dir.opened.touch()
+        return -9, KILLED
+
+    monkeypatch.setattr(launcher, "run_ranks", ranks)
+    assert launcher.launch(replace(job(tmp_path), elastic=True), LaunchConfig(2)) == 1
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_signal_to_one_rank_during_the_start_stops_all_without_loss(tmp_path: Path):
     """It opens the data; the other waits for it."""
     with free_port() as port:
