@@ -16,14 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from imagenet_fast.errors import UserError
 
 _CLONE_NEWNET = 0x40000000
 _libc = ctypes.CDLL(None, use_errno=True)
-Result = TypeVar("Result")
 
 INTERFACE = "eth0"
 """Name of the network interface of every node."""
@@ -50,12 +49,12 @@ def shaped_network(hosts: int, bits_per_s: int) -> Iterator[list[Host]]:
     _check()
     with ExitStack() as kept:
         hub, *ends = (_keep(kept, _new_namespace()) for _ in range(hosts + 1))
-        _inside(hub, lambda: _ip("link add bridge type bridge", "link set bridge up"))
+        _inside(hub, partial(_ip, "link add bridge type bridge", "link set bridge up"))
         made = []
         for number, end in enumerate(ends):
             address = f"10.77.{number // 250}.{number % 250 + 1}"
-            _inside(hub, lambda end=end, number=number: _plug(end, f"port{number}"))  # type: ignore[misc]
-            _inside(end, lambda address=address: _configure(address, bits_per_s))  # type: ignore[misc]
+            _inside(hub, partial(_plug, end, f"port{number}"))
+            _inside(end, partial(_configure, address, bits_per_s))
             made.append(Host(address, f"/proc/{os.getpid()}/fd/{end}"))
         yield made
 
@@ -119,15 +118,15 @@ def _keep(stack: ExitStack, descriptor: int) -> int:
     return descriptor
 
 
-def _inside(namespace: int, act: Callable[[], Result]) -> Result:
+def _inside(namespace: int, act: Callable[[], None]) -> None:
     """Call ``act`` inside ``namespace``, in a separate thread."""
 
-    def moved() -> Result:
+    def moved() -> None:
         _set_namespace(namespace)
-        return act()
+        act()
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(moved).result()
+        thread.submit(moved).result()
 
 
 def _set_namespace(descriptor: int) -> None:
