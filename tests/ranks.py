@@ -139,8 +139,9 @@ def _stack_of(rank: int) -> Path:
 @contextmanager
 def _joined(rank: int, world: int, backend: str, port: int) -> Iterator[None]:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    if backend == "nccl":  # which reads them once a process
-        os.environ |= sharing(rank, world, torch.cuda.device_count())
+    if backend == "nccl" and world > torch.cuda.device_count():  # NCCL reads them once a process
+        # It refuses two ranks of one node on one GPU, so each says that it is on a node of its own.
+        os.environ |= _SHARED | {"NCCL_HOSTID": f"host{rank}"}
     dist.init_process_group(
         backend, store=dist.TCPStore("127.0.0.1", port, wait_for_workers=False), rank=rank, world_size=world,
         timeout=timedelta(seconds=60), device_id=_take_gpu(rank) if backend == "nccl" else None,
@@ -156,14 +157,7 @@ _SHARED = {
     # Few thread blocks, and the ways that wait least for the other rank's turn on the GPU.
     "NCCL_MAX_CTAS": "2", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple",
 }  # fmt: skip
-
-
-def sharing(rank: int, ranks: int, gpus: int) -> dict[str, str]:
-    """The variables by which NCCL lets ``ranks`` share fewer ``gpus``; none where each has its own.
-
-    NCCL refuses two ranks of one node on one GPU, so each says that it is on a node of its own.
-    """
-    return {} if ranks <= gpus else _SHARED | {"NCCL_HOSTID": f"host{rank}"}
+"""The variables by which NCCL lets ranks share a GPU."""
 
 
 def _take_gpu(rank: int) -> torch.device:

@@ -153,9 +153,9 @@ LINES = {
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3042,
-    "imagenet_fast": 31851,
-    "tests": 28724,
+    "imagenet_fast/training": 3040,
+    "imagenet_fast": 31849,
+    "tests": 28683,
     "tests/sync": 6055,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

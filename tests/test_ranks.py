@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from tests.conftest import STOPPING
 from tests.guard import counting
-from tests.ranks import _joined, run, sharing
+from tests.ranks import run
 from tests.root import require_root
 
 
@@ -82,33 +81,6 @@ def test_what_is_left_behind_fails(what: str):
     with pytest.raises(AssertionError, match=f"rank 0 keeps {what}"):
         run(2, leave, what)
     assert not set(before) & set(processes())
-
-
-def test_ranks_that_share_a_gpu_are_on_nodes_of_their_own_to_nccl():
-    assert sharing(0, 1, 1) == sharing(1, 2, 2) == sharing(3, 4, 8) == {}
-    ours, theirs = (sharing(rank, 2, 1) for rank in range(2))
-    assert {name for name in ours if ours[name] != theirs[name]} == {"NCCL_HOSTID"}
-    assert ours.keys() == theirs.keys()
-
-
-@pytest.mark.parametrize(("gpus", "devices"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (3, [0, 1, 2])])
-def test_ranks_know_their_gpu_and_how_to_share_it_before_they_join(
-    gpus: int, devices: list[int], monkeypatch: pytest.MonkeyPatch
-):
-    seen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch, "set_default_device", lambda device: None)
-    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: None)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *_, device_id, **__: seen.append((device_id.index, dict(os.environ)))
-    )
-    for rank in range(3):
-        monkeypatch.setattr(os, "environ", {})
-        with _joined(rank, 3, "nccl", 0):
-            device, environment = seen[-1]
-            assert device == devices[rank]
-            assert {name: value for name, value in environment.items() if "NCCL" in name} == sharing(rank, 3, gpus)
 
 
 @pytest.mark.usefixtures("subprocesses")

@@ -51,9 +51,7 @@ class Meter:
     added to ``outcome``.
     """
 
-    def __init__(
-        self, world: DistContext, global_batch: int, scale: LossScaler, most: int, outcome: RunResult
-    ) -> None:
+    def __init__(self, world: DistContext, global_batch: int, scale: LossScaler, most: int, outcome: RunResult) -> None:
         """Create a meter that starts with an empty interval.
 
         Args:

@@ -59,13 +59,6 @@ def _sockets() -> int:
     return held
 
 
-@pytest.mark.parametrize(("name", "value"), [("TORCH_GLOO_LAZY_INIT", "0"), ("CUDA_DEVICE_MAX_CONNECTIONS", "1")])
-def test_whoever_has_set_how_gloo_connects_or_the_drivers_queues_keeps_it(name: str, value: str):
-    with one_gpu(), patch.dict(os.environ, {name: value}):
-        prepare_device(0)
-        assert os.environ[name] == value
-
-
 @pytest.mark.ci
 @pytest.mark.usefixtures("subprocesses")
 def test_nccl_launch_order_is_implicit_for_loops_of_users_too():
