@@ -149,14 +149,14 @@ LINES = {
     "imagenet_fast/metrics": 1510,
     "imagenet_fast/models": 1848,
     "imagenet_fast/netlab": 547,
-    "imagenet_fast/parallel": 966,
+    "imagenet_fast/parallel": 964,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3040,
-    "imagenet_fast": 31849,
-    "tests": 28683,
-    "tests/sync": 6055,
+    "imagenet_fast": 31847,
+    "tests": 28679,
+    "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

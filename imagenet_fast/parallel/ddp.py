@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.parallel.pool_group import Pools
 from imagenet_fast.recipe.sync_config import DdpSync
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats, contract
+from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats
 from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.comm_stream import Transfer
 from imagenet_fast.sync.pending import Update
@@ -78,7 +78,6 @@ class DdpPeer:
         self._ended: SyncStats | None = None  # the cost of this step, once its last backward has ended
         self._order: list[str] = []  # parameter names in the order of their gradients, in the first step
         named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-        self._params = {param for _, param in named}
         self._arrivals = [p.register_post_accumulate_grad_hook(partial(self._arrive, name)) for name, p in named]
         self._guard: float | None = None
         self.found_inf: Tensor | None = None
@@ -95,8 +94,7 @@ class DdpPeer:
         self._guard = largest
 
     def zero_grad(self) -> None:
-        """Start a step: set all gradients to None. Raise RuntimeError if one is to be trained that was not before."""
-        contract.check_strays(self.module.module, self._params)
+        """Start a step: set all gradients to None."""
         self._ended = None
         self.module.zero_grad(set_to_none=True)
 

@@ -433,20 +433,16 @@ UNPOOLED: dict[str, Callable[[Layers], object]] = {
 def trained_after(change: Callable[[Layers], object]) -> Refusal:
     """Where only the optimizers know what is trained, and each gets its own step, ranks would part in silence."""
 
-    def loop(settings: EngineSettings | DdpSync) -> Wrong:
+    def loop(settings: EngineSettings) -> Wrong:
         model = changed(lambda model: model.layer0.requires_grad_(False))
-        forward, pool = loops.synced(model, settings)
-        for number in range(3):
-            pool.zero_grad()
-            loss_of(forward, number).backward()
-            pool.step(ours(model.layer1))
+        pool = pooled(model, settings)
+        train(model, pool, ours(model.layer1))
         change(model)
         for _ in range(2):
-            yield (lambda: (begin(forward, pool, 3), pool.end_backward()),)
-        if isinstance(pool, GradientPool):
-            pool.drop()
+            yield (lambda: (begin(model, pool, 3), pool.end_backward()),)
+        pool.drop()
 
-    return Refusal(loop, r"is to be trained but is in no gradient pool.*freeze it", (*STATES, "ddp"), RuntimeError)
+    return Refusal(loop, r"is to be trained but is in no gradient pool.*freeze it", STATES, RuntimeError)
 
 
 REFUSALS |= {name: trained_after(change) for name, change in UNPOOLED.items()}
@@ -582,7 +578,7 @@ def test_refused(name: str, engine: str):
 @unmeasured()
 def _refused(name: str, engine: str) -> None:
     refusal, told = REFUSALS[name], torch.tensor(0)
-    for wrong, *arguments in refusal.loop((ENGINES | {"ddp": DdpSync(wire="fp32")})[engine]):
+    for wrong, *arguments in refusal.loop(ENGINES[engine]):
         with pytest.raises(refusal.error, match=refusal.sentence):
             wrong(*arguments)
         told += 1
