@@ -30,9 +30,7 @@ class _Interval:
     lr: float
     steps: list[SyncStats]
     fetches: list[tuple[Timestamp, Timestamp]]
-    """Begin and end of each fetch of a batch."""
-    at_start: int
-    """Number of ``fetches`` in the run's first step."""
+    """Begin and end of each fetch of a batch, but for those of the run's first step."""
     begun: Timestamp
     ended: Timestamp
     linked: float
@@ -81,7 +79,6 @@ class Meter:
         self.loss.zero_()
         self._steps: list[SyncStats] = []
         self._fetches: list[tuple[Timestamp, Timestamp]] = []
-        self._at_start = 0
         self._link_begun = self._link_bytes()
         self._begun = record_timestamp(self._world.device)
 
@@ -94,7 +91,8 @@ class Meter:
         here.enter("data")
         begun = record_timestamp(self._world.device)
         batch = next(batches)
-        self._fetches.append((begun, record_timestamp(self._world.device)))
+        if self._started:
+            self._fetches.append((begun, record_timestamp(self._world.device)))
         return batch
 
     def add_loss(self, loss: Tensor) -> None:
@@ -105,8 +103,7 @@ class Meter:
     def add_step(self, stats: SyncStats) -> None:
         """Count a step, with its costs."""
         self._steps.append(stats)
-        if not self._started:
-            self._started, self._at_start = True, len(self._fetches)
+        self._started = True
 
     def report(self, record: MetricLogger, step: int, epoch: int, lr: float) -> None:
         """Close the interval and record it; on a GPU, record the one before instead.
@@ -130,7 +127,7 @@ class Meter:
         linked = reached - self._link_begun
         if self._world.device.type != "cpu":
             self.flush(record)
-        closed = _Interval(step, epoch, lr, self._steps, self._fetches, self._at_start, self._begun, ended, linked, own)
+        closed = _Interval(step, epoch, lr, self._steps, self._fetches, self._begun, ended, linked, own)
         if self._world.device.type == "cpu":
             self._record(closed, record)
         self.restart()
@@ -154,22 +151,21 @@ class Meter:
         here.enter("record")
         seconds = seconds_between(interval.begun, interval.ended)  # waits until the losses are on the host
         waits = [seconds_between(begun, there) for begun, there in interval.fetches]
-        counted = waits[interval.at_start :]
-        passed = seconds_between(interval.fetches[interval.at_start][0], interval.ended) if counted else 0.0
+        passed = seconds_between(interval.fetches[0][0], interval.ended) if waits else 0.0
         loss, streak, *scaling = interval.own.tolist()
         sent = sum(stats.sent_bytes for stats in interval.steps)
         ended = 0 < self._most <= streak
         exposed = [stats.exposed.seconds() for stats in interval.steps if stats.exposed is not None]
-        own = [loss, sent, interval.linked, ended, sum(waits), sum(counted), passed, seconds - sum(exposed)]
+        own = [loss, sent, interval.linked, ended, sum(waits), passed, seconds - sum(exposed)]
         rows = gather_rows(own)
         loss, sent, linked, spoilt = rows.sum(0)[:4].tolist()
-        waited, of_it, passed = rows.amax(0)[4:7].tolist()
-        self._outcome.add_wait(of_it, passed)
+        waited, passed = rows.amax(0)[4:6].tolist()
+        self._outcome.add_wait(waited, passed)
         step, count, of = interval.step, len(interval.steps), self._world.size * len(interval.steps)
-        record("data", step, wait_pct=100 * waited / seconds)
+        record("data", step, wait_pct=100 * waited / passed if passed else 0.0)
         record("speed", step, images_per_s=count * self._global_batch / seconds)
         if self._world.is_main:
-            self._paces.add(rows[:, 7], count)
+            self._paces.add(rows[:, 6], count)
         record(
             "sync",
             step,
