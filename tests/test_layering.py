@@ -147,15 +147,15 @@ LINES = {
     "imagenet_fast/doctor": 324,
     "imagenet_fast/launch": 1262,
     "imagenet_fast/metrics": 1510,
-    "imagenet_fast/models": 1848,
+    "imagenet_fast/models": 1845,
     "imagenet_fast/netlab": 547,
     "imagenet_fast/parallel": 964,
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3036,
-    "imagenet_fast": 31843,
-    "tests": 28679,
+    "imagenet_fast": 31840,
+    "tests": 28678,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

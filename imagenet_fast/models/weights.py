@@ -33,7 +33,6 @@ from imagenet_fast.recipe.schema import Recipe
 _KEY = "imagenet_fast"  # the only metadata key: safetensors writes several in any order, and files would differ
 _LFS = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_ENTRIES = ("state_dict", "model", "state_dict_ema", "model_ema")  # of checkpoints of others, which hold weights
 _CLASSES = 7919  # a prime number, and no layer of a network is as wide
 _PIECE = 1 << 24  # bytes that are written at once
 _LISTED = 3  # number of misfitting weights that a message lists
@@ -195,20 +194,18 @@ def _read_pickle(file: Path) -> object:
 
 
 def _unwrap(file: Path, content: object) -> Weights:
-    """Return the state dict in a file's content: all of it, or the entry found by its name or type."""
+    """Return the state dict in a file's content: all of it, or the only entry that is one."""
     if _is_state_dict(content):
         return Weights(str(file), _plain_names(content))
     entries = content if isinstance(content, dict) else {}
     inside = {str(name): _plain_names(value) for name, value in entries.items() if _is_state_dict(value)}
-    usual = next((name for name in _ENTRIES if name in inside), None)
-    # Beside a usual entry one of the same names may be its moving average.
-    chosen = [n for n in inside if usual is None or inside[n].keys() == under_names_of(inside[n], inside[usual]).keys()]
-    if len(chosen) != 1:
+    if len(inside) != 1:
         among = f"; its entries are {', '.join(map(str, list(entries)[:8]))}" if entries else ""
-        found = f"several state dicts, {' and '.join(chosen)}" if chosen else f"no state dict{among}"
-        how = f"checkpoint[{chosen[-1]!r}]" if chosen else "model.state_dict()"
+        found = f"several state dicts, {' and '.join(inside)}" if inside else f"no state dict{among}"
+        how = f"checkpoint[{[*inside][-1]!r}]" if inside else "model.state_dict()"
         raise UserError(f"{file} holds {found}; give a file of one alone, as torch.save({how}, FILE) makes it")
-    return Weights(f"{file} ({chosen[0]})", inside[chosen[0]])
+    ((name, tensors),) = inside.items()
+    return Weights(f"{file} ({name})", tensors)
 
 
 def _is_state_dict(value: object) -> TypeGuard[dict[str, Tensor]]:

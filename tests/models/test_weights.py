@@ -48,7 +48,6 @@ PICKLED: dict[str, Any] = {
         "optimizer": {"state": {}, "param_groups": []},
         "args": argparse.Namespace(lr=0.1, data="/d"),
     },
-    "beside another network": {"D": {"fc.weight": torch.zeros(2, 3)}, "model": SMALL},
     "an average": {"model_ema": {"n_averaged": torch.tensor(9)} | {f"module.{n}": t for n, t in SMALL.items()}},
     "of a compiled model under DDP": {"net": {f"module._orig_mod.{n}": t for n, t in SMALL.items()}, "acc": 81.2},
     "as Lightning saves it": {"state_dict": {f"model.net.{n}": t for n, t in SMALL.items()}, "global_step": 3},
