@@ -142,7 +142,7 @@ LINES = {
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
-    "imagenet_fast/data": 4502,
+    "imagenet_fast/data": 4487,
     "imagenet_fast/distributed": 2482,
     "imagenet_fast/doctor": 324,
     "imagenet_fast/launch": 1262,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3036,
-    "imagenet_fast": 31840,
-    "tests": 28678,
+    "imagenet_fast": 31825,
+    "tests": 28666,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -18,7 +18,7 @@ from typing import IO
 from imagenet_fast.atomic_io import atomic_path
 from imagenet_fast.data.archives import tar_members
 from imagenet_fast.data.folders import is_image_name, shown
-from imagenet_fast.data.source import SplitName, entries_of, in_sentences
+from imagenet_fast.data.source import SplitName, in_sentences
 from imagenet_fast.errors import UserError
 
 SPLITS: tuple[SplitName, ...] = ("train", "val")
@@ -94,25 +94,14 @@ class Source:
     """Files that belong to no class and are left out."""
     apart: list[str] = field(default_factory=list)
     """Images that are not directly in a class's folder, and are left out."""
-    taken: list[Path] = field(default_factory=list)
-    """The archives, folders and tables that it was found in."""
+    archives: list[Path] = field(default_factory=list)
+    """The tars and tables that it was found in, whose md5 may be known."""
     parquet: list[tuple[SplitName, Path]] = field(default_factory=list)
     """Files, with their splits, that must be made into tars to know their classes."""
 
     def __add__(self, other: Source) -> Source:
         """Return both as one."""
         return Source(*(ours + theirs for ours, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-    def passed_over(self, folder: Path) -> list[str]:
-        """Return what lies in ``folder`` and was not taken, by its path there; what is hidden is not named."""
-        found = []
-        for entry in sorted(entries_of(folder), key=lambda entry: entry.name):
-            path = Path(entry.path)
-            if any(taken.is_relative_to(path) and taken != path for taken in self.taken):
-                found += [f"{shown(entry.name)}/{name}" for name in self.passed_over(path)]
-            elif path not in self.taken:
-                found.append(shown(entry.name))
-        return found
 
 
 def members(tar: Path, within: SourceFile | None = None) -> list[SourceFile]:

@@ -39,8 +39,8 @@ class PreparedClass(Table):
     """Bytes of the source that it was made from."""
 
 
-class Record(Table):
-    """The contents of a directory, by class."""
+class Record(Table, extra="ignore"):
+    """The contents of a directory, by class; what earlier versions wrote besides is ignored."""
 
     settings: Settings
     splits: dict[str, dict[str, PreparedClass]] = Field(default_factory=dict)
@@ -51,8 +51,6 @@ class Record(Table):
     """Files that are not images, and were left out."""
     apart: tuple[str, ...] = ()
     """Images that are not directly in a class's folder, and were left out."""
-    passed_over: tuple[str, ...] = ()
-    """Files and folders beside the splits of the source, which were not taken."""
     parquet: dict[str, dict[str, NonNegativeInt]] = Field(default_factory=dict)
     """Bytes of each parquet file of the source, by split and file name."""
 

@@ -141,7 +141,7 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
         return Prepared(before, already=True)
     output.begin(staging, output.Begun(settings=settings, classes=by_path), source)
     if rest and md5:
-        _check_archives([path for path in found.taken if path.name in MD5], staging, work)
+        _check_archives([path for path in found.archives if path.name in MD5], staging, work)
     by_split = {split: {*before.splits.get(split, {}), *_names_in(rest, split)} for split in SPLITS}
     names = sorted(by_split["train"] or by_split["val"])  # in the order of labels
     if not is_folder:
@@ -165,7 +165,6 @@ def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Wor
         files={split: files[split] for split in SPLITS if split in files},
         others=tuple(sorted({*before.others, *found.others, *others})),
         apart=tuple(sorted({*before.apart, *found.apart})),
-        passed_over=tuple(found.passed_over(source)),
         parquet=before.parquet | parquet,
     )
     if not is_folder:
@@ -307,8 +306,7 @@ def report(prepared: Prepared, out: Path) -> Iterator[str]:
         images = sum(made.images for made in classes.values())
         yield f"  {split:<5}  {images} images in {len(classes)} classes{shards}"
     apart = f"as they lie in no class's own folder and so belong to no class: {len(record.apart)} images,"
-    beside = "as they are of no split, or of one that was taken in another form:"
-    left_out = {"as they are no images:": record.others, apart: record.apart, beside: record.passed_over}
+    left_out = {"as they are no images:": record.others, apart: record.apart}
     for why, paths in left_out.items():
         if paths:
             more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""

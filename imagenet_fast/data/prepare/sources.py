@@ -72,7 +72,7 @@ def _split(root: Path, split: SplitName) -> Source | None:
     refuse_packed(paths)
     if parquet := [path for path in paths if path.suffix == ".parquet"]:
         check_parts(parquet, split)
-        return Source([], taken=parquet, parquet=[(split, path) for path in parquet])
+        return Source([], parquet=[(split, path) for path in parquet])
     if tars := [path for path in paths if path.suffix == ".tar"]:
         raise UserError(
             f"{tars[0]} is not read: ImageNet's own tars are {TRAIN} and {VAL} in {root}, and train/n01440764.tar and "
@@ -93,12 +93,12 @@ def _in_train_tar(tar: Path) -> Source:
                 f"{tar} has a member '{file.name}', which is no class's; it must hold n01440764.tar and the like"
             )
         classes.append(SourceClass("train", named[1], partial(members, tar, file), file.size))
-    return Source(classes, taken=[tar])
+    return Source(classes, archives=[tar])
 
 
 def _in_class_tars(split: SplitName, contents: FolderContents) -> Source:
     """Return the classes in a folder of class tars, into which the official tar was unpacked."""
-    source = Source([], taken=[contents.path])
+    source = Source([])
     for name in contents.others:
         tar = contents.path / name
         if named := _CLASS_TAR.fullmatch(name):
@@ -115,7 +115,7 @@ def in_unpacked(split: SplitName, tars: list[Path]) -> Source:
         for file in members(tar):
             wnid, _, name = file.name.partition(".")
             by_class[wnid].append(replace(file, name=name))
-    return Source(_listed_classes(split, by_class), taken=tars)
+    return Source(_listed_classes(split, by_class))
 
 
 def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[SourceClass]:
@@ -132,7 +132,7 @@ def _in_folders(root: Path, split: SplitName, contents: FolderContents) -> Sourc
     """Return the split in one folder a class."""
     folder = contents.path
     others = [f"{split}/{shown(name)}" for name in contents.others if not name.startswith(".")]
-    source = Source([], others, [f"{split}/{shown(name)}" for name in contents.images], [folder])
+    source = Source([], others, [f"{split}/{shown(name)}" for name in contents.images])
 
     def look(name: str) -> tuple[list[SourceFile], list[str]]:
         inside = list_folder(folder / name)
@@ -182,7 +182,7 @@ def _by_table(files: list[SourceFile], place: Path) -> Source:
                 raise UserError(f"{table} has no class for '{shown(file.name)}' in {place}; fetch both again")
             by_class[name].append(file)
     others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
-    return Source(_listed_classes("val", by_class), others, taken=[table, place])
+    return Source(_listed_classes("val", by_class), others, archives=[table, place])
 
 
 def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:

@@ -39,7 +39,6 @@ PreparedFormat = Literal["folder", "webdataset", "pixels"]
 SHRUNK_QUALITY = 95
 """JPEG quality of shrunk images, unless told otherwise."""
 
-_LONGEST = 65_500  # pixels of a JPEG's side
 _SEED = b"imagenet-fast"
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives; tars store a time, and must always be the same
 _SAMPLE = 256  # images, written to estimate how many fit into a shard or on a disk
@@ -185,13 +184,14 @@ def _encoded(file: SourceFile, settings: Settings) -> bytes:
 def shrunk_jpeg(content: bytes, side: int, quality: int) -> bytes:
     """Return ``content`` as a JPEG with the short side ``side`` in pixels, without metadata.
 
-    It is returned unchanged if its short side is not longer, or if the long one would be too long for a JPEG. The
-    pixels are those that the loaders see. Grey stays grey.
-    Raises ImageDecodeError if the loaders cannot decode the image.
+    It is unchanged if its short side is not longer. The pixels are those that the loaders see. Grey stays grey.
+
+    Raises:
+        ImageDecodeError: The loaders cannot decode the image.
     """
     pixels = decode(content)
     small = shrunk(pixels, side)
-    if small is pixels or max(small.shape) > _LONGEST:
+    if small is pixels:
         return content
     is_grey = bool((pixels == pixels[..., :1]).all())
     written = io.BytesIO()
