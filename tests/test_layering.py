@@ -143,7 +143,7 @@ LINES = {
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
     "imagenet_fast/data": 4487,
-    "imagenet_fast/distributed": 2482,
+    "imagenet_fast/distributed": 2473,
     "imagenet_fast/doctor": 324,
     "imagenet_fast/launch": 1262,
     "imagenet_fast/metrics": 1510,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3036,
-    "imagenet_fast": 31825,
-    "tests": 28666,
+    "imagenet_fast": 31816,
+    "tests": 28664,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
