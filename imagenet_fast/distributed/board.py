@@ -34,15 +34,16 @@ def wait_until(look: Callable[[], _Found], deadline: float, pause: Callable[[flo
     return found
 
 
-def call_within(seconds: float, function: Callable[[], object]) -> None:
-    """Call ``function``, and wait no longer: a store whose node is gone, or a disk, may be slow to fail."""
-    thread = threading.Thread(target=function, daemon=True)
+def call_within(seconds: float, function: Callable[[], _Found]) -> _Found | None:
+    """Return what ``function`` does; None if it takes longer: a store whose node is gone, or a disk, may be slow."""
+    done: list[_Found] = []
+    thread = threading.Thread(target=lambda: done.append(function()), daemon=True)
     try:
         thread.start()
     except RuntimeError:  # no more threads may be started
-        function()
-    else:
-        thread.join(seconds)
+        return function()
+    thread.join(seconds)
+    return done[0] if done else None
 
 
 _clients: WeakKeyDictionary[Store, Store] = WeakKeyDictionary()

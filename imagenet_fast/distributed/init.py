@@ -47,7 +47,7 @@ class DistContext(RankInfo):
 @contextmanager
 def init_distributed(
     place: RankInfo, agreed: Mapping[str, Any], join_timeout_s: float, timeout: Timeout,
-    end: Callable[[Reason], None] = lambda reason: None, traces: Path | None = None, left: Path | None = None,
+    end: Callable[[Reason], int] = lambda reason: 1, traces: Path | None = None, left: Path | None = None,
     numa_binding: bool = True,
 ) -> Iterator[DistContext]:  # fmt: skip
     """Join the process group that torchrun's environment describes: NCCL if there are GPUs, else gloo.
@@ -57,7 +57,7 @@ def init_distributed(
         agreed: Settings that must be equal on all ranks.
         join_timeout_s: Seconds to wait for the other ranks at the start.
         timeout: How long a rank may make no progress later on. Then it is named, and all ranks end.
-        end: Called with the reason, in another thread, if this rank must end while it is stuck.
+        end: Called with the reason, in another thread, if this rank must end while it is stuck; returns the exit code.
         traces: Directory for NCCL's last operations if this rank is stuck; None for nowhere.
         left: File where this rank leaves its last position; None for nowhere.
         numa_binding: Whether to keep this process to the cores next to its GPU.

@@ -106,20 +106,17 @@ def first_reason(own: Reason, broken: bool = False) -> Reason:
 
     If connections between ranks are ``broken``, lost ranks are looked for before, which takes at most 10 s.
     """
-    found = [own]
 
-    def ask() -> None:
+    def ask() -> Reason:
         board, rank, size = watch_board(), dist.get_rank(), dist.get_world_size()
         try:
-            found.append(find_culprit(board, rank, size, lambda _: own)[0] if broken else leave_failure(board, own))
+            return find_culprit(board, rank, size, lambda _: own)[0] if broken else leave_failure(board, own)
         except dist.DistError:  # the process that held the store is lost, too
-            if broken:
-                gone = f"rank {rank} lost others, and the store of all, which could name them, has ended"
-                found.append(Reason(gone))
+            gone = f"rank {rank} lost others, and the store of all, which could name them, has ended"
+            return Reason(gone) if broken else own
 
-    if dist.is_initialized():
-        call_within(_AGREED_IN * LOOK_S if broken else _TOLD_S, ask)
-    return found[-1]
+    found = call_within(_AGREED_IN * LOOK_S if broken else _TOLD_S, ask) if dist.is_initialized() else None
+    return found or own
 
 
 def find_culprit(
@@ -190,7 +187,7 @@ class Watchdog:
     rank: int
     size: int
     timeout: Timeout
-    end: Callable[[Reason], None]
+    end: Callable[[Reason], int]
     file: Path | None = None
     traces: Path | None = None
 
@@ -276,32 +273,32 @@ class Watchdog:
         self.publish()  # other ranks look whose heart beats, too
 
     def _leave_for(self, reason: Reason) -> NoReturn:
-        def end() -> None:
+        def end() -> int:
             try:
-                self.end(reason)
+                return self.end(reason)
             finally:
                 write_flight_record(self.rank, self.traces)
 
-        call_within(_GRACE_S, end)
-        raise SystemExit(1)
+        code = call_within(_GRACE_S, end)
+        raise SystemExit(1 if code is None else code)
 
 
 @contextmanager
 def watching_ranks(
-    timeout: Timeout, end: Callable[[Reason], None], file: Path | None = None, traces: Path | None = None
+    timeout: Timeout, end: Callable[[Reason], int], file: Path | None = None, traces: Path | None = None
 ) -> Iterator[None]:
     """Run a watchdog thread for this rank of the default process group, which may be stuck in a collective.
 
-    The thread publishes a heartbeat every second. It ends the process with exit code 1 in two cases: the rank makes no
-    progress for longer than ``timeout`` allows, or it does not end by itself after another rank has failed. A rank that
-    waits for others is as alive as they are: it gives up if one is lost, or all wait for each other.
+    The thread publishes a heartbeat every second. It ends the process in two cases: the rank makes no progress for
+    longer than ``timeout`` allows, or it does not end by itself after another rank has ended all. A rank that waits for
+    others is as alive as they are: it gives up if one is lost, or all wait for each other.
 
     The thread ends with the block: a thread that returned from the store while Python shuts down would abort the
     process.
 
     Args:
         timeout: How long the rank may make no progress.
-        end: Called with the reason before the thread ends the process.
+        end: Called with the reason before the thread ends the process; returns the exit code.
         file: Where to publish the rank's position for the launcher of this node; None for nowhere.
         traces: Where to leave NCCL's last operations if the thread ends the process; None for nowhere.
 

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
-from imagenet_fast.distributed.watchdog import Reason
 from imagenet_fast.launch.signals import Signals
 from imagenet_fast.metrics.exit_status import Ending
 from imagenet_fast.metrics.launcher_dir import LauncherDir
@@ -49,16 +48,10 @@ def train_as_rank(
     signals = Signals(job.recipe.checkpoint.grace_s, ending.late)
     if launcher_dir is not None:
         launcher_dir.leave()  # not before: a signal that came first has killed this rank, which loses nothing
-
-    def end(reason: Reason) -> None:
-        """Write the outcome from another thread, as the training thread may be stuck."""
-        ending.fail(reason)
-        ending.write()
-
     recipe, left = job.recipe, launcher_dir.heartbeat if launcher_dir is not None else None
     try:
         with init_distributed(
-            rank, job.agreed(), join_timeout_s, recipe.timeout, end, traces, left, recipe.numa_binding
+            rank, job.agreed(), join_timeout_s, recipe.timeout, ending.leave_for, traces, left, recipe.numa_binding
         ) as world:
             Trainer(job, world, ending=ending, ask_first=signals.ask_first).run()
     except KeyboardInterrupt:

@@ -93,13 +93,8 @@ class Signals:
                 asked_at, deadline, self._heard = now, now + self._saving_s, True
             elif asked_at is None or now - asked_at > _TWICE_S:
                 deadline = min(deadline, now + GRACE_S)
-        code = [1]
-
-        def tell() -> None:
-            code[:] = [self._late()]
-
-        call_within(GRACE_S, tell)  # a disk that hangs must not keep the process
-        os._exit(code[0])
+        code = call_within(GRACE_S, self._late)  # a disk that hangs must not keep the process
+        os._exit(1 if code is None else code)
 
 
 @contextmanager

@@ -30,7 +30,6 @@ class Ending:
     ended: bool = False
     begun: bool = False
     """Whether the run directory has a record of this run."""
-    _together: bool = False
     _check_folder: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -39,14 +38,12 @@ class Ending:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of this rank. Under our launcher, which knows the outcome, it is 0 if all ranks end together.
+        """The exit code of this rank. Under our launcher, which knows the outcome, it is 0 unless work was lost.
 
         If nodes may leave, a stop concerns only those that got the signal; torchrun restarts the ranks of the others.
         """
-        kept = self.outcome.status == "preempted" and not self.job.elastic
-        if self.launcher_dir is not None and (self.outcome.status == "finished" or self._together or kept):
-            return 0
-        return self.outcome.exit_code
+        fine = ("finished",) if self.job.elastic else ("finished", "preempted")
+        return 0 if self.launcher_dir is not None and self.outcome.status in fine else self.outcome.exit_code
 
     def begin_record(self, check_folder: Callable[[], None]) -> None:
         """Record that the run directory belongs to this run, and that rank 0 writes there from now on.
@@ -59,10 +56,10 @@ class Ending:
 
     def stopped(self, saved: bool) -> None:
         """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
-        self._together, self.outcome.status = not self.job.elastic, "preempted" if saved else "interrupted"
         not_saved = "not saved, as not every node sees the run; give an --out that all of them share"
         then = f"saved; {self.job.resuming} goes on" if saved else not_saved
-        self.outcome.message = f"{STOPPED_WORDS} after step {self.outcome.steps}, and {then}"
+        message = f"{STOPPED_WORDS} after step {self.outcome.steps}, and {then}"
+        self.fail(Reason(message, "preempted" if saved else "interrupted"))
 
     def stop(self, why: str = "since it came again") -> None:
         """End this rank after a signal, before all ranks have saved together; ``why`` they have not.
@@ -85,11 +82,17 @@ class Ending:
     def late(self) -> int:
         """Write the outcome when the time after a signal is up; return the exit code.
 
-        This runs in a thread of its own, as the training thread may be stuck.
+        This and ``leave_for`` run in threads of their own, as the training thread may be stuck.
         """
         if not self.ended:
             self.stop(f"within checkpoint.grace_s, {self.job.recipe.checkpoint.grace_s:g} s")
             self.write()
+        return self.exit_code
+
+    def leave_for(self, reason: Reason) -> int:
+        """Write the outcome for ``reason``; return the exit code."""
+        self.fail(reason)
+        self.write()
         return self.exit_code
 
     def fail(self, reason: Reason) -> None:

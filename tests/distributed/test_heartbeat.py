@@ -188,11 +188,11 @@ def test_first_step_is_published_at_once(position: Here):
 
 def test_watchdog_ends_a_stuck_rank_after_a_failure(position: Here, capsys: pytest.CaptureFixture[str]):
     store, told = HashStore(), list[Reason]()
-    stuck = Watchdog(store, 0, 2, Timeout(), told.append)
+    stuck = Watchdog(store, 0, 2, Timeout(), lambda reason: told.append(reason) or 4)
     leave_failure(watch_board(store), Reason("rank 1: OutOfMemoryError: as it is"))
     stuck.tick(3)
     assert not told
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="4"):
         stuck.tick(3)
     assert told == [Reason("rank 1: OutOfMemoryError: as it is")]
     assert capsys.readouterr().err == "", "rank 1 has said it"

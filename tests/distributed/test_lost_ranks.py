@@ -103,8 +103,9 @@ def _train(rank: int, fault: str, engine: EngineSettings, parallel: Parallel, po
         )  # fmt: skip
         backpropagate = partial(pipeline, images, labels)
 
-    def end(reason: Reason) -> None:
+    def end(reason: Reason) -> int:
         (folder / str(rank)).write_text(reason.message)
+        return 1
 
     def fail() -> None:
         """In the faulty rank's way, once the others know where it is."""
