@@ -27,12 +27,11 @@ from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_line
 from imagenet_fast.launch.nodes import LaunchConfig, refused_threads
 from imagenet_fast.launch.signals import ENDS, ignore_signals, interrupt_on_signals
-from imagenet_fast.metrics.console import verdict
 from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import STOPPED, STOPPED_WORDS, RunResult, read_outcome
+from imagenet_fast.metrics.run_result import STOPPED, STOPPED_WORDS, RunResult, Status, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
-from imagenet_fast.training.run_lock import ended_run, locked
+from imagenet_fast.training.run_lock import describe_ended, ended_run, locked
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
@@ -55,7 +54,7 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         KeyboardInterrupt: If a signal came before a run had begun.
     """
     if job.resume and (ended := ended_run(job)) is not None:  # other nodes may be done: they would not come
-        print(f"{verdict(vars(ended))}\n{job.folder} had ended so.")
+        print(describe_ended(job, ended))
         return ended.exit_code
     run = RunDir(job.folder)
     run.check_writable(job.resume)
@@ -67,26 +66,23 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
         ignore_signals()  # what is left takes milliseconds, and is to be written
         ends, has_run = launcher_dir.ends(), launcher_dir.opened.exists()
     stopped = code == STOPPED or -code in ENDS  # a signal kills a rank that still imports
-    if not ends and not has_run:  # nor could this node tell how the run has ended
-        if stopped:
-            raise KeyboardInterrupt
-        if not code:
-            return 0
-    outcome = read_outcome(job.folder) if has_run and not ends else None
-    if outcome is not None and not code:  # there was no space to leave how ranks ended
-        return outcome.exit_code
-    outcome = RunResult.of(job.name, job.recipe, job.batching)
-    worst = min(ends, key=lambda end: _WORST_FIRST.index(end.status), default=outcome)
-    status, message = worst.status or "failed", worst.message
-    if stopped and status == "failed":
+    if stopped and not ends and not has_run:
+        raise KeyboardInterrupt
+    if not code and not ends:  # as on a node that was not needed until the end, or without space for what ranks leave
+        left = read_outcome(job.folder) if has_run else None
+        return 0 if left is None else left.exit_code
+    status: Status
+    if code and not stopped:
+        status, message = "failed", cause
+    elif ends:
+        worst = min(ends, key=lambda end: _WORST_FIRST.index(end.status))
+        status, message = worst.status or "failed", worst.message
+    else:
         saved = max((manifest.step for manifest in read_survey(run.checkpoints)[0].values()), default=0)
         killed = f"{STOPPED_WORDS}, and its ranks were killed before they had saved; {job.going_on(saved)}"
-        status, message = "interrupted", message or killed
+        status, message = "interrupted", killed
         print(message)
-    elif code and not stopped:
-        status, message = "failed", cause
-        if code != 2:
-            print(f"failed: {cause}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
+    outcome = RunResult.of(job.name, job.recipe, job.batching)
     if has_run and not job.elastic:  # else the run may be another node's by now
         with suppress(OSError, UserError), locked(job.folder):  # a new run has started; the disk is full
             outcome = read_outcome(job.folder) or outcome
@@ -95,6 +91,8 @@ def launch(job: Job, nodes: LaunchConfig) -> int:
     outcome.status = status
     if code == 2:
         raise UserError(cause)
+    if status == "failed":
+        print(f"failed: {message}" + (f"; what there is of the run lies in {job.folder}" if has_run else ""))
     return outcome.exit_code
 
 

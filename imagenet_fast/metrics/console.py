@@ -15,15 +15,8 @@ from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 
 from imagenet_fast.metrics.events import Event
-from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, target_metric
+from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, target_metric, verdict
 from imagenet_fast.metrics.tables import NOTHING, compact_table, number
-
-_METRICS = {
-    "top1": "top-1",
-    "top1_mirror": "top-1 with mirror images",
-    "top1_shift": "top-1 with mirror images and shifts",
-}
-"""Names of the accuracies that a target may be for."""
 
 
 class ConsoleSink:
@@ -168,24 +161,6 @@ class ConsoleSink:
                 self._print(f"  {label:<17} {value}")
         if (outcome["data_wait_pct"] or 0.0) > BEARABLE_WAIT_PCT:
             self._print("It waited for images: try another data.workers, or shrink or decode them once (data prepare).")
-
-
-def verdict(outcome: Event) -> str:
-    """Return one sentence on how the run ended."""
-    target, message = outcome["target_top1"], outcome["message"]
-    metric = target_metric(outcome, outcome["target_mirrored"])
-    top1, what = outcome[metric], _METRICS[metric]
-    match outcome["status"]:
-        case "reached":
-            return f"Target reached: {what} {top1:.2f} % of {target:g} % after {outcome['epochs']} epochs."
-        case "finished" if target is not None:
-            return f"Trained to the end without reaching {target:g} % {what} (last {number(top1, '.2f')} %)."
-        case "finished":
-            return "Trained to the end; the recipe has no target."
-        case "preempted" | "interrupted":
-            return f"{message[:1].upper()}{message[1:]}."
-        case _:
-            return f"Failed in step {outcome['steps']}" + (f": {message}" if message else ".")
 
 
 def _clock(seconds: float | None) -> str:

@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from imagenet_fast.atomic_io import atomic_write_text
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.tables import to_json
+from imagenet_fast.metrics.tables import number, to_json
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 
@@ -27,6 +27,13 @@ NOT_BEGUN = f"{STOPPED_WORDS}, and nothing is lost; the same command starts it a
 
 BEARABLE_WAIT_PCT = 5.0
 """Percent of training spent waiting for images, above which a run reports it."""
+
+_METRICS = {
+    "top1": "top-1",
+    "top1_mirror": "top-1 with mirror images",
+    "top1_shift": "top-1 with mirror images and shifts",
+}
+"""Names of the accuracies that a target may be for."""
 
 Status = Literal["reached", "finished", "preempted", "failed", "interrupted"]
 
@@ -220,3 +227,21 @@ def read_outcome(folder: Path) -> RunResult | None:
         raise UserError(
             f"{path} is damaged or of another version; remove it, and the events tell what they can"
         ) from None
+
+
+def verdict(outcome: Mapping[str, Any]) -> str:
+    """Return one sentence on how the run ended."""
+    target, message = outcome["target_top1"], outcome["message"]
+    metric = target_metric(outcome, outcome["target_mirrored"])
+    top1, what = outcome[metric], _METRICS[metric]
+    match outcome["status"]:
+        case "reached":
+            return f"Target reached: {what} {top1:.2f} % of {target:g} % after {outcome['epochs']} epochs."
+        case "finished" if target is not None:
+            return f"Trained to the end without reaching {target:g} % {what} (last {number(top1, '.2f')} %)."
+        case "finished":
+            return "Trained to the end; the recipe has no target."
+        case "preempted" | "interrupted":
+            return f"{message[:1].upper()}{message[1:]}."
+        case _:
+            return f"Failed in step {outcome['steps']}" + (f": {message}" if message else ".")

@@ -21,7 +21,7 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.messages import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult, read_outcome
+from imagenet_fast.metrics.run_result import RunResult, read_outcome, verdict
 from imagenet_fast.recipe.job import Job
 
 _LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
@@ -71,6 +71,12 @@ def ended_run(job: Job) -> RunResult | None:
     with suppress(UserError):  # its job is damaged
         return _result(run) if run.job.is_file() and run.read_job().recipe == job.recipe else None
     return None
+
+
+def describe_ended(job: Job, ended: RunResult) -> str:
+    """Describe what the run in the directory of ``job`` has reached, which ``ended_run`` has found."""
+    run = RunDir(job.folder)
+    return f"{verdict(vars(ended))}\n{run.folder} had ended so; its weights are {run.final_weights}"
 
 
 def _result(run: RunDir) -> RunResult | None:

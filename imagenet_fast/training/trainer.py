@@ -48,7 +48,7 @@ from imagenet_fast.training.nonfinite import NonFiniteLoss, describe_nonfinite
 from imagenet_fast.training.optimizers import SGD
 from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
-from imagenet_fast.training.run_lock import check_locked, claimed, make_room
+from imagenet_fast.training.run_lock import check_locked, claimed, describe_ended, make_room
 from imagenet_fast.training.state import TrainState
 from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
 
@@ -130,7 +130,9 @@ class Trainer:
             at_end.callback(gc.unfreeze)  # what lived in this run can then be collected
             with self._recorded():
                 if (ended := at_end.enter_context(claimed(self.job, self.world))) is not None:
-                    self._tell(ended)
+                    self.outcome = self.ending.outcome = ended
+                    if self.world.is_main:
+                        print(describe_ended(self.job, ended))
                 else:
                     self.open_data()
                     self.build()
@@ -140,10 +142,9 @@ class Trainer:
                         unsaved = self._train_soundly()
                     if self.outcome.status in ("reached", "finished"):
                         save_final_weights(self.state, self.job, self.data.class_names, self.world, unsaved)
-            if self.outcome.status != "interrupted":
-                with here.waiting():
-                    # a rank that missed the target exits with 3; if first, torchrun would stop those that still write
-                    dist.barrier()
+            with here.waiting():
+                # a rank that missed the target exits with 3; if first, torchrun would stop those that still write
+                dist.barrier()
         return self.outcome
 
     def open_data(self) -> None:
@@ -344,15 +345,6 @@ class Trainer:
             if at is not None:
                 self.metrics("resume", at.step, gap_s=at.gap_s, moved=at.elsewhere)
             yield
-
-    def _tell(self, ended: RunResult) -> None:
-        """Say what the run has reached that has ``ended``, and take that for the outcome."""
-        self.outcome = self.ending.outcome = ended
-        if self.world.is_main:
-            from imagenet_fast.metrics.console import verdict
-
-            run = RunDir(self.job.folder)
-            print(f"{verdict(vars(ended))}\n{run.folder} had ended so; its weights are {run.final_weights}")
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:

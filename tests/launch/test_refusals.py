@@ -232,7 +232,8 @@ def test_a_node_that_comes_when_the_run_has_ended_ends_as_it_did_and_waits_for_n
     run(1, train_here, ended)
     assert launcher.launch(ended, LaunchConfig(1, 2, Endpoint("node0", 1))) == 0
     launcher.run_ranks.assert_not_called()
-    assert capsys.readouterr().out == f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so.\n"
+    told = f"Trained to the end; the recipe has no target.\n{tmp_path} had ended so; its weights are {tmp_path}"
+    assert capsys.readouterr().out == f"{told}/checkpoints/final.safetensors\n"
     launcher.launch(job(tmp_path, epochs=2), LaunchConfig(1, 2, Endpoint("node0", 1)))
     launcher.run_ranks.assert_called_once()
 
