@@ -100,7 +100,7 @@ class RunResult(Accuracy):
     train_s: float = 0.0
     """Training time, without evaluations."""
     run_s: float = 0.0
-    """Run time; 0 until the record has ended."""
+    """Run time at the end, or at the checkpoint from which the run resumed."""
     epochs: int = 0
     """The epoch of the last step."""
     steps: int = 0

@@ -22,9 +22,9 @@ class Clock:
     def __init__(self) -> None:
         """Start the run time."""
         self._begun = time.perf_counter()
-        self._training_begun: float | None = None
-        self._paused = 0.0
-        self._trained_before = 0.0
+        self._trained_s = 0.0
+        self._trains_since: float | None = None
+        """When the training time was last started, which is not in ``_trained_s`` yet; None: it stands still."""
 
     def run_s(self) -> float:
         """Return the run time so far, in seconds."""
@@ -32,36 +32,29 @@ class Clock:
 
     def train_s(self) -> float:
         """Return the training time so far, in seconds."""
-        if self._training_begun is None:
-            return self._trained_before
-        return self._trained_before + time.perf_counter() - self._training_begun - self._paused
+        return self._trained_s + (0.0 if self._trains_since is None else time.perf_counter() - self._trains_since)
 
     def begin_training(self) -> None:
         """Start the training time, at the first step of the run or of its resumed part; later calls do nothing."""
-        if self._training_begun is None:
-            self._training_begun = time.perf_counter()
+        if self._trains_since is None:
+            self._trains_since = time.perf_counter()
 
-    def state_dict(self) -> dict[str, float]:
-        """Return both times, for a checkpoint."""
-        return {"run_s": self.run_s(), "train_s": self.train_s()}
+    def go_on(self, run_s: float, train_s: float) -> None:
+        """Continue from these times, which were saved.
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from the times in ``state``.
-
-        The time since this clock was created counts as run time; the gap since ``state`` was saved does not. A clock
-        of a run that has trained goes back to ``state``.
+        The time since this clock was created counts as run time; the gap since they were saved does not. A clock of a
+        run that has trained goes back to them.
         """
-        if self._training_begun is None:
-            self._begun -= state["run_s"]
-        else:
-            self._begun, self._training_begun, self._paused = time.perf_counter() - state["run_s"], None, 0.0
-        self._trained_before = state["train_s"]
+        self._begun = (self._begun if self._trains_since is None else time.perf_counter()) - run_s
+        self._trained_s, self._trains_since = train_s, None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave out the time inside this context from the training time, not from the run time."""
-        training, begun = self._training_begun is not None, time.perf_counter()
+        trains = self._trains_since is not None
+        self._trained_s, self._trains_since = self.train_s(), None
         try:
             yield
         finally:
-            self._paused += time.perf_counter() - begun if training else 0.0
+            if trains:
+                self.begin_training()

@@ -114,8 +114,7 @@ class TrainState:
             "average": None if self.average is None else self._whole(self.average.module),
             "velocity": self._whole_velocity(),
             "scale": self.scale.state_dict(),
-            "clock": self.clock.state_dict(),
-            "outcome": asdict(self.outcome),
+            "outcome": asdict(self.outcome) | {"run_s": self.clock.run_s(), "train_s": self.clock.train_s()},
             "step": self.step,
         }
 
@@ -141,8 +140,8 @@ class TrainState:
             if param in velocity:
                 velocity[param].copy_(parts[name])
         self.scale.load_state_dict(shared["scale"])
-        self.clock.load_state_dict(shared["clock"])
         self.outcome.resume_from(shared["outcome"])
+        self.clock.go_on(self.outcome.run_s, self.outcome.train_s)
         self.step = shared["step"]
         self.streak.zero_()
         _copy(own["buffers"], dict(self.model.named_buffers()))

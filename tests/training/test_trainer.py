@@ -187,9 +187,9 @@ def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
         trainer.load_state_dict(saved)
         assert trainer.state.step == 1
         assert not trainer.step.meter._steps, "the next log line is of the steps to come"
-        clock = saved["shared"]["clock"]
-        assert clock["train_s"] == trainer.clock.train_s() < trained_s, "it goes on with the next step"
-        assert clock["run_s"] <= trainer.clock.run_s() < ran_s, "two steps and an evaluation take longer than loading"
+        times = saved["shared"]["outcome"]
+        assert times["train_s"] == trainer.clock.train_s() < trained_s, "it goes on with the next step"
+        assert times["run_s"] <= trainer.clock.run_s() < ran_s, "two steps and an evaluation take longer than loading"
     assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
     trainer.state.sync.close()
 
