@@ -153,9 +153,9 @@ LINES = {
     "imagenet_fast/plan": 1450,
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
-    "imagenet_fast/training": 3026,
-    "imagenet_fast": 31793,
-    "tests": 28666,
+    "imagenet_fast/training": 3034,
+    "imagenet_fast": 31801,
+    "tests": 28680,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
