@@ -145,7 +145,7 @@ LINES = {
     "imagenet_fast/data": 4487,
     "imagenet_fast/distributed": 2471,
     "imagenet_fast/doctor": 324,
-    "imagenet_fast/launch": 1248,
+    "imagenet_fast/launch": 1247,
     "imagenet_fast/metrics": 1513,
     "imagenet_fast/models": 1845,
     "imagenet_fast/netlab": 547,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3034,
-    "imagenet_fast": 31801,
-    "tests": 28680,
+    "imagenet_fast": 31800,
+    "tests": 28655,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -33,7 +33,6 @@ from imagenet_fast.metrics.run_result import STOPPED, STOPPED_WORDS, RunResult, 
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
 from imagenet_fast.training.run_lock import describe_ended, ended_run, locked
 
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # torchrun forwards them to the ranks
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more
 _SETTLING_S = 40  # on top of the grace time: other nodes' ranks end, and a lost node is noticed
 _LEAST_THREADS, _MOST_THREADS = 10, 40  # of a rank, besides those that compute and decode
@@ -127,8 +126,8 @@ def run_ranks(job: AnyJob, launcher_dir: LauncherDir, nodes: LaunchConfig, grace
         count, where = str(nodes.count), [*where, f"--node-rank={met.number}"]
     else:
         count, where = f"{nodes.least}:{nodes.count}", [*where, *_elastic_options(met, nodes.join_timeout_s + grace_s)]
-    # torchrun would no longer ignore what it is told to handle, such as SIGHUP under nohup.
-    handled = [name for name in _SIGNALS if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+    # What torchrun handles it forwards to the ranks, and no longer ignores, as SIGHUP under nohup.
+    handled = [number.name for number in (*ENDS, signal.SIGQUIT) if signal.getsignal(number) is not signal.SIG_IGN]
     options = torchrun.get_args_parser().parse_args(
         [f"--nnodes={count}", f"--nproc-per-node={nodes.ranks_each}", f"--max-restarts={nodes.restarts}", *where]
         + [f"--signals-to-handle={','.join(handled)}", "--module", "imagenet_fast.launch"]

@@ -157,15 +157,11 @@ def test_manifests_hand_on_every_name_and_recipe_as_it_is(tmp_path: Path):
         assert asked["rdzv_endpoint"] == "my-job-workers-0-0.my-job:29400"
 
 
-AT_64 = (
-    *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace", "vision",
-    "--port", "1234", "--time", "2-12", "--set", "checkpoint.grace_s=299.5",
-)  # fmt: skip
-
-
 def test_a_jobset_is_an_indexed_job_whose_pods_have_claims_gpus_and_the_command():
-    text = launch(*AT_64)
-    manifest, job, pod = jobset(text)
+    manifest, job, pod = jobset(launch(
+        *K8S, "--recipe", "resnet50-512gpu", "--nodes", "64", "--data-claim", "imagenet", "--namespace",
+        "vision", "--port", "1234", "--time", "2-12", "--set", "checkpoint.grace_s=299.5",
+    ))  # fmt: skip
     note = "recipe written for 512 ranks: 512 ranks, micro-batch 128, 1 accumulation step"
     assert manifest["metadata"].pop("annotations") == {"imagenet-fast/batch": note}
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")

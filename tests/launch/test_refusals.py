@@ -250,7 +250,7 @@ def test_after_torchrun_a_signal_interrupts_as_before(tmp_path: Path, monkeypatc
     monkeypatch.setattr("torch.distributed.run.run", as_torchrun)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     assert launcher.run_ranks(job(tmp_path), LauncherDir(tmp_path), LaunchConfig(1)) == (0, "")
-    assert told == ["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"]
+    assert told == ["SIGINT", "SIGTERM", "SIGUSR1", "SIGQUIT"]
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import random
 import re
 import shlex
 import shutil
@@ -34,8 +33,7 @@ from imagenet_fast.training.clock import Clock
 from scripts.mllog import mllog_lines
 from tests import world
 from tests.conftest import Terminal, refusal_of, tables
-from tests.corruption import corrupted, with_another_value
-from tests.metrics.past import leave_run, outcome, pretend_run, shown, strict
+from tests.metrics.past import leave_run, outcome, pretend_run, strict
 from tests.training.jobs import job_of
 
 RECIPE = load_recipe("resnet50-8gpu")
@@ -87,25 +85,6 @@ def test_a_damaged_line_is_named_and_the_others_are_read(tmp_path: Path, capsys:
     path.write_bytes(b"".join([*lines[:2], *wrong, *lines[2:]]))
     assert read_events(tmp_path) == sound
     assert capsys.readouterr().err == f"warning: {path} is damaged: line 3 and 10 more holds no event and is left out\n"
-
-
-@pytest.mark.parametrize("seeds", [30, pytest.param(200, marks=pytest.mark.ci)])
-def test_damaged_record_is_still_shown_and_continued(seeds: int, tmp_path: Path):
-    leave_run(tmp_path / "sound")
-    refused = 0
-    for seed in range(seeds):
-        chance = random.Random(seed)
-        run = tmp_path / "run"
-        shutil.copytree(tmp_path / "sound", run)
-        victim = run / chance.choice(["events.jsonl", "outcome.json"])
-        victim.write_bytes(chance.choice([corrupted, corrupted, with_another_value])(victim.read_bytes(), chance))
-        past = read_run(run)
-        refused += past.status == "outcome damaged"
-        shown([past])
-        leave_run(run, resumed=400)
-        assert len(read_events(run)) > 10, seed
-        shutil.rmtree(run)
-    assert 0.2 * seeds < refused < 0.6 * seeds
 
 
 def test_a_damaged_outcome_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
