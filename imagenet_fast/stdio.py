@@ -70,16 +70,13 @@ class _Unhurried(_Forgiving):
             self._is_read = self._is_read and self._is_written(_READ_S)
         return len(text)
 
-    def finish(self) -> int:
-        """Wait as long as somebody reads; return how many lines nobody has read."""
+    def finish(self) -> None:
+        """Wait as long as somebody reads."""
+        if self._dropped:
+            self._put(b"")
         left = -1
         while left != (left := self._queue.unfinished_tasks):
             self._is_written(_UNREAD_S)
-        if self._dropped and not left:
-            self._put(b"")
-            self._is_written(_UNREAD_S)
-        waiting: list[bytes] = [*self._queue.queue]
-        return self._dropped + sum(text.count(b"\n") for text in waiting)
 
     def _put(self, text: bytes) -> None:
         if self._dropped:
@@ -114,15 +111,9 @@ def keep_printing(waits: bool = True) -> None:
 def _finish(stdout: TextIO, stderr: TextIO) -> None:
     for stream in (stdout, stderr):
         with suppress(OSError, ValueError, KeyboardInterrupt):  # closed; Ctrl-C ends the wait for a reader
-            if unread := _flushed(stream):
-                print(f"warning: the last {unread} lines of output were read by nobody", file=stderr)
-
-
-def _flushed(stream: TextIO) -> int:
-    """Flush ``stream``; return how many of its lines nobody has read."""
-    stream.flush()
-    file = stream.buffer.raw if isinstance(stream, io.TextIOWrapper) else None
-    return file.finish() if isinstance(file, _Unhurried) else 0
+            stream.flush()
+            if isinstance(stream, io.TextIOWrapper) and isinstance(stream.buffer.raw, _Unhurried):
+                stream.buffer.raw.finish()
 
 
 def refuse_if_lost() -> None:
