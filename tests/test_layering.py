@@ -138,7 +138,7 @@ def test_tests_mirror_the_packages():
 
 LINES = {
     "imagenet_fast/bench": 2193,
-    "imagenet_fast/checkpoint": 864,
+    "imagenet_fast/checkpoint": 863,
     "imagenet_fast/cli": 1609,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1201,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3034,
-    "imagenet_fast": 31791,
-    "tests": 28655,
+    "imagenet_fast": 31790,
+    "tests": 28639,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -73,7 +73,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self, root: Path, place: RankInfo, store: Store | None = None, keep: int = 1,
         timeout: timedelta = timedelta(minutes=10), check_root: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Remove what killed writes have left under ``root``, and old checkpoints, on rank 0.
+        """Remove what killed writes have left under ``root``, on rank 0.
 
         Args:
             root: Directory of the checkpoints, which is there, and which all ranks see.
@@ -99,7 +99,6 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._failure: Exception | None = None
         if place.is_main:
             _tidied(lambda: folders.sweep(root))
-            _tidied(lambda: folders.retain(folders.survey(root)[0], keep))
 
     def alone(self) -> CheckpointWriter:
         """Return a writer for this rank without the others, which writes what a run of one rank would."""

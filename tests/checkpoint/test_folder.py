@@ -9,16 +9,13 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from imagenet_fast.checkpoint import CheckpointWriter, newest, open_checkpoint
-from imagenet_fast.checkpoint import folder as folders
-from imagenet_fast.checkpoint.folder import Manifest, read_manifest, set_aside
-from imagenet_fast.checkpoint.writer import _Leaving
+from imagenet_fast.checkpoint import newest, open_checkpoint
+from imagenet_fast.checkpoint.folder import Manifest, read_manifest, retain, set_aside, survey
 from imagenet_fast.errors import UserError
-from tests.checkpoint.trees import ALONE, found_step, is_that_of, names, same, saved, stamp, state
+from tests.checkpoint.trees import found_step, is_that_of, names, same, saved, state
 from tests.conftest import refusal_of
 from tests.corruption import corrupted, with_another_value
 
@@ -63,19 +60,6 @@ def test_the_newest_the_best_and_some_others_are_kept(tmp_path: Path):
         assert names(root) == [f"step-{step:08}" for step in left]
         found = newest(root, best=True)
         assert (found.manifest.top1 if found else None) == max((x for x in top1s if x is not None), default=None)
-
-
-def test_a_writer_that_starts_removes_what_killed_ones_left_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for step in range(1, 7):
-        writer = CheckpointWriter(tmp_path, ALONE, keep=2)
-        assert len(names(tmp_path)) <= 3
-        with monkeypatch.context() as patch:
-            patch.setattr(folders, "retain", Mock(side_effect=_Leaving))  # killed when the checkpoint has its name
-            writer.save(stamp(step), state(step), state(step, rank=1))
-            writer.wait()
-        assert names(tmp_path)[-1] == f"step-{step:08}"
-    CheckpointWriter(tmp_path, ALONE, keep=1)
-    assert names(tmp_path) == ["step-00000005", "step-00000006"]
 
 
 def test_what_killed_ones_left_is_removed_and_what_is_not_ours_stays(tmp_path: Path):
@@ -130,7 +114,7 @@ def test_a_damaged_one_that_is_set_aside_displaces_none(file: str, content: byte
         assert names(tmp_path)[-1] == "step-00000002", "whoever only reads renames none"
         assert capsys.readouterr().err.startswith(f"warning: checkpoint {path.parent} is damaged: {file} ")
         set_aside(found.damaged)
-        CheckpointWriter(tmp_path, ALONE, keep=0)
+        retain(survey(tmp_path)[0], 0)
         assert found_step(tmp_path) == 1
         assert not capsys.readouterr().err
         assert f"damaged-step-00000002{again}" in names(tmp_path)
