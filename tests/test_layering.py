@@ -155,7 +155,7 @@ LINES = {
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3034,
     "imagenet_fast": 31790,
-    "tests": 28639,
+    "tests": 28624,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

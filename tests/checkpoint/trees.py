@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import struct
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.checkpoint import Checkpoint, CheckpointWriter, Stamp, newest
+from imagenet_fast.checkpoint.tree import _CODES
 from imagenet_fast.distributed.ranks import RankInfo
 
 ALONE = RankInfo(0, 1, 0, 1)
+DTYPES = (*(dtype for dtype in _CODES if dtype != torch.bool), torch.complex64, torch.uint16, torch.float8_e5m2fnuz)
 
 
 def stamp(step: int, world: int = 1, top1: float | None = None) -> Stamp:
@@ -74,22 +75,6 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def every_dtype() -> list[torch.dtype]:
-    """That this torch can copy."""
-    found = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    with warnings.catch_warnings(action="ignore"):  # of what is experimental
-        return sorted((dtype for dtype in found if _copies(dtype)), key=str)
-
-
-def _copies(dtype: torch.dtype) -> bool:
-    try:
-        tensor = torch.zeros(64, dtype=torch.uint8).view(dtype)
-        torch.empty_like(tensor).copy_(tensor)
-        return not tensor.is_quantized
-    except (RuntimeError, TypeError, NotImplementedError):
-        return False
-
-
 def hostile() -> dict[Any, Any]:
     """All that a tree may hold."""
     convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
@@ -103,7 +88,7 @@ def hostile() -> dict[Any, Any]:
         "$tuple": "a name of ours",
         "a/b": torch.zeros(1), "a": {"b": torch.ones(1)}, "__metadata__": torch.full((1,), 2.0), "": torch.zeros(2),
         chr(0xDCFF): torch.full((1,), 3.0), chr(0xDCFE): torch.full((1,), 4.0),
-        "dtypes": {str(dtype): noise.view(dtype) for dtype in every_dtype() if dtype != torch.bool},
+        "dtypes": {str(dtype): noise.view(dtype) for dtype in DTYPES},
         "bool": torch.tensor([True, False, True]),
         "shapes": [torch.tensor(7), torch.empty(0), torch.empty(0, 3), torch.empty(2, 0, 4), torch.zeros((1,) * 12)],
         "special": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
