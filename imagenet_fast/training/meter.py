@@ -122,7 +122,8 @@ class Meter:
         if not self._steps:
             return
         reached = self._link_bytes()
-        own = _on_host(torch.stack([value.double() for value in (self.loss, self.streak, *self._scale.state)]))
+        values = (self.loss, self.streak, self._scale.scale, self._scale.skipped)
+        own = _on_host(torch.stack([value.double() for value in values]))
         ended = record_timestamp(self._world.device)
         linked = reached - self._link_begun
         if self._world.device.type != "cpu":

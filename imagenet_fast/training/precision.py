@@ -79,28 +79,24 @@ class LossScaler:
         """True if the scale changes from step to step."""
         self.scale = torch.full((), fixed or 2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
-        self._skipped = torch.zeros((), dtype=torch.int32, device=device)
+        self.skipped = torch.zeros((), dtype=torch.int32, device=device)
+        """Number of steps skipped in this run."""
         carried = wire_dtype(wire) if wire in ("fp32", "fp16") else torch.bfloat16  # codes have scales in bf16's range
         self.largest = torch.finfo(carried).max if self._active or wire == "fp16" else None
         """Largest usable gradient; None if gradients need no check."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the scale and its counters, on the device."""
-        return {"scale": self.scale, "good_steps": self._good_steps, "skipped": self._skipped}
+        return {"scale": self.scale, "good_steps": self._good_steps, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Continue from a value of ``state_dict``, the same on every rank."""
         self.scale.copy_(state["scale"])
         self._good_steps.copy_(state["good_steps"])
-        self._skipped.copy_(state["skipped"])
-
-    @property
-    def state(self) -> tuple[Tensor, Tensor]:
-        """The scale, and the number of steps skipped in this run; both on the device."""
-        return self.scale, self._skipped
+        self.skipped.copy_(state["skipped"])
 
     def metrics(self, scale: float, skipped: float) -> dict[str, float]:
-        """Return what to log of ``scale`` and ``skipped``, the values of ``state`` as read by the host.
+        """Return what to log of the values of ``scale`` and ``skipped`` that the host has read.
 
         Values that are always 1 and 0 are left out.
         """
@@ -125,7 +121,7 @@ class LossScaler:
             AssertionError: The scale is dynamic and ``found_inf`` is None.
         """
         if found_inf is not None:
-            self._skipped += found_inf.to(torch.int32)
+            self.skipped += found_inf.to(torch.int32)
         if not self._active:
             return None
         scale = self.scale.clone()

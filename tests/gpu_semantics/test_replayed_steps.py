@@ -106,7 +106,7 @@ def ended(
         take_step.meter.report(MetricLogger(lambda: 0.0), state.step, 1, 0.1)
         end.news, end.sent = take_step.news, state.sent_bytes
         end.replayed = 0 if take_step.graphs is None else take_step.graphs.replays
-        end.skipped = int(state.scale.state[1])
+        end.skipped = int(state.scale.skipped)
         state.sync.close()  # which lets go of graphs
         end.found = list(gpu.detector.found)
     return end
