@@ -90,21 +90,22 @@ def begin(staging: Path, now: Begun, source: Path) -> None:
 
     Raises UserError if pieces in it have other settings, or are of another source.
     """
-    note = staging / "settings.json"
+    note, splits = staging / "settings.json", {path.partition("/")[0] for path in now.classes}
     if any(any((staging / split).glob("*")) for split in SPLITS) and (begun := _read(note, Begun)):
         if begun.settings != now.settings:
             raise UserError(
                 f"{staging.parent} was begun with {begun.settings}, not with {now.settings}; give the same or another "
                 f"--out, or remove {staging}"
             )
-        if others := begun.classes.items() ^ now.classes.items():
+        changed = [path for path, _ in begun.classes.items() ^ now.classes.items() if path.partition("/")[0] in splits]
+        if changed:
             raise UserError(
-                f"{staging.parent} was begun from another source than {source}, by {min(others)[0]}; give that one or "
+                f"{staging.parent} was begun from another source than {source}, by {min(changed)}; give that one or "
                 f"another --out, or remove {staging}"
             )
     shutil.rmtree(staging / "partial", ignore_errors=True)
     for folder in ("partial", "."):
-        for split in {path.partition("/")[0] for path in now.classes}:
+        for split in splits:
             (staging / folder / split).mkdir(parents=True, exist_ok=True)
     atomic_write_text(note, now.model_dump_json(), fsync=True)
 
