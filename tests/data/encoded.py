@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 _RANDOM = np.random.default_rng(1)
 BLOBS = Image.fromarray(_RANDOM.integers(0, 256, (6, 6, 3), dtype=np.uint8)).resize((120, 80), Image.Resampling.BICUBIC)
@@ -45,30 +44,6 @@ def deep_png(channels: int) -> bytes:
     )
 
 
-def wrong_sum(png: bytes, kind: bytes) -> bytes:
-    """With a checksum that is not that of the first chunk of this ``kind``."""
-    at = 8
-    while png[at + 4 : at + 8] != kind:
-        at += 12 + int.from_bytes(png[at : at + 4])
-    end = at + 8 + int.from_bytes(png[at : at + 4])
-    return png[:end] + bytes([png[end] ^ 1]) + png[end + 1 :]
-
-
-def masked_bitmap() -> bytes:
-    """A BMP of 16 bits, five for each colour by masks: PIL and OpenCV do not scale them to 255 alike."""
-    height, width = 8, 10
-    pixels = _RANDOM.integers(0, 2**15, (height, width)).astype("<u2").tobytes()
-    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 16, 3, len(pixels), 0, 0, 0, 0)
-    masks = struct.pack("<III", 0x7C00, 0x3E0, 0x1F)
-    return struct.pack("<2sIHHI", b"BM", 66 + len(pixels), 0, 0, 66) + info + masks + pixels
-
-
-def _annotated(title: str = "blobs") -> bytes:
-    text = PngInfo()
-    text.add_text("Title", title, zip=True)
-    return encoded(BLOBS, "PNG", pnginfo=text, dpi=(72, 72))
-
-
 JPEG = encoded(BLOBS, "JPEG", quality=95)
 PNG = encoded(BLOBS, "PNG")
 GREY = BLOBS.convert("L")
@@ -99,7 +74,6 @@ IMAGES = {
     "jpeg pixel": encoded(BLOBS.resize((1, 1)), "JPEG"),
     "strip": encoded(BLOBS.resize((300, 2)), "PNG"),
     "bitmap": encoded(BLOBS, "BMP"),
-    "a masked bitmap": masked_bitmap(),
     "a deep bitmap": encoded(_transparent(), "BMP"),
     "webp": encoded(BLOBS, "WEBP"),
     "transparent webp": encoded(_transparent(), "WEBP"),
@@ -110,16 +84,7 @@ IMAGES = {
     "turned tiff": encoded(BLOBS, "TIFF", exif=_turned()),
     "avif": encoded(BLOBS, "AVIF"),
     "portable pixmap": encoded(BLOBS, "PPM"),
-    "a wrong sum of pixels": wrong_sum(PNG, b"IDAT"),
-    "a wrong sum of the end": wrong_sum(PNG, b"IEND"),
 }
-
-NOT_PILS = {
-    "a wrong sum of a title": wrong_sum(_annotated(), b"zTXt"),
-    "a wrong sum of a density": wrong_sum(_annotated(), b"pHYs"),
-    "a long text": _annotated("blobs" * 300_000),
-}
-"""Images that loaders read though PIL does not."""
 
 BAD = {
     "empty": b"",

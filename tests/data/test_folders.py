@@ -12,7 +12,7 @@ from imagenet_fast.data.folders import SUFFIXES, scan_split
 from imagenet_fast.data.prepare.run import prepare, report
 from imagenet_fast.data.source import find_shards, open_training
 from imagenet_fast.data.verify import verify
-from tests.conftest import refusal_of, refuses
+from tests.conftest import refuses
 from tests.data.encoded import BLOBS, encoded
 from tests.data.small import WHOLE, put, put_classes, scan
 
@@ -133,14 +133,3 @@ def test_prepare_does_not_write_into_its_source(tmp_path: Path):
         told = r"--out .* lies in --source .*; give a directory beside it"
         refuses(told, prepare, source, root / out, WHOLE, subset=True)
     assert sorted(root.rglob("*")) == before
-
-
-def test_a_second_call_is_not_troubled_by_what_systems_leave(source: Path, tmp_path: Path):
-    out = tmp_path / "out"
-    prepare(source, out, WHOLE, subset=True)
-    for folder in (out, out / "train", out / "train/é", out / "val/é"):
-        put(folder, ".DS_Store", "Thumbs.db", "._1.jpg")
-        put(folder / "@eaDir", "1.jpg")
-    assert prepare(source, out, WHOLE, subset=True).already
-    (out / "train/é/1.jpg").unlink()
-    assert "train/é has not the 15 images any more" in refusal_of(prepare, source, out, WHOLE, subset=True)

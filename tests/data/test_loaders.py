@@ -33,7 +33,7 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from tests.conftest import refusal_of, refuses
 from tests.data import small
-from tests.data.encoded import BAD, BLOBS, IMAGES, NOT_PILS, encoded
+from tests.data.encoded import BAD, BLOBS, IMAGES, encoded
 from tests.data.small import ALONE, CPU, FORMATS, LOADERS, SYNTHETIC, collect, image_data, one_class, opened, put, same
 
 BICUBIC = Image.Resampling.BICUBIC
@@ -81,7 +81,7 @@ def test_both_loaders_show_the_same_middle_of_images_of_any_size(tmp_path: Path)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("on_bad_image", ["fail", pytest.param("skip", marks=pytest.mark.ci)])
 def test_both_loaders_and_verify_agree_on_what_can_be_read(tmp_path: Path, format: str, on_bad_image: str):
-    root = small.as_format(one_class(tmp_path / "folders", {**IMAGES, **NOT_PILS}), format, tmp_path / "shards")
+    root = small.as_format(one_class(tmp_path / "folders", IMAGES), format, tmp_path / "shards")
     assert not verify(root).quarantine
     assert apart(root, 10, on_bad_image=on_bad_image).max() < 0.05
 
@@ -180,7 +180,7 @@ def test_a_missing_dali_is_named_with_the_way_round(image_dir: Path, monkeypatch
 @pytest.mark.parametrize("augment", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_dali_is_given_pixels_of_what_it_cannot_decode(tmp_path: Path, augment: bool, monkeypatch):
     """Whatever that is: here nothing is found out about it beforehand."""
-    names = ("jpeg", "png", "a wrong sum of pixels", "gif")
+    names = ("jpeg", "png", "tiff", "gif")
     root = one_class(tmp_path, {f"{name} {copy}": IMAGES[name] for name in names for copy in range(4)})
     expected = collect(opened(root, "dali", augment=augment).train, 12)
     as_it_is = lambda encoded: EncodedImage(encoded, *decode(encoded).shape[:2])  # noqa: E731

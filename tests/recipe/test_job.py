@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import replace
@@ -34,14 +33,6 @@ JOBS = {
 def test_a_job_is_read_back_as_it_was_written(job: Job | Evaluation, tmp_path: Path):
     write_job(job, tmp_path / "job.json")
     assert read_job(tmp_path / "job.json", type(job)) == job
-
-
-def test_a_job_from_before_runs_could_start_from_weights_is_read_too(tmp_path: Path):
-    write_job(PLAIN, tmp_path / "job.json")
-    table = json.loads((tmp_path / "job.json").read_text())
-    del table["init_from"], table["fresh_head"], table["resume"], table["elastic"]
-    (tmp_path / "job.json").write_text(json.dumps(table))
-    assert read_job(tmp_path / "job.json", Job) == PLAIN
 
 
 def test_a_stopped_run_is_resumed_by_its_directory_unless_it_was_before(tmp_path: Path, monkeypatch):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 from rich.progress import Progress, TaskID
@@ -22,7 +22,7 @@ from imagenet_fast.data.prepare import output
 from imagenet_fast.data.prepare.files import SPLITS, Source, SourceClass, SourceFile, parquet_to_tar
 from imagenet_fast.data.prepare.sources import DEVKIT, MD5, in_unpacked, recognise
 from imagenet_fast.data.prepare.write import Piece, Settings, check_classes, pieces_of, write_classes, write_piece
-from imagenet_fast.data.source import SplitName, in_sentences
+from imagenet_fast.data.source import in_sentences
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.progress import progress_bars
@@ -107,22 +107,22 @@ class _Work:
 def _unpacked(found: Source, before: output.Record, out: Path, work: _Work) -> Source:
     """Return ``found`` with the tars that its parquet files become; those that are there already are not made again."""
     folder = out / _STAGING / "unpacked"
-    tars: dict[SplitName, dict[Path, Path]] = defaultdict(dict)
+    tars: dict[Path, Path] = {}
     for number, (split, file) in enumerate(found.parquet):
         if split not in before.splits:
             at = file.stat()
-            tars[split][folder / split / f"{number}-{at.st_size}-{at.st_mtime_ns}.tar"] = file
-    for split in tars:
+            tars[folder / split / f"{number}-{at.st_size}-{at.st_mtime_ns}.tar"] = file
+    for split in SPLITS:
         (folder / split).mkdir(parents=True, exist_ok=True)
-    for stale in set(folder.glob("*/*")).difference(*tars.values()):
+    for stale in set(folder.glob("*/*")) - tars.keys():
         stale.unlink()
-    missing = {tar: file for made in tars.values() for tar, file in made.items() if not tar.exists()}
+    missing = {tar: file for tar, file in tars.items() if not tar.exists()}
     size = sum(file.stat().st_size for file in missing.values())
     _require_room(out, size, " to be unpacked first")
     task = work.bars.add_task("unpacking", total=size)
     for _ in work.pool.map(lambda tar: parquet_to_tar(missing[tar], tar, partial(work.advance, task)), missing):
         pass
-    return reduce(Source.__add__, (in_unpacked(split, [*made]) for split, made in tars.items()), found)
+    return found + in_unpacked(list(tars))
 
 
 def _fill(found: Source, source: Path, out: Path, settings: Settings, work: _Work, subset: bool, md5: bool) -> Prepared:

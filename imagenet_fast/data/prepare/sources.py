@@ -108,21 +108,18 @@ def _in_class_tars(split: SplitName, contents: FolderContents) -> Source:
     return source
 
 
-def in_unpacked(split: SplitName, tars: list[Path]) -> Source:
-    """Return the classes in tars that ``parquet_to_tar`` has made; each may hold images of any class."""
-    by_class = defaultdict[str, list[SourceFile]](list)
+def in_unpacked(tars: list[Path]) -> Source:
+    """Return the classes in tars that ``parquet_to_tar`` has made in folders of the splits; all may hold any class."""
+    by_class = defaultdict[tuple[str, str], list[SourceFile]](list)
     for tar in tars:
         for file in members(tar):
             wnid, _, name = file.name.partition(".")
-            by_class[wnid].append(replace(file, name=name))
-    return Source(_listed_classes(split, by_class))
+            by_class[tar.parent.name, wnid].append(replace(file, name=name))
+    return Source([_listed_class(*named, files) for named, files in by_class.items()])
 
 
-def _listed_classes(split: str, by_class: dict[str, list[SourceFile]]) -> list[SourceClass]:
-    return [
-        SourceClass(split, name, partial(list, files), sum(file.size for file in files))
-        for name, files in by_class.items()
-    ]
+def _listed_class(split: str, name: str, files: list[SourceFile]) -> SourceClass:
+    return SourceClass(split, name, partial(list, files), sum(file.size for file in files))
 
 
 # Folders.
@@ -145,7 +142,7 @@ def _in_folders(root: Path, split: SplitName, contents: FolderContents) -> Sourc
     for name, (files, deeper) in zip(names, map_in_order(look, names), strict=True):
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")
-        source.classes.extend(_listed_classes(split, {name: files}))
+        source.classes.append(_listed_class(split, name, files))
         source.apart.extend(map(shown, deeper))
     return source
 
@@ -182,7 +179,8 @@ def _by_table(files: list[SourceFile], place: Path) -> Source:
                 raise UserError(f"{table} has no class for '{shown(file.name)}' in {place}; fetch both again")
             by_class[name].append(file)
     others = [f"val/{shown(file.name)}" for file in files if not is_image_name(file.name)]
-    return Source(_listed_classes("val", by_class), others, archives=[table, place])
+    listed = [_listed_class("val", name, images) for name, images in by_class.items()]
+    return Source(listed, others, archives=[table, place])
 
 
 def _table(place: Path) -> tuple[Path, Callable[[Path], dict[str, str]]] | None:

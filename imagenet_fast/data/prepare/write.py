@@ -42,7 +42,6 @@ SHRUNK_QUALITY = 95
 _SEED = b"imagenet-fast"
 _WHEN_S = 1_325_376_000  # 2012, as in ImageNet's archives; tars store a time, and must always be the same
 _SAMPLE = 256  # images, written to estimate how many fit into a shard or on a disk
-_MOST = 100_000  # shards; up to this many, names sort as their numbers do
 
 
 class Settings(Table):
@@ -117,8 +116,6 @@ def pieces_of(
             every.sort(key=lambda image: (image.label, image.file.name))
         ratio = _written_ratio(every, settings)
         shards = list(_cut(every, ratio, settings.shard_size or 0))
-        if len(shards) > _MOST:
-            raise UserError(f"{split} would have {len(shards)} shards; give a larger --shard-size")
         begins = accumulate(map(len, shards), initial=0)
         for number, (begin, shard) in enumerate(zip(begins, shards, strict=False)):
             pieces.append(Piece(split, f"{split}-{number:06}.tar", begin, shard, ratio))
