@@ -7,7 +7,7 @@ import tempfile
 import threading
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -69,7 +69,16 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
         raise UserError(
             f"{root} holds no images in train/<class> or val/<class>, and no shards; give another with --data DIR"
         )
-    unlisted = _tried(root, must_list, lambda: tempfile.TemporaryFile(dir=root).close())  # not after an hour
+    unlisted = ""
+    try:
+        tempfile.TemporaryFile(dir=root).close()  # to know it now, and not after an hour
+    except OSError as error:
+        if must_list:
+            raise UserError(
+                f"{root / QUARANTINE} cannot be written ({error.strerror}); make {root} writable, or give --json FILE, "
+                "which does without it"
+            ) from None
+        unlisted = error.strerror or str(error)
     bad: dict[str, str] = {}
     counts = {split: {of.classes[label]: 0 for label in np.unique(of.labels).tolist()} for split, of in splits.items()}
     first: dict[int, int] = {}
@@ -84,7 +93,9 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
             counts[split][of.classes[of.labels[index]]] += 1
             if (original := first.setdefault(digest, number)) != number:
                 copies[original].append(number)
-    unlisted = unlisted or _tried(root, must_list, lambda: write_quarantine(root, bad))
+    if not unlisted:
+        with in_sentences(root / QUARANTINE):
+            write_quarantine(root, bad)
     same = [[files[number] for number in (original, *others)] for original, others in copies.items()]
     leaks = [group for group in same if len({split for split, _, _ in group}) > 1]
     duplicates, in_both = (
@@ -92,20 +103,6 @@ def verify(root: Path, workers: int | None = None, must_list: bool = True) -> Ve
         for some in (same, leaks)
     )
     return Verified(counts, bad, duplicates, in_both, unlisted)
-
-
-def _tried(root: Path, must: bool, write: Callable[[], None]) -> str:
-    """Call ``write`` and return why it failed, as text; raise UserError instead if it ``must`` not."""
-    try:
-        write()
-    except OSError as error:
-        if must:
-            raise UserError(
-                f"{root / QUARANTINE} cannot be written ({error.strerror}); make {root} writable, or give --json FILE, "
-                "which does without it"
-            ) from None
-        return error.strerror or str(error)
-    return ""
 
 
 @in_sentences()

@@ -66,17 +66,13 @@ class SourceClass:
         return f"{self.split}/{self.name}"
 
     @in_sentences()
-    def listed(self) -> list[SourceFile]:
-        """Return the files of the class. Raises UserError if they cannot be listed, or one has a bad name."""
-        return self.files()
-
     def sorted_out(self) -> tuple[list[SourceFile], tuple[str, ...]]:
         """Return the images of the class, and the sorted names of its other files.
 
         Raises:
             UserError: There are no images, or two of one name, or the class cannot be listed.
         """
-        files = self.listed()
+        files = self.files()
         images = [file for file in files if is_image_name(file.name)]
         if len({file.name for file in images}) < len(images):
             raise UserError(f"{self.path} has two images of one name in the source; keep one of them")

@@ -72,7 +72,7 @@ def test_the_devkits_numbers_are_those_of_the_challenge(tmp_path: Path):
     replica.image_folder(tmp_path, {f"val/{name}": b"" for name in names})
     (tmp_path / sources.DEVKIT).write_bytes(replica.devkit(truth))
     classes = recognise(tmp_path).classes
-    listed = {file.name: of.name for of in classes for file in of.listed()}
+    listed = {file.name: of.name for of in classes for file in of.files()}
     assert listed == dict(zip(names, wnids.split(), strict=True))
     every = Path(sources.__file__).with_name("wnids.txt").read_text().split()
     (timm,) = find_spec("timm").submodule_search_locations  # without importing it, which takes seconds
