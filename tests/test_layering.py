@@ -146,7 +146,7 @@ LINES = {
     "imagenet_fast/distributed": 2471,
     "imagenet_fast/doctor": 324,
     "imagenet_fast/launch": 1247,
-    "imagenet_fast/metrics": 1513,
+    "imagenet_fast/metrics": 1472,
     "imagenet_fast/models": 1845,
     "imagenet_fast/netlab": 547,
     "imagenet_fast/parallel": 964,
@@ -154,8 +154,8 @@ LINES = {
     "imagenet_fast/recipe": 2029,
     "imagenet_fast/sync": 4782,
     "imagenet_fast/training": 3031,
-    "imagenet_fast": 31776,
-    "tests": 28561,
+    "imagenet_fast": 31735,
+    "tests": 28549,
     "tests/sync": 6051,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

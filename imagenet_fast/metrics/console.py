@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live panel on a terminal, plain lines elsewhere, and a summary at the end."""
+"""Terminal output of a run: a line for each log interval and evaluation, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from rich.columns import Columns
-from rich.console import Console, Group
-from rich.live import Live
-from rich.panel import Panel
-from rich.progress_bar import ProgressBar
+from rich.console import Console
 
 from imagenet_fast.metrics.events import Event
 from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, target_metric, verdict
@@ -33,27 +29,20 @@ class ConsoleSink:
         self._console = console or Console(highlight=False)
         self._folder = folder
         self._evaluations = [event for event in past if event["event"] == "eval"]
-        self._last: defaultdict[str, Event] = defaultdict(dict)  # events by name; "" is the last of all
-        self._begun: Event | None = None  # the first training event
-        self._live: Live | None = None
+        self._last: defaultdict[str, Event] = defaultdict(dict)  # events by name
 
     def __call__(self, event: Event) -> None:
-        """Print the event as a line, or update the panel."""
-        self._last[event["event"]] = self._last[""] = event
+        """Print the event, if it is one that is shown; some are shown in the line of a later one."""
+        self._last[event["event"]] = event
         match event["event"]:
             case "run":
                 self._print(event["note"])
-                if self._console.file.isatty() and not self._console.is_dumb_terminal:
-                    self._live = Live(console=self._console, auto_refresh=False, transient=True)
-                    self._live.start()
             case "resume":
                 where = " on other ranks or with another layout" if event["moved"] else ""
                 gap = _clock(event["gap_s"])
                 self._print(f"resumed from the checkpoint of step {event['step']}{where}, {gap} after it was written")
             case "train":
-                self._begun = self._begun or event
-                if self._live is None:
-                    self._print("  ".join(self._figures()))
+                self._print(self._training_line(event))
             case "graph" if event["replayed"]:
                 images, *_, side = event["images"]
                 shown = f"{images} images of {side}x{side}"
@@ -70,70 +59,40 @@ class ConsoleSink:
                 self._evaluations.append(event)
                 self._print(self._evaluation_line(event))
             case "end":
-                if self._live is not None:
-                    self._live.stop()
-                    self._live = None
                 self._print_summary(event)
-        if self._live is not None:
-            self._live.update(self._panel(), refresh=True)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, emoji=False, soft_wrap=True)
 
-    def _figures(self) -> list[str]:
-        run, train, sync, precision = (self._last[name] for name in ("run", "train", "sync", "precision"))
+    def _training_line(self, train: Event) -> str:
+        run, sync, precision = (self._last[name] for name in ("run", "sync", "precision"))
         scale = {"loss scale": "loss_scale", "skipped steps": "skipped_steps"}  # as far as they are recorded
-        return [
-            f"epoch {train.get('epoch', 0)}/{run['epochs']}",
-            f"step {self._last['']['step']}/{run['steps']}",
-            f"loss {number(train.get('loss'), '.4f')}",
-            f"lr {number(train.get('lr'), '.4g')}",
+        figures = [
+            f"epoch {train['epoch']}/{run['epochs']}",
+            f"step {train['step']}/{run['steps']}",
+            f"loss {number(train['loss'], '.4f')}",
+            f"lr {number(train['lr'], '.4g')}",
             f"{number(self._last['speed'].get('images_per_s'), '.0f')} img/s",
             f"data wait {number(self._last['data'].get('wait_pct'), '.1f', ' %')}",
             f"exposed sync {number(sync.get('exposed_ms'), '.1f', ' ms')}",
             f"sent {number(sync.get('sent_MB'), '.2f', ' MB/step')}",
             *(f"{label} {precision[key]:g}" for label, key in scale.items() if key in precision),
         ]
+        return "  ".join(figures)
 
     def _evaluation_line(self, event: Event) -> str:
         run = self._last["run"]
+        tops = [e.get(target_metric(e, bool(run.get("target_mirrored")))) for e in self._evaluations]
+        best = max(top1 for top1 in tops if isinstance(top1, int | float))
         aim = f", target {run['target_top1']:g} %" if run.get("target_top1") is not None else ""
         means = {"top1_mirror": "with mirror images", "top1_shift": "with shifts too"}
         averaged = "".join(f"{label} {event[key]:.2f} %  " for key, label in means.items() if key in event)
         bad = f" ({event['bad_images']} bad, and so wrong)" if "bad_images" in event else ""
         return (
             f"epoch {event['epoch']}/{run['epochs']}  top-1 {event['top1']:.2f} %  "
-            f"top-5 {event['top5']:.2f} %  {averaged}(best {self._best():.2f} %{aim})  "
+            f"top-5 {event['top5']:.2f} %  {averaged}(best {best:.2f} %{aim})  "
             f"{event['images']} images{bad} in {event['eval_s']:.1f} s, run {_clock(event['run_s'])}"
         )
-
-    def _panel(self) -> Panel:
-        run, last = self._last["run"], self._last[""]
-        shown = [
-            *self._figures(),
-            f"run {_clock(last['run_s'])}",
-            f"ETA {_clock(self._seconds_to_end())}",
-            f"best top-1 {number(self._best(), '.2f', ' %')}",
-            f"target {number(run.get('target_top1'), 'g', ' %')}",
-        ]
-        bar = ProgressBar(total=run["steps"], completed=last["step"])
-        body = Group(bar, "", Columns(shown, padding=(0, 3)))  # "" ends the bar's line
-        title = f"{run['recipe']} · {run['sync']} · {run['world_size']} ranks"
-        return Panel(body, title=title, width=min(96, self._console.width - 4))  # room for the ^C of a terminal
-
-    def _best(self) -> float | None:
-        """Return the best accuracy of those that the target is for; None before the first evaluation."""
-        mirrored = bool(self._last["run"].get("target_mirrored"))
-        found = [e.get(target_metric(e, mirrored)) for e in self._evaluations]
-        return max((top1 for top1 in found if isinstance(top1, int | float)), default=None)
-
-    def _seconds_to_end(self) -> float | None:
-        """Extrapolate this part of the run's pace to the last step; None before its second event."""
-        last, begun = self._last[""], self._begun
-        if begun is None or last["step"] == begun["step"]:
-            return None
-        pace = (last["run_s"] - begun["run_s"]) / (last["step"] - begun["step"])
-        return float(pace * (self._last["run"]["steps"] - last["step"]))
 
     def _print_summary(self, outcome: Event) -> None:
         self._print(verdict(outcome))
@@ -163,6 +122,6 @@ class ConsoleSink:
             self._print("It waited for images: try another data.workers, or shrink or decode them once (data prepare).")
 
 
-def _clock(seconds: float | None) -> str:
-    """Return seconds as H:MM:SS, and None as a dash."""
-    return NOTHING if seconds is None else str(timedelta(seconds=round(seconds)))
+def _clock(seconds: float) -> str:
+    """Return seconds as H:MM:SS."""
+    return str(timedelta(seconds=round(seconds)))
