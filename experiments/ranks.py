@@ -42,12 +42,12 @@ from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch import rank as launch_rank
 from imagenet_fast.launch.job_setup import on_ranks, plan_job
-from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import RankError
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_file, load_recipe
+from imagenet_fast.run.launcher_dir import LauncherDir
 from imagenet_fast.training.trainer import Trainer
 
 Fault = Literal["slow", "killed", "hanging", "stopped"]

@@ -1,15 +1,18 @@
-"""Write files and directories atomically: each is there whole or not at all."""
+"""Write files and directories atomically: each is there whole or not at all. And values as JSON."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from imagenet_fast.errors import UserError
 
@@ -105,3 +108,16 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """Return ``value`` as JSON with null for NaN and infinities, which RFC 8259 lacks.
+
+    Dataclasses and NumPy's numbers may be in it.
+    """
+
+    def plain(other: Any) -> Any:
+        return asdict(other) if is_dataclass(other) and not isinstance(other, type) else other.item()
+
+    text = json.dumps(value, default=plain)
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)

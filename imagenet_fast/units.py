@@ -1,4 +1,4 @@
-"""Numbers as text: lists of whole numbers, and bytes, where K, M and G are powers of 1024 as in nccl-tests."""
+"""Numbers as text: one or none, lists of whole ones, and bytes, where K, M and G are powers of 1024 as in NCCL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterator
 
 from imagenet_fast.errors import UserError, listed
+
+NOTHING = "–"
+"""What is shown for a missing value."""
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -74,3 +77,8 @@ def whole_numbers(option: str, text: str, example: str, *, zero: bool = False) -
         return int(part)
 
     return listed(option, text, number)
+
+
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """Return ``value`` in the format ``form``, with its unit, or a dash for None."""
+    return NOTHING if value is None else f"{value:{form}}{unit}"

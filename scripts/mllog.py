@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from imagenet_fast.atomic_io import to_json
 from imagenet_fast.errors import UserError, exit_with_error
 from imagenet_fast.metrics.events import Event, read_events
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.tables import to_json
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.run.run_dir import RunDir
 
 _TYPES = {"start": "INTERVAL_START", "stop": "INTERVAL_END"}  # by the last word of a key; of others POINT_IN_TIME
 

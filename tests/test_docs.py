@@ -17,9 +17,9 @@ import imagenet_fast
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare.contest import contestants
 from imagenet_fast.compare.layouts import parse_layouts
-from imagenet_fast.metrics.run_result import RunResult, Status
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.load import find_file, load_recipe, parse_engines
+from imagenet_fast.run.result import RunResult, Status
 from scripts import reference, results, tables
 from tests.pages import ALL_PAGES, PAGES, ROOT, Command, mentioned, name_of, prose, shown_commands
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from imagenet_fast.metrics.run_result import RunResult
+from imagenet_fast.run.result import RunResult
 from scripts import results, tables
 from tests.pages import ROOT
 

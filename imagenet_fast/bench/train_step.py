@@ -28,7 +28,7 @@ from imagenet_fast.data.device import Normalizer
 from imagenet_fast.data.throughput import WARM_BATCHES, OwnLoader, images_to_time, stored_pixels, training_batches
 from imagenet_fast.distributed.init import DistContext, computes_bf16, prepare_device
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.netlab.timing import in_turns

@@ -54,8 +54,8 @@ def compare(
     from imagenet_fast.compare.layouts import parse_layouts
     from imagenet_fast.compare.report import draw_curves, summaries
     from imagenet_fast.launch.nodes import local_ranks
-    from imagenet_fast.metrics.run_dir import RunDir, new_folder
-    from imagenet_fast.metrics.run_result import STOPPED
+    from imagenet_fast.run.result import STOPPED
+    from imagenet_fast.run.run_dir import RunDir, new_folder
     from imagenet_fast.units import whole_numbers
 
     folder = out or new_folder(Path(recipe).stem, "compare")

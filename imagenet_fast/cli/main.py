@@ -156,8 +156,8 @@ def doctor(
     from imagenet_fast.doctor.report import findings_table, read_results, refused
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
-    from imagenet_fast.metrics.launcher_dir import LauncherDir
     from imagenet_fast.recipe.job import DoctorJob
+    from imagenet_fast.run.launcher_dir import LauncherDir
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     job = DoctorJob(data, out)
@@ -188,8 +188,9 @@ def list_recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
     if context.invoked_subcommand is not None:
         return
-    from imagenet_fast.metrics.tables import compact_table, number
+    from imagenet_fast.metrics.tables import compact_table
     from imagenet_fast.recipe.load import load_recipe, shipped
+    from imagenet_fast.units import number
 
     rows = []
     for name, recipe in ((name, load_recipe(path)) for name, path in shipped("recipe").items()):

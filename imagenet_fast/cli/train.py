@@ -68,7 +68,7 @@ def train(
         trace: Write trace.json, a timeline of steps 11 to 15 for ui.perfetto.dev.
     """
     from imagenet_fast.launch.job_setup import plan_job, recipe_of, run_to_resume
-    from imagenet_fast.metrics.run_dir import RunDir
+    from imagenet_fast.run.run_dir import RunDir
 
     run = run_to_resume(resume, out) if resume is not None else None
     given = {"seed": seed, "data.on_bad_image": on_bad_image}
@@ -138,7 +138,7 @@ def evaluate(
 
     from imagenet_fast.launch.launcher import run_ranks
     from imagenet_fast.launch.nodes import resolve_nodes
-    from imagenet_fast.metrics.launcher_dir import LauncherDir
+    from imagenet_fast.run.launcher_dir import LauncherDir
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
     with LauncherDir.temporary() as launcher_dir:

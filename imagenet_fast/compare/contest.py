@@ -18,13 +18,13 @@ from imagenet_fast.launch.job_setup import plan_job
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.signals import stopping_early
 from imagenet_fast.metrics.past_run import PastRun, read_run
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.netlab.namespaces import parse_rate, shaped_network
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_file, load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import engines as all_engines
+from imagenet_fast.run.result import STOPPED
+from imagenet_fast.run.run_dir import RunDir
 
 _DONE = (0, 3)  # exit codes of a run that completed training
 

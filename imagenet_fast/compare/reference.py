@@ -13,9 +13,9 @@ import numpy as np
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.past_run import PastRun
-from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.plan.fastest import published_trainings
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.run.run_dir import RunDir
 
 _MODEL: Final = "resnet50"
 _TARGET, _PIXELS = 75.9, 224

@@ -18,9 +18,9 @@ from imagenet_fast.data.throughput import OwnLoader, measure, training_batches
 from imagenet_fast.distributed.cores import usable_cores, usable_memory
 from imagenet_fast.doctor.report import CheckResult, check, refused
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.run_dir import RunDir, new_folder
 from imagenet_fast.models.compiler import check_compiler
 from imagenet_fast.plan.devices import device_of
+from imagenet_fast.run.run_dir import RunDir, new_folder
 
 _OLDEST_TORCH = (2, 11)
 _GIB = 2**30

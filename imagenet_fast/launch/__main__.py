@@ -18,8 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
 from imagenet_fast.distributed.cores import exceeded_limit
 from imagenet_fast.distributed.ranks import RankInfo, kill_with_parent, rank_info_from_env
 from imagenet_fast.errors import JobAborted, UserError, exit_with_error, report_errors_by
-from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter
+from imagenet_fast.run.launcher_dir import LauncherDir
 from imagenet_fast.stdio import exit_now, keep_printing, refuse_if_lost
 
 _PORT = 29400  # where simulated nodes meet; in their network no other process listens

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.recipe.batching import explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.load import find_file, load_recipe, shipped
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.run.run_dir import new_folder
 
 _RESTARTS = "3"  # of the ranks, if one is lost; neither Slurm nor ssh starts a launcher again
 _UNITS_S = (86_400, 3600, 60, 1)

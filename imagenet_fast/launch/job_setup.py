@@ -10,12 +10,12 @@ from pathlib import Path
 from imagenet_fast.data.quarantine import left_out
 from imagenet_fast.data.source import check_validation, find_data
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir, new_folder, split_checkpoint
 from imagenet_fast.recipe.batching import Batching, explain, scale_recipe, split_batch
 from imagenet_fast.recipe.data_config import SyntheticData
 from imagenet_fast.recipe.job import Evaluation, Job
 from imagenet_fast.recipe.load import find_file, load_recipe
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.run.run_dir import RunDir, new_folder, split_checkpoint
 
 
 def plan_job(

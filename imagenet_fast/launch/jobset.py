@@ -16,8 +16,8 @@ from typing import Any
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob
-from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.recipe.load import read_text
+from imagenet_fast.run.result import STOPPED
 
 _DATA, _RUNS, _RECIPES = "/data", "/runs", "/recipes"  # where volumes are mounted in a pod
 _RESTARTS = 10  # per node; Kubernetes counts those of all nodes together

@@ -27,10 +27,10 @@ from imagenet_fast.distributed.network import route_to
 from imagenet_fast.errors import JobAborted, UserError, first_line
 from imagenet_fast.launch.nodes import LaunchConfig, refused_threads
 from imagenet_fast.launch.signals import ENDS, ignore_signals, interrupt_on_signals
-from imagenet_fast.metrics.launcher_dir import LauncherDir
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import STOPPED, STOPPED_WORDS, RunResult, Status, read_outcome
 from imagenet_fast.recipe.job import AnyJob, Job, write_job
+from imagenet_fast.run.launcher_dir import LauncherDir
+from imagenet_fast.run.result import STOPPED, STOPPED_WORDS, RunResult, Status, read_outcome
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.run_lock import describe_ended, ended_run, locked
 
 _LAST_CALL_S = 10  # how long the minimum number of nodes waits for more

@@ -15,11 +15,11 @@ from rich.console import Console
 from imagenet_fast.distributed.init import init_distributed
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.launch.signals import Signals
-from imagenet_fast.metrics.exit_status import Ending
-from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.metrics.tables import write_json
 from imagenet_fast.recipe.job import DoctorJob, Evaluation, Job
 from imagenet_fast.recipe.schema import Timeout
+from imagenet_fast.run.ending import Ending
+from imagenet_fast.run.launcher_dir import LauncherDir
 from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.trainer import Trainer
 

@@ -111,7 +111,7 @@ def stopping_early() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        from imagenet_fast.metrics.run_result import NOT_BEGUN, STOPPED
+        from imagenet_fast.run.result import NOT_BEGUN, STOPPED
 
         print(NOT_BEGUN, flush=True)
         raise SystemExit(STOPPED) from None

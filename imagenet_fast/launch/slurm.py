@@ -14,8 +14,8 @@ from pathlib import Path
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.launch.cluster_job import ClusterJob, job_label, parse_time_limit
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import STOPPED
+from imagenet_fast.run.result import STOPPED
+from imagenet_fast.run.run_dir import RunDir
 
 _WARNING_S = 120  # before the time limit; Slurm may send the signal up to a minute earlier
 _MEETING = ' \\\n    --nodes {nodes} --rdzv-endpoint "$SLURMD_NODENAME:$((20000 + SLURM_JOB_ID % 10000))"'

@@ -11,8 +11,9 @@ from pathlib import Path
 from rich.console import Console
 
 from imagenet_fast.metrics.events import Event
-from imagenet_fast.metrics.run_result import BEARABLE_WAIT_PCT, target_metric, verdict
-from imagenet_fast.metrics.tables import NOTHING, compact_table, number
+from imagenet_fast.metrics.tables import compact_table
+from imagenet_fast.run.result import BEARABLE_WAIT_PCT, target_metric, verdict
+from imagenet_fast.units import NOTHING, number
 
 
 class ConsoleSink:

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from imagenet_fast.atomic_io import atomic_write_text, check_place
+from imagenet_fast.atomic_io import atomic_write_text, check_place, to_json
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.tables import to_json
+from imagenet_fast.run.run_dir import RunDir
 
 Event = dict[str, Any]
 """Values measured at one step, as a line of ``events.jsonl`` has them.

@@ -11,8 +11,8 @@ from typing import Any
 
 from imagenet_fast.errors import UserError, warn
 from imagenet_fast.metrics.events import Event, read_events
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import read_outcome
+from imagenet_fast.run.result import read_outcome
+from imagenet_fast.run.run_dir import RunDir
 
 SETTLING_STEPS = 10
 """First steps of a run that are left out of step times and traffic.

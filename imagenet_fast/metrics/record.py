@@ -11,16 +11,15 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast import __version__
-from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.atomic_io import atomic_write_text, to_json
 from imagenet_fast.distributed.cores import usable_cores
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.versions import commit
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import MetricLogger, take_back
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.tables import to_json
 from imagenet_fast.recipe.job import Job, write_job
 from imagenet_fast.recipe.load import to_toml
+from imagenet_fast.run.run_dir import RunDir
 
 
 def open_record(job: Job, world: DistContext, run_s: Callable[[], float], resumed: int | None = None) -> MetricLogger:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,34 +13,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
+from imagenet_fast.atomic_io import to_json
 from imagenet_fast.errors import UserError
+from imagenet_fast.units import NOTHING
 
 Form = str | Callable[[Any], str]
 """Show a value by this: a format string as of ``format``, or a function that returns the text."""
-NOTHING = "–"
-"""The cell for a missing value."""
 
 _GAP = 2  # characters between columns
 _FACTORS = {"ms": 1e3, "ms/step": 1e3, "us": 1e6, "MB": 1e-6, "MB/s": 1e-6, "min": 1 / 60}
 _NAME = 20  # up to this length, words of the first column stay whole, and rather other columns are moved below
-
-
-def number(value: float | None, form: str, unit: str = "") -> str:
-    """Return ``value`` in the format ``form``, with its unit, or a dash for None."""
-    return NOTHING if value is None else f"{value:{form}}{unit}"
-
-
-def to_json(value: Any, indent: int | None = None) -> str:
-    """Return ``value`` as JSON with null for NaN and infinities, which RFC 8259 lacks.
-
-    Dataclasses and NumPy's numbers may be in it.
-    """
-
-    def plain(other: Any) -> Any:
-        return asdict(other) if is_dataclass(other) and not isinstance(other, type) else other.item()
-
-    text = json.dumps(value, default=plain)
-    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=indent)
 
 
 def write_json(value: Any, path: Path | None) -> None:

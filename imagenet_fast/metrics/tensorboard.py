@@ -21,8 +21,8 @@ from torch.utils.tensorboard.summary import custom_scalars, hparams
 
 from imagenet_fast.metrics.events import Event
 from imagenet_fast.metrics.past_run import PastRun
-from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, flat_tables, recipe_tables
+from imagenet_fast.run.run_dir import RunDir
 
 _SCALARS = {"train", "speed", "sync", "data", "precision", "eval"}
 """Events whose values are scalars."""

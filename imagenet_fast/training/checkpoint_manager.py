@@ -18,9 +18,9 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.messages import common_folder, raise_on_all_ranks
 from imagenet_fast.distributed.step_agreement import StepAgreement
 from imagenet_fast.errors import JobAborted, UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.job import Job, recipe_tables
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.resume import ResumePoint

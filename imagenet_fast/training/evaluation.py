@@ -17,10 +17,10 @@ from imagenet_fast.data.loader import NO_CLASS
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.messages import first_of_node, from_main, to_main
-from imagenet_fast.metrics.run_result import Accuracy
 from imagenet_fast.metrics.tables import compact_table
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.recipe.job import Evaluation
+from imagenet_fast.run.result import Accuracy
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.precision import autocast, effective_precision, forward_dtype, set_float32_math
 

@@ -17,7 +17,6 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.messages import raise_on_all_ranks
 from imagenet_fast.distributed.reductions import RunningMeans, broadcast_model
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint, weights_file
 from imagenet_fast.models import build_model
 from imagenet_fast.models.cifarnet import CifarNet
 from imagenet_fast.models.external import check_network, to_channels_last
@@ -25,6 +24,7 @@ from imagenet_fast.models.weights import Weights, describe, fill, fit, read_weig
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
+from imagenet_fast.run.run_dir import RunDir, split_checkpoint, weights_file
 
 
 def build_initial_model(

@@ -15,7 +15,8 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.network import link_bytes
 from imagenet_fast.distributed.reductions import gather_rows
 from imagenet_fast.distributed.watchdog import Paces
-from imagenet_fast.metrics import MetricLogger, RunResult
+from imagenet_fast.metrics.events import MetricLogger
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.nonfinite import NonFiniteLoss
 from imagenet_fast.training.precision import LossScaler

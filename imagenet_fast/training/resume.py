@@ -22,10 +22,10 @@ from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.messages import barrier, common_folder, from_main, raise_on_all_ranks, to_main
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.events import read_events
-from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, differences
 from imagenet_fast.recipe.parallel_config import chunks_of
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.state import TrainState, joined
 
 

@@ -20,9 +20,9 @@ from imagenet_fast.atomic_io import check_place
 from imagenet_fast.distributed.init import DistContext
 from imagenet_fast.distributed.messages import raise_on_all_ranks
 from imagenet_fast.errors import UserError, warn
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult, read_outcome, verdict
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.run.result import RunResult, read_outcome, verdict
+from imagenet_fast.run.run_dir import RunDir
 
 _LOCK_TIMEOUT_S = 5.0  # for another process to release the lock: a rank needs a moment to see that its launcher died
 _held: dict[Path, int] = {}  # the descriptors

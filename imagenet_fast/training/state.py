@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.reductions import RunningMeans, average_batch_norms, gather_rows
-from imagenet_fast.metrics import RunResult
 from imagenet_fast.parallel.ddp import GradientSync
 from imagenet_fast.parallel.parallelize import ParallelModel
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.sync.kept_state import reshard_sync_state
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma

@@ -17,7 +17,6 @@ from imagenet_fast.cost_model.layer_profile import shipped_profile
 from imagenet_fast.data.order import bits
 from imagenet_fast.distributed.heartbeat import here
 from imagenet_fast.distributed.init import DistContext
-from imagenet_fast.metrics import RunResult
 from imagenet_fast.metrics.trace import TRACED, Trace
 from imagenet_fast.models import compile_blocks, fuse_norms
 from imagenet_fast.models.batchnorm_stats import StepStatistics
@@ -26,6 +25,7 @@ from imagenet_fast.parallel.ddp import GradientSync, attach
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.sync import GradientPool, SyncStats
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.ema import ModelEma

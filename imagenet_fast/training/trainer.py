@@ -30,15 +30,15 @@ from imagenet_fast.distributed.init import DistContext, current_world
 from imagenet_fast.distributed.messages import first_of_node, raise_on_all_ranks
 from imagenet_fast.distributed.watchdog import report_failure
 from imagenet_fast.errors import JobAborted, UserError
-from imagenet_fast.metrics import Accuracy, MetricLogger
-from imagenet_fast.metrics.exit_status import Ending
+from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.metrics.record import open_record
-from imagenet_fast.metrics.run_dir import RunDir, new_folder
-from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.models.weights import Weights
 from imagenet_fast.recipe.batching import explain, split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_file, load_recipe
+from imagenet_fast.run.ending import Ending
+from imagenet_fast.run.result import Accuracy, RunResult
+from imagenet_fast.run.run_dir import RunDir, new_folder
 from imagenet_fast.training.checkpoint_manager import CheckpointManager, open_checkpoints, save_final_weights
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.evaluation import StopRequested, evaluate

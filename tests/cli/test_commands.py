@@ -20,8 +20,8 @@ from imagenet_fast.cli.main import app
 from imagenet_fast.compare import contest
 from imagenet_fast.cost_model.layer_profile import save_profile
 from imagenet_fast.distributed.ranks import rank_info_from_env
-from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.recipe.job import DoctorJob, Job
+from imagenet_fast.run.launcher_dir import LauncherDir
 from tests.bench.small import SMALL
 from tests.conftest import make_images
 from tests.data.small import few_digits

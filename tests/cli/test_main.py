@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 from imagenet_fast.cli.main import app, main
 from imagenet_fast.distributed.ranks import TORCHRUN
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.run_dir import new_folder
 from imagenet_fast.models.weights import write_weights
 from imagenet_fast.recipe.load import find_file
+from imagenet_fast.run.run_dir import new_folder
 from tests.e2e.command import imagenet_fast, in_process
 
 

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare.layouts import NamedLayout, laid_out, parse_layouts, refuse_axes
 from imagenet_fast.launch.nodes import LaunchConfig
-from imagenet_fast.metrics.run_result import STOPPED
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import find_file
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.run.result import STOPPED
 from tests.conftest import refusal_of
 
 

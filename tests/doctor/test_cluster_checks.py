@@ -16,8 +16,8 @@ from imagenet_fast.doctor import host_checks
 from imagenet_fast.doctor.cluster_checks import gather_results
 from imagenet_fast.doctor.report import CheckResult, by_host, findings_table, read_results
 from imagenet_fast.launch.rank import examine_as_rank
-from imagenet_fast.metrics.launcher_dir import LauncherDir
 from imagenet_fast.recipe.job import DoctorJob
+from imagenet_fast.run.launcher_dir import LauncherDir
 from tests.ports import free_port
 from tests.ranks import run, with_ranks
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import tests
 from imagenet_fast.cli.main import app, entry
-from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.training.trainer import Trainer
 from tests.guard import STARTED
 

@@ -22,13 +22,13 @@ from torchvision.models import resnet18
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter, open_checkpoint
 from imagenet_fast.launch.job_setup import plan_evaluation
-from imagenet_fast.metrics.run_dir import RunDir, split_checkpoint
 from imagenet_fast.models import build_model
 from imagenet_fast.models.export import ABOUT
 from imagenet_fast.models.weights import describe, write_weights
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job, read_job
 from imagenet_fast.recipe.load import load_recipe, parse_recipe
+from imagenet_fast.run.run_dir import RunDir, split_checkpoint
 from imagenet_fast.training import init_weights
 from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights, load_initial_weights

@@ -15,13 +15,12 @@ from torchvision.models import resnet18
 import tests
 from imagenet_fast.cli.export import export
 from imagenet_fast.compare.report import summaries
-from imagenet_fast.metrics import Accuracy
 from imagenet_fast.metrics.past_run import read_run
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.run_result import RunResult
 from imagenet_fast.metrics.tables import table
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.job import Evaluation
+from imagenet_fast.run.result import Accuracy, RunResult
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from tests.e2e.command import events_of, outcome_of, train_here
 from tests.ranks import run, with_ranks

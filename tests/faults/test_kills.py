@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from imagenet_fast.metrics.run_result import read_outcome
+from imagenet_fast.run.result import read_outcome
 from imagenet_fast.training.trainer import Trainer
 from tests.e2e.command import train_here
 from tests.faults.jobs import digest

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import tests
-from imagenet_fast.metrics import MetricLogger, RunResult
+from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.recipe.schema import Unscaled
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.precision import LossScaler

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 import tests
-from imagenet_fast.metrics import Event, MetricLogger, RunResult
+from imagenet_fast.metrics.events import Event, MetricLogger
 from imagenet_fast.recipe.schema import Float16
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.nonfinite import NonFiniteLoss

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tests
-from imagenet_fast.metrics import MetricLogger
+from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.sync.captured_step import CapturedStep

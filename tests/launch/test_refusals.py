@@ -28,9 +28,9 @@ from imagenet_fast.distributed.ranks import TORCHRUN, rank_info_from_env
 from imagenet_fast.launch import launcher, signals
 from imagenet_fast.launch.nodes import LaunchConfig
 from imagenet_fast.launch.rank import train_as_rank
-from imagenet_fast.metrics.launcher_dir import LauncherDir
-from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job, write_job
+from imagenet_fast.run.launcher_dir import LauncherDir
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.trainer import Trainer
 from tests.conftest import make_images, refuses, tiers
 from tests.e2e.command import COMMAND, Forked, environment, events_of, outcome_of, setting, train_here

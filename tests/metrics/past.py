@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 
 from imagenet_fast.compare.report import summaries
-from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult
-from imagenet_fast.metrics.events import take_back
+from imagenet_fast.metrics.events import MetricLogger, take_back
 from imagenet_fast.metrics.past_run import PastRun
 from imagenet_fast.metrics.tables import table
+from imagenet_fast.run.result import Accuracy, RunResult
 from imagenet_fast.training.clock import Clock
 
 

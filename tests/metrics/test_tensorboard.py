@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from imagenet_fast.launch.job_setup import plan_job
-from imagenet_fast.metrics import Accuracy, MetricLogger, RunResult, Status
-from imagenet_fast.metrics.events import take_back
+from imagenet_fast.metrics.events import MetricLogger, take_back
 from imagenet_fast.metrics.tensorboard import TensorBoard
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.load import load_recipe
+from imagenet_fast.run.result import Accuracy, RunResult, Status
 
 CURVES = {
     "compare/step_s", "compare/time_to_accuracy_s", "compare/top1_best", "data/wait_pct", "eval/top1",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import tests
-from imagenet_fast.metrics import Event, MetricLogger
+from imagenet_fast.metrics.events import Event, MetricLogger
 from imagenet_fast.models.alexnet import AlexNet, CompilableSequential
 from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch

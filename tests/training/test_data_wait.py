@@ -13,8 +13,9 @@ from torch import Tensor
 import tests
 from imagenet_fast.distributed.heartbeat import Heartbeat, publish
 from imagenet_fast.distributed.watchdog import watch_board
-from imagenet_fast.metrics import MetricLogger, RunResult
+from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.recipe.schema import Unscaled
+from imagenet_fast.run.result import RunResult
 from imagenet_fast.sync import SyncStats
 from imagenet_fast.training.meter import Meter
 from imagenet_fast.training.precision import LossScaler

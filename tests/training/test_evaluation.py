@@ -12,10 +12,10 @@ from torch import nn
 
 import tests
 from imagenet_fast.data.build import Loaders, build_loaders, build_val_loader
-from imagenet_fast.metrics import Accuracy
 from imagenet_fast.metrics.events import read_events
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import SyntheticData
+from imagenet_fast.run.result import Accuracy
 from imagenet_fast.training.evaluation import StopRequested, evaluate, mirrored_logits, shifted_logits
 from tests.data.small import image_data, with_bad_images
 from tests.e2e.command import train_here

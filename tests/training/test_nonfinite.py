@@ -16,11 +16,12 @@ from torch import Tensor, nn
 import tests
 from imagenet_fast.checkpoint import CheckpointWriter, newest
 from imagenet_fast.errors import JobAborted
-from imagenet_fast.metrics import MetricLogger, RunResult
-from imagenet_fast.metrics.run_dir import RunDir
+from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.recipe.schema import Unscaled
+from imagenet_fast.run.result import RunResult
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.evaluation import StopRequested
 from imagenet_fast.training.meter import Meter

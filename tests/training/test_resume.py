@@ -26,9 +26,9 @@ from imagenet_fast.cost_model.step_simulator import LinkModel
 from imagenet_fast.distributed import step_agreement
 from imagenet_fast.distributed.messages import barrier
 from imagenet_fast.errors import JobAborted
-from imagenet_fast.metrics.run_dir import RunDir
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.recipe.parallel_config import Parallel
+from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.resume import _newest
 from imagenet_fast.training.state import joined
 from imagenet_fast.training.train_step import TrainingStep

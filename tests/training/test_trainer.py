@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import tests
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.run_result import read_outcome
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.run.result import read_outcome
 from imagenet_fast.training.clock import Clock
 from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer

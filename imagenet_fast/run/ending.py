@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.distributed.watchdog import Reason, first_reason
-from imagenet_fast.metrics.launcher_dir import LauncherDir
-from imagenet_fast.metrics.run_result import NOT_BEGUN, STOPPED_WORDS, RunResult
 from imagenet_fast.recipe.job import Job
+from imagenet_fast.run.launcher_dir import LauncherDir
+from imagenet_fast.run.result import NOT_BEGUN, STOPPED_WORDS, RunResult
 
 
 @dataclass

@@ -11,12 +11,12 @@ from typing import Any, Literal
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from imagenet_fast.atomic_io import atomic_write_text
+from imagenet_fast.atomic_io import atomic_write_text, to_json
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.run_dir import RunDir
-from imagenet_fast.metrics.tables import number, to_json
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.run.run_dir import RunDir
+from imagenet_fast.units import number
 
 STOPPED = 4
 """Exit code of a run that a signal stopped without loss. The same command resumes it."""

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from imagenet_fast.atomic_io import atomic_write_text
-from imagenet_fast.metrics.run_result import Status
+from imagenet_fast.run.result import Status
 
 
 class RankEnd(NamedTuple):

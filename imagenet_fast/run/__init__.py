@@ -1,0 +1,1 @@
+"""What a run and its launcher leave on disk, and how a run ends."""
