@@ -145,7 +145,4 @@ def _ddp(settings: DdpSync) -> Engine:
     cap = settings.bucket_cap_mb or 25
     first = 1.0 if settings.bucket_cap_mb else 1 / cap
     fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
-    return Engine(
-        settings.wire, "backward", fuse, first_bucket_scale=first, collective="native",
-        powersgd_rank=settings.powersgd_rank,
-    )  # fmt: skip
+    return Engine(settings.wire, "backward", fuse, first_bucket_scale=first, collective="native")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
@@ -34,9 +33,6 @@ _BUFFER_SWITCH = next(
     if name in inspect.signature(DistributedDataParallel).parameters
 )
 
-_POWERSGD_KEEPS = ("iter", "error_dict", "p_memory_dict", "q_memory_dict")
-_POWERSGD_BEGINS = 5  # steps; DDP rebuilds its buckets after the first step, and the hook keeps its memory per bucket
-
 
 class DdpPeer:
     """DDP with its own buckets and overlap, behind the methods that a training loop calls on a ``GradientPool``.
@@ -45,17 +41,13 @@ class DdpPeer:
     not synchronised here: they are averaged before each evaluation instead.
     """
 
-    def __init__(
-        self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float | None, powersgd_rank: int = 0
-    ) -> None:
+    def __init__(self, model: nn.Module, wire: torch.dtype, bucket_cap_mb: float | None) -> None:
         """Wrap ``model`` in DDP.
 
         Args:
             model: The model, on its device.
             wire: Dtype in which gradients are sent; any but bf16 and fp16 sends them as they are.
             bucket_cap_mb: Bucket size in MiB; None: torch's default.
-            powersgd_rank: Rank of the approximations of torch's PowerSGD hook, which then replaces the wire's hook; 0:
-                no PowerSGD.
         """
         device = next(model.parameters()).device
         self._nothing = torch.zeros((), device=device)
@@ -82,12 +74,7 @@ class DdpPeer:
         self._guard: float | None = None
         self.found_inf: Tensor | None = None
         """1 if a mean of the last step was not finite or was too large, else 0; only set with ``guard``."""
-        self._powersgd: PowerSGDState | None = None
-        if powersgd_rank:
-            self._powersgd = PowerSGDState(None, powersgd_rank, start_powerSGD_iter=_POWERSGD_BEGINS)
-            self.module.register_comm_hook(self._powersgd, self._send_compressed)
-        else:
-            self.module.register_comm_hook(None, self._send)
+        self.module.register_comm_hook(None, self._send)
 
     def guard(self, largest: float) -> None:
         """Check the means of every later step; one above ``largest`` counts as infinite."""
@@ -137,21 +124,13 @@ class DdpPeer:
         """Do nothing: DDP defers no update."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order that DDP derives its buckets from, and what PowerSGD's hook keeps of each bucket."""
-        kept = None
-        if self._powersgd is not None:
-            kept = {name: getattr(self._powersgd, name) for name in _POWERSGD_KEEPS}
-        return {"order": self._order, "engine": {}, "hook": kept}
+        """Return the order that DDP derives its buckets from."""
+        return {"order": self._order, "engine": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``."""
         if state.get("order"):
             self._trace_shapes(state["order"])
-        if self._powersgd is not None and state.get("hook"):
-            device = next(self.module.parameters()).device
-            for name, value in state["hook"].items():
-                kept = {bucket: v.to(device) for bucket, v in value.items()} if isinstance(value, dict) else value
-                setattr(self._powersgd, name, kept)
 
     def _trace_shapes(self, order: list[str]) -> None:
         """Run a backward of zeros that produces gradients in the order of the first step.
@@ -176,30 +155,12 @@ class DdpPeer:
         self._order.append(name)
 
     def _send(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        transfer = self._begin(bucket)
-        outcome = self._reduce(dist.distributed_c10d._get_default_group(), bucket)
-        return self._count(transfer, bucket.buffer().numel() * self._wire.itemsize, outcome)
-
-    def _send_compressed(self, state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        transfer = self._begin(bucket)
-        if state.iter < state.start_powerSGD_iter:
-            return self._count(transfer, bucket.buffer().nbytes, powerSGD_hook(state, bucket))
-        before = state.total_numel_after_compression
-        outcome = powerSGD_hook(state, bucket)
-        values = state.total_numel_after_compression - before
-        return self._count(transfer, values * bucket.buffer().element_size(), outcome)
-
-    def _begin(self, bucket: GradBucket) -> Transfer | None:
-        """Note a message that begins now; DDP waits for it by itself."""
-        return Transfer.begin(f"bucket {bucket.index()}", self._nothing.device)
-
-    def _count(
-        self, transfer: Transfer | None, message: int, outcome: torch.futures.Future[Tensor]
-    ) -> torch.futures.Future[Tensor]:
-        """Count the bytes of a message of ``message`` bytes, as in a ring, and when it ends; return ``outcome``."""
+        """Send a bucket, which DDP waits for by itself, and count its bytes, as in a ring."""
+        transfer = Transfer.begin(f"bucket {bucket.index()}", self._nothing.device)
         ranks = dist.get_world_size()
-        sent_bytes = 2 * (ranks - 1) * message // ranks
+        sent_bytes = 2 * (ranks - 1) * bucket.buffer().numel() * self._wire.itemsize // ranks
         self._stats.count(sent_bytes)
+        outcome = self._reduce(dist.distributed_c10d._get_default_group(), bucket)
         if transfer is not None:
             outcome.add_done_callback(lambda _: transfer.end(self._nothing.device, sent_bytes))
         return outcome
@@ -231,6 +192,6 @@ def attach(
     """
     if isinstance(engine, DdpSync):
         compare_ranks(engine, steps_per_epoch, None, {}, device=next(model.parameters()).device)
-        peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb, engine.powersgd_rank)
+        peer = DdpPeer(model, wire_dtype(engine.wire), engine.bucket_cap_mb)
         return peer.module, peer
     return model, GradientPool(model, engine, steps_per_epoch=steps_per_epoch, topology=topology)

@@ -242,32 +242,12 @@ class DdpSync(EngineTable):
 
     ours: ClassVar[bool] = False
     unreplayable: ClassVar[str] = "keeps parts of autograd's graph from step to step"
-    telling: ClassVar[tuple[str, ...]] = ("powersgd_rank",)
 
     kind: Literal["ddp"] = "ddp"
     wire: Cast = "fp32"
     """Wire dtype of the gradients."""
     bucket_cap_mb: PositiveFloat | None = None
     """Bucket size in MiB; absent: torch's default, a first bucket of 1 MiB and others of 25 MiB."""
-    powersgd_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of the approximations of torch's PowerSGD hook; 0: off.
-
-    The hook's callbacks start all-reduces, and may start those of two buckets in different orders on different ranks.
-    gloo may abort then; with gloo, set ``bucket_cap_mb`` to the size of the model.
-    """
-
-    @property
-    def keeps(self) -> bool:
-        """True if PowerSGD compresses gradients: what it does not send is added to later steps."""
-        return self.powersgd_rank > 0
-
-    def values_sent(self, shape: Sequence[int]) -> float:
-        """Return how many values it sends for a parameter of ``shape``.
-
-        torch's hook makes a matrix of the first dimension by all others, and approximates what becomes half as large.
-        """
-        size, rows = math.prod(shape), shape[0] if shape else 1
-        return in_factors(rows, size // max(1, rows), self.powersgd_rank, 2) if self.powersgd_rank else size
 
 
 EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync | HybridSync | DearSync | AutoSync
@@ -292,7 +272,6 @@ def matrix_of(sizes: Sequence[int]) -> tuple[int, int]:
     return rows, size // max(1, rows)
 
 
-def in_factors(rows: int, columns: int, rank: int, saving: int = 1) -> int:
-    """Return how many values are sent for a matrix: its two factors, if ``saving`` times as many are still fewer."""
-    factors, size = rank * (rows + columns), rows * columns
-    return factors if saving * factors < size else size
+def in_factors(rows: int, columns: int, rank: int) -> int:
+    """Return how many values are sent for a matrix: its two factors, if those are fewer."""
+    return min(rank * (rows + columns), rows * columns)

@@ -337,7 +337,6 @@ PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
     (PowerSgdSync(timing="allreduce"), "'powersgd' with sync.timing 'allreduce'", "each", "keeps ours"),
     (PowerSgdSync(timing="dear"), "'powersgd' with sync.timing 'dear'", "read", "defers keeps ours"),
     (ALL["ddp"], "'ddp'", "backward", ""),
-    (DdpSync(powersgd_rank=1), "'ddp' with sync.powersgd_rank 1", "backward", "keeps"),
 ]
 """Settings, as a recipe writes them, where they wait, and what is true of them."""
 

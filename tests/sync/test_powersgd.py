@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.parallel.ddp import attach
-from imagenet_fast.sync import DdpSync, GradientPool, PowerSgdSync
+from imagenet_fast.sync import GradientPool, PowerSgdSync
 from imagenet_fast.sync.powersgd import _each_orthonormal, matrix_shape
 from tests.conftest import tiers
 from tests.ranks import run, with_ranks
@@ -92,15 +91,6 @@ def test_settings_say_how_many_values_the_engine_sends() -> None:
     for shape in SIZES:
         model, pool = started([[shape]], timing="allreduce")
         assert 0 <= sent_by(model, pool, shape) - 1 - settings().values_sent(shape) <= 2, shape
-
-
-@with_ranks(2)
-def test_settings_say_how_many_values_torchs_hook_sends() -> None:
-    """Only matrices that become half as large are sent as factors; what is 1 long at first is no matrix."""
-    for shape in SIZES[:-1]:
-        asked = DdpSync(powersgd_rank=2)
-        forward, sync = attach(Given([shape]), asked)
-        assert [sent_by(forward, sync, shape) for _ in range(7)][-1] == asked.values_sent(shape), shape
 
 
 @with_ranks(2)

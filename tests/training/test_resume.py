@@ -60,7 +60,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "powersgd": {"sync": {"kind": "powersgd", "rank": 2, "dense_epochs": 0.25}},
     "ddp": {"sync": {"kind": "ddp", "wire": "fp32", "bucket_cap_mb": 0.01}},
     "ddp-accumulated": {"global_batch": 24, "sync": {"kind": "ddp", "wire": "bf16", "bucket_cap_mb": 0.01}},
-    "ddp-powersgd": {"sync": {"kind": "ddp", "wire": "fp32", "powersgd_rank": 2}},
     "auto": {"sync": {"kind": "auto", "wire": "fp32"}},
     "auto-inexact": {"sync": {"kind": "auto", "wire": "bf16", "inexact": True}},
     "clipped-accumulated": {"clip_norm": 0.5, "global_batch": 24, "sync": {"kind": "ring", "wire": "fp32"}},
