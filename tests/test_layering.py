@@ -142,7 +142,7 @@ LINES = {
     "imagenet_fast/checkpoint": 863,
     "imagenet_fast/cli": 1610,
     "imagenet_fast/compare": 703,
-    "imagenet_fast/cost_model": 1198,
+    "imagenet_fast/cost_model": 1193,
     "imagenet_fast/data": 4476,
     "imagenet_fast/distributed": 2471,
     "imagenet_fast/doctor": 324,
@@ -152,13 +152,13 @@ LINES = {
     "imagenet_fast/netlab": 547,
     "imagenet_fast/parallel": 925,
     "imagenet_fast/plan": 1450,
-    "imagenet_fast/recipe": 2008,
+    "imagenet_fast/recipe": 2006,
     "imagenet_fast/run": 563,
-    "imagenet_fast/sync": 4782,
+    "imagenet_fast/sync": 4778,
     "imagenet_fast/training": 3032,
-    "imagenet_fast": 31672,
-    "tests": 28553,
-    "tests/sync": 6041,
+    "imagenet_fast": 31661,
+    "tests": 28552,
+    "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

@@ -11,7 +11,7 @@ from typing import assert_never
 
 from imagenet_fast.cost_model.collectives import wire_format
 from imagenet_fast.cost_model.messages import Engine, Links, Slot, alike
-from imagenet_fast.recipe.engine_table import CodingTable, Collective, chosen_collective, fusion_bytes
+from imagenet_fast.recipe.engine_table import Collective, chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     DdpSync,
@@ -105,11 +105,6 @@ def declare(settings: DeclaredSettings) -> Engine:
 
     ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
     """
-    plain_steps = settings.bf16_steps if isinstance(settings, CodingTable) else 0
-    return replace(_declared(settings), plain_steps=plain_steps)
-
-
-def _declared(settings: DeclaredSettings) -> Engine:
     match settings:
         case AllReduceSync():
             return allreduce(settings)
@@ -126,7 +121,7 @@ def _declared(settings: DeclaredSettings) -> Engine:
             return Engine(settings.wire, settings.awaits, fuse, collective=collective)
         case PowerSgdSync():  # the engine named by ``timing``, but its low-rank factors are sent
             timing = engines()[settings.timing].model_validate({"wire": settings.wire})
-            engine = _declared(timing)  # type: ignore[arg-type]
+            engine = declare(timing)  # type: ignore[arg-type]
             if settings.timing != "allreduce":
                 engine = replace(engine, bucket_bytes=fusion_bytes(settings.bucket_mb))
             own = chosen_collective(settings.collective) or engine.collective

@@ -108,7 +108,7 @@ class Engine:
     prioritized: bool = False
     """True if messages are launched by a plan, most urgent first, once steps have been timed; else at once."""
     plain_steps: int = 0
-    """The number of first steps that are sent in bf16 where ``wire`` is an 8-bit dtype, and whole with PowerSGD."""
+    """The number of first steps that PowerSGD sends whole."""
     split_reduce_scatter: bool = False
     """True if the second half of an all-reduce is a message of its own, launched later.
 

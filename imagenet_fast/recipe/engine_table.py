@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal, Self, get_args
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import PositiveInt
 
 from imagenet_fast.recipe.base import Bytes, Table
 
@@ -133,5 +133,3 @@ class CodingTable(PoolTable):
 
     wire: Wire = "bf16"
     """Wire dtype of the gradients."""
-    bf16_steps: NonNegativeInt = 0
-    """First steps whose gradients are sent in bf16 if ``wire`` is int8; 0: none."""

@@ -25,7 +25,7 @@ from imagenet_fast.sync.layer_timer import LayerTimer
 from imagenet_fast.sync.network_benchmark import NetworkProbe
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
 from imagenet_fast.sync.powersgd import average_factors
-from imagenet_fast.sync.quantization import PLAIN, BlockMap, ErrorFeedback, is_coded
+from imagenet_fast.sync.quantization import BlockMap, ErrorFeedback, is_coded
 
 _ON_ONE_NODE = 2.0**22
 """The bucket size in bytes where all ranks are on one node and have no GPUs.
@@ -85,7 +85,6 @@ class Scheduler(SyncEngine):
         self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
         self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
         self._leaves = is_coded(self._wire) or engine.powersgd_rank > 0
-        self._plain_steps = engine.plain_steps if self._leaves else 0
         self._network = network or NetworkProbe(self._topology, self._wire)
         self._timing = timing
         self._residual: ErrorFeedback | None = None
@@ -102,13 +101,13 @@ class Scheduler(SyncEngine):
         if self._timetable is not None:
             self._timetable.close()
             self._timetable = None
-        plain = self._step < self._plain_steps
+        plain = self._step < self._declared.plain_steps
         self._engine = replace(self._declared, powersgd_rank=0) if plain else self._declared
         if self._residual is not None:
             self._kept, self._residual = self._residual.by_name(), None
         self._plan = _Plan((), (), (), {}, (), ())  # lets go of buffers before others are made
         self._ready, self._arrived = [], {}
-        self._plan = self._planned(PLAIN if plain and is_coded(self._wire) else self._wire)
+        self._plan = self._planned()
         self._timetable = self._time_steps()
 
     def gradient_ready(self, slot: ParamSlot) -> None:
@@ -132,7 +131,7 @@ class Scheduler(SyncEngine):
             self._adopt(self._timetable.timing())
         if not self.captures:
             self._step += 1
-            if self._step == self._plain_steps:
+            if self._step == self._declared.plain_steps:
                 self._await(list(self._in_flight))
                 self.rebuild_buckets()
         stats, self._stats = self._stats, SyncStats.of_step(self._device, self._step, self.defers)
@@ -181,7 +180,7 @@ class Scheduler(SyncEngine):
     @property
     def is_steady(self) -> bool:
         """True once nothing is measured or planned any more; if it defers, while all messages are in flight."""
-        final = self._timetable is None and self._step >= self._plain_steps and not self._declared.powersgd_rank
+        final = self._timetable is None and not self._declared.powersgd_rank
         return final and (not self.defers or len(self._in_flight) == len(self._plan.messages))
 
     @contextmanager
@@ -233,8 +232,8 @@ class Scheduler(SyncEngine):
         self._timing = timing
         self.rebuild_buckets()
 
-    def _planned(self, wire: torch.dtype) -> _Plan:
-        """Build the messages of all later steps, sent as ``wire``.
+    def _planned(self) -> _Plan:
+        """Build the messages of all later steps.
 
         Until steps have been timed, messages are launched as soon as they are ready. Buckets have the smallest size to
         choose from; on a GPU a piece's, since launches delay the backward that is timed.
@@ -253,13 +252,13 @@ class Scheduler(SyncEngine):
         for number, message in enumerate(messages):
             for slot in message.bucket:
                 of_slot[slot].append(number)
-        ops, labels = self._ops(messages, wire), [label_of(message.bucket) for message in messages]
+        ops, labels = self._ops(messages), [label_of(message.bucket) for message in messages]
         return _Plan(messages, ops, labels, of_slot, releases, waits_for(engine, messages, releases))
 
-    def _ops(self, messages: Sequence[BucketChunk], wire: torch.dtype) -> list[Sequence[CommOp]]:
+    def _ops(self, messages: Sequence[BucketChunk]) -> list[Sequence[CommOp]]:
         """Build the ops of all messages, and take over what quantisation has left."""
         pool, residual = self._pool, None
-        if is_coded(wire):
+        if is_coded(self._wire):
             residual = ErrorFeedback(pool.slots, pool.values.device, self._kept)
         ops: list[Sequence[CommOp]] = []
         rest: Sequence[CommOp] = ()
@@ -267,22 +266,20 @@ class Scheduler(SyncEngine):
             if message.half == 1:
                 ops.append(rest)
                 continue
-            now, rest = self._halves(message, wire, None if residual is None else residual.blocks(message.part))
+            now, rest = self._halves(message, None if residual is None else residual.blocks(message.part))
             ops.append(now)
         if residual is not None:
             residual.adopted()
             self._residual, self._kept = residual, {}
         return ops
 
-    def _halves(
-        self, message: BucketChunk, wire: torch.dtype, blocks: BlockMap | None
-    ) -> tuple[Sequence[CommOp], Sequence[CommOp]]:
+    def _halves(self, message: BucketChunk, blocks: BlockMap | None) -> tuple[Sequence[CommOp], Sequence[CommOp]]:
         """Return the ops of a message's first and second half; all are in the first unless the engine has halves."""
         engine, pool, topology = self._engine, self._pool, self._topology
 
         def average(values: Tensor, lane: str) -> list[CommOp]:
             direct = engine.split_reduce_scatter and not engine.powersgd_rank
-            return all_reduce(values, wire, message.collective, topology, engine.servers, direct, lane, blocks)
+            return all_reduce(values, self._wire, message.collective, topology, engine.servers, direct, lane, blocks)
 
         if not engine.powersgd_rank:
             ops = average(pool.values[message.part], message.lane)

@@ -9,7 +9,7 @@ import torch
 
 from imagenet_fast.cost_model.declarations import declare
 from imagenet_fast.cost_model.messages import Engine
-from imagenet_fast.recipe.engine_table import Codes, CodingTable, PoolTable
+from imagenet_fast.recipe.engine_table import Codes, PoolTable
 from imagenet_fast.recipe.sync_config import AutoSync, EngineSettings, LazySync, PowerSgdSync, SparseSync, Sync
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
@@ -36,7 +36,7 @@ def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_pe
             return Scheduler(replace(declare(engine), plain_steps=dense_steps), pool)
         case AutoSync():
             mb = 16.0 if pool.values.is_cuda else 1.0
-            meanwhile = LazySync(wire=engine.wire, bf16_steps=engine.bf16_steps, threshold_mb=mb)
+            meanwhile = LazySync(wire=engine.wire, threshold_mb=mb)
             return Auto(pool, declare(meanwhile), _candidates(engine, pool.topology.device), steps_per_epoch)
         case _:
             return Scheduler(declare(engine), pool)
@@ -56,9 +56,8 @@ def _candidates(chooser: AutoSync, device: torch.device) -> list[Candidate]:
     wires = dict.fromkeys([chooser.wire, *(get_args(Codes) if chooser.inexact else ())])
     for table in get_args(get_args(Sync)[0]):
         allowed = () if table.chooses else get_args(table.model_fields["wire"].annotation)
-        coding = {"bf16_steps": chooser.bf16_steps} if issubclass(table, CodingTable) else {}
         for wire in [wire for wire in wires if wire in allowed]:
-            settings = table.model_validate({"wire": wire, **coding}).derived(dense_epochs=chooser.dense_epochs or 0.0)
+            settings = table.model_validate({"wire": wire}).derived(dense_epochs=chooser.dense_epochs or 0.0)
             if settings.defers and not chooser.defers:
                 continue
             name = settings.kind if wire == chooser.wire else f"{settings.kind} {wire}"

@@ -40,7 +40,7 @@ INEXACT: dict[str, dict[str, Any]] = {
     "sparse-hybrid": {**SPARSE, "sparsity": 0.9, "timing": "hybrid"},
     "sparse-corrected": {**SPARSE, "sparsity": 0.5, "momentum_correction": True},
     "powersgd": {"kind": "powersgd", "wire": "bf16", "rank": 2},
-    "int8": {"kind": "lazy", "wire": "int8", "bf16_steps": 2},
+    "int8": {"kind": "lazy", "wire": "int8"},
     "auto": {"kind": "auto", "wire": "bf16", "inexact": True},
 }
 SGD: dict[str, Any] = {"kind": "sgd", "lr": 0.1, "weight_decay": 1e-3, "nesterov": True}

@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "lazy-planned": {"sync": {"kind": "lazy", "wire": "bf16"}},
     "hybrid-lars": {"sync": {"kind": "hybrid", "wire": "fp32"}, "optim": LARS},
     "dear-averaged": {"sync": {"kind": "dear", "wire": "bf16"}, "ema_decay": 0.9},
-    "int8": {"sync": {"kind": "lazy", "wire": "int8", "bf16_steps": 2}},
+    "int8": {"sync": {"kind": "lazy", "wire": "int8"}},
     "sparse": {"sync": SPARSE | {"dense_epochs": 0.5, "ramp_epochs": 0.5}},
     "sparse-deferred-corrected": {
         "sync": SPARSE | {"dense_epochs": 0.25, "ramp_epochs": 0, "timing": "hybrid", "momentum_correction": True}
