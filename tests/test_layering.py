@@ -142,7 +142,7 @@ LINES = {
     "imagenet_fast/checkpoint": 863,
     "imagenet_fast/cli": 1610,
     "imagenet_fast/compare": 703,
-    "imagenet_fast/cost_model": 1193,
+    "imagenet_fast/cost_model": 1185,
     "imagenet_fast/data": 4476,
     "imagenet_fast/distributed": 2471,
     "imagenet_fast/doctor": 324,
@@ -156,8 +156,8 @@ LINES = {
     "imagenet_fast/run": 563,
     "imagenet_fast/sync": 4778,
     "imagenet_fast/training": 3032,
-    "imagenet_fast": 31661,
-    "tests": 28552,
+    "imagenet_fast": 31653,
+    "tests": 28569,
     "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

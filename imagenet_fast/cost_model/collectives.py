@@ -13,8 +13,6 @@ BLOCK = 512
 
 Blocks lie on the pool's grid, so fusing other gradients changes no bit.
 """
-
-
 LONGEST_PIECE = 2**25
 """Most bytes of one piece of a long message.
 

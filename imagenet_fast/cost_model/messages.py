@@ -68,10 +68,7 @@ class Links(ABC):
         """Return the cost of a message, in bytes of a ring."""
 
     def seconds(self, collective: Collective, message: float, servers: int = 1) -> float:
-        """Return the seconds of an all-reduce of ``message`` bytes, with nothing else on the wire.
-
-        A ``parameter_server`` has so many ``servers``.
-        """
+        """Return the seconds of an all-reduce of ``message`` bytes, alone on the wire, by so many ``servers``."""
         return self.link(collective).seconds(message * cost_of(collective, self.layout, servers))
 
 

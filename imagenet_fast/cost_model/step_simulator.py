@@ -1,8 +1,8 @@
 """The cost model: the time of a step, from its course, its messages and the costs of the network; and the least time.
 
-Messages in flight share the wire evenly, as their connections do. A message's latency overlaps with other messages'
-bytes. The processor prepares one message after the other. After the models of MG-WFBP (Shi et al., INFOCOM 2019), with
-the next forward, plans, queues and codecs added.
+Queues share the wire evenly, as their connections do, and the messages of a queue pass one after the other. A message's
+latency overlaps with other messages' bytes. The processor prepares one message after the other. After the models of
+MG-WFBP (Shi et al., INFOCOM 2019), with the next forward, plans, queues and codecs added.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import Task
@@ -75,16 +74,13 @@ class SimMessage:
     """Numbers of the messages that must be received before it is sent."""
     codec: CodecCost = NO_CODEC
     queue: str = ""
-    """Name of its queue; messages of one queue are launched in their order."""
+    """Name of its queue, such as a process group; messages of one queue are launched, and pass, in their order."""
     abreast: float = math.inf
     """Number of messages of its queue that may be in flight at a time."""
 
 
 def simulated_step_s(
-    messages: Sequence[SimMessage],
-    releases: Sequence[Sequence[int]],
-    awaits: Awaits,
-    timing: Timing,
+    messages: Sequence[SimMessage], releases: Sequence[Sequence[int]], awaits: Awaits, timing: Timing
 ) -> float:
     """Return the seconds of a step that sends ``messages``.
 
@@ -120,15 +116,9 @@ def step_lower_bound(timing: Timing, seconds: Sequence[float], awaits: Awaits) -
         seconds: Time for which each slot's gradients keep the wire busy; in total, one undisturbed all-reduce of all.
         awaits: Where the engine waits for gradients.
     """
-    match awaits:
-        case "each":
-            return timing.compute_s + sum(seconds)
-        case "backward":
-            needed: Sequence[float] = [0.0] * len(seconds)
-        case "read":
-            needed = timing.needed
-        case _:
-            assert_never(awaits)
+    if awaits == "each":
+        return timing.compute_s + sum(seconds)
+    needed = timing.needed if awaits == "read" else [0.0] * len(seconds)
     slots = list(zip(timing.ready, needed, seconds, strict=True))
     bounds = (
         timing.forward_s + a - d + sum(s for ready, need, s in slots if ready >= a and need <= d)
@@ -161,7 +151,7 @@ def _arrivals(
             continue
         now, event, number = heapq.heappop(events)
         if event == _BEGUN:
-            wire.begin(now, number, messages[number].task.message * messages[number].link.s_per_byte)
+            wire.begin(now, number, messages[number])
             continue
         if event == _RECEIVED:
             received[number] = now
@@ -180,29 +170,36 @@ def _arrivals(
 
 
 class _Wire:
-    """A wire that carries any number of messages at a time, each at the same share of its rate."""
+    """A wire that all queues share evenly; the messages of a queue pass one after the other, as on a connection."""
 
     def __init__(self) -> None:
         self._now = 0.0
         self._served = 0.0
-        """Seconds of the whole wire that a message in flight from the beginning would have had."""
-        self._ends: list[tuple[float, int]] = []
-        """A heap: for each message, the value of ``_served`` at which it has passed."""
+        """Seconds of the whole wire that a queue in use from the beginning would have had."""
+        self._queues: dict[str, deque[tuple[int, float]]] = {}
+        """For each queue, its messages in flight, with the seconds that each would take alone."""
+        self._ends: list[tuple[float, str]] = []
+        """A heap: for each queue in use, the value of ``_served`` at which its first message has passed."""
 
     @property
     def next_through(self) -> float:
         """Time at which the next message is through, if no other begins."""
         return self._now + (self._ends[0][0] - self._served) * len(self._ends) if self._ends else math.inf
 
-    def begin(self, now: float, number: int, seconds: float) -> None:
-        """Add a message that would take ``seconds`` alone."""
-        if self._ends:
-            self._served += (now - self._now) / len(self._ends)
-        self._now = now
-        heapq.heappush(self._ends, (self._served + seconds, number))
+    def begin(self, now: float, number: int, message: SimMessage) -> None:
+        """Add a message behind those of its queue."""
+        queue = self._queues.setdefault(message.queue, deque())
+        queue.append((number, message.task.message * message.link.s_per_byte))
+        if len(queue) == 1:
+            self._served += (now - self._now) / max(1, len(self._ends))
+            self._now = now
+            heapq.heappush(self._ends, (self._served + queue[0][1], message.queue))
 
     def end(self) -> tuple[float, int]:
         """Remove the next message that is through; return when that is, and its number."""
         self._now = self.next_through
-        self._served, number = heapq.heappop(self._ends)
+        self._served, name = heapq.heappop(self._ends)
+        number, _ = self._queues[name].popleft()
+        if self._queues[name]:
+            heapq.heappush(self._ends, (self._served + self._queues[name][0][1], name))
         return self._now, number

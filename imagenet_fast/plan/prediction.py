@@ -37,7 +37,7 @@ IMAGES = {"imagenet": 1_281_167, "cifar10": 50_000, "digits": 1_433}
 GPU_CODEC = CodecCost(4e-11, 8e-11)
 """Assumed seconds per byte to encode and decode 8-bit codes on a GPU, by passes over its memory."""
 MODEL_ERROR, MODEL_ERROR_ON_GPU = 0.02, 0.06
-"""Engines that differ by less are not told apart. Between shaped CPUs measured steps are missed by 1.4 % on average;
+"""Engines that differ by less are not told apart. Between shaped CPUs measured steps are missed by 1.7 % on average;
 those of this program on one GPU that the model was not given by 6.0 %, see `plan rows`."""
 
 Scaling = Literal["weak", "strong"]

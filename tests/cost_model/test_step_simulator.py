@@ -44,9 +44,9 @@ def sent(seconds: float, slots: range, link: LinkModel, event: int = 2, rank: in
 
 
 def one_by_one(link: LinkModel, pieces: int = 1) -> list[SimMessage]:
-    """A message a layer, in pieces, ready with it."""
+    """A message a layer, in pieces, ready with it; each layer's have a queue."""
     return [
-        SimMessage(Task(slot, message / pieces, (0, -slot)), range(slot, slot + 1), link)
+        SimMessage(Task(slot, message / pieces, (0, -slot)), range(slot, slot + 1), link, queue=f"{slot}")
         for slot, message in enumerate(MESSAGES) for _ in range(pieces)
     ]  # fmt: skip
 
@@ -102,13 +102,20 @@ def test_what_others_wait_for_has_the_wire_to_itself():
     assert step_s([last, last, both], "backward", SECOND) == pytest.approx(2.0 + 0.2 + 0.25 + 0.1 + 0.25)
 
 
-def test_of_a_queue_so_many_are_under_way_at_a_time_and_share_the_wire():
-    for abreast, after in ((4, 4 * 0.1 + 0.25), (2, 2 * (2 * 0.1 + 0.25)), (1, 4 * (0.1 + 0.25))):
+def test_of_a_queue_so_many_are_under_way_at_a_time_and_pass_one_after_the_other():
+    """So a latency is hidden behind the next message."""
+    for abreast, after in ((4, 4 * 0.1 + 0.25), (2, 0.1 + 2 * (0.1 + 0.25)), (1, 4 * (0.1 + 0.25))):
         queued = [sent(0.1, BOTH, LATE, abreast=abreast)] * 4
         assert step_s(queued, "backward", SECOND) == pytest.approx(2.0 + after)
-    for abreast, late in ((1, max(0.2, 0.8 - 0.5)), (2, max(0.4, 0.8 - 0.5)), (4, 0.8)):
-        messages = [sent(0.2, slots, WIRE, abreast=abreast) for slots in (FIRST, LAST, LAST, LAST)]
-        assert step_s(messages, "read", SECOND) - 2.0 == pytest.approx(late)
+
+
+def test_queues_share_the_wire_however_many_of_theirs_are_under_way():
+    for abreast in (1, 2, 4):
+        others = [sent(0.2, LAST, WIRE, queue="others", abreast=abreast)] * 3
+        urgent = sent(0.2, FIRST, WIRE, queue="own")
+        assert step_s([urgent, *others], "read", SECOND) - 2.0 == pytest.approx(2 * 0.2)
+        behind = sent(0.2, FIRST, WIRE, queue="others", abreast=abreast)
+        assert step_s([*others, behind], "read", SECOND) - 2.0 == pytest.approx(4 * 0.2)
 
 
 def chunk(layer: Any, collective: Collective = "pairwise", lane: str = "", after: int | None = None) -> Any:
