@@ -140,7 +140,7 @@ def test_tests_mirror_the_packages():
 LINES = {
     "imagenet_fast/bench": 2193,
     "imagenet_fast/checkpoint": 863,
-    "imagenet_fast/cli": 1610,
+    "imagenet_fast/cli": 1614,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1185,
     "imagenet_fast/data": 4476,
@@ -156,8 +156,8 @@ LINES = {
     "imagenet_fast/run": 563,
     "imagenet_fast/sync": 4778,
     "imagenet_fast/training": 3032,
-    "imagenet_fast": 31653,
-    "tests": 28569,
+    "imagenet_fast": 31657,
+    "tests": 28570,
     "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -12,6 +12,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import CommandFunctionType
 
 from imagenet_fast.cli import options
+from imagenet_fast.errors import UserError
 
 
 class _PlainFlags:
@@ -59,6 +60,9 @@ class Group(_PlainFlags, TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that ``args`` begin with; it may have two words, as ``plan rows``."""
+        for word in args[1:]:
+            if word.startswith("--") and (name := f"{args[0]} {word[2:]}") in self.commands:
+                raise UserError(f"`{args[0]} {word}` is now `{name}`; write that")
         two = " ".join(args[:2])
         return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
 

@@ -176,6 +176,7 @@ REFUSED = {
     ],
     "plan": [
         ("", "which recipe? add --recipe NAME; `plan fastest` finds the best"),
+        ("--cluster dgx-h100 --fastest --cheapest", "`plan --fastest` is now `plan fastest`; write that"),
         ("rows --json /", "/ is a directory; name a file"),
     ],
     "plan validate": [("--recipe smoke --sync auto", "--sync auto becomes one of the others, and `plan` marks which")],
