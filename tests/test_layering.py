@@ -138,11 +138,11 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2193,
+    "imagenet_fast/bench": 2190,
     "imagenet_fast/checkpoint": 863,
-    "imagenet_fast/cli": 1614,
+    "imagenet_fast/cli": 1610,
     "imagenet_fast/compare": 703,
-    "imagenet_fast/cost_model": 1185,
+    "imagenet_fast/cost_model": 1191,
     "imagenet_fast/data": 4476,
     "imagenet_fast/distributed": 2471,
     "imagenet_fast/doctor": 324,
@@ -151,13 +151,13 @@ LINES = {
     "imagenet_fast/models": 1845,
     "imagenet_fast/netlab": 547,
     "imagenet_fast/parallel": 925,
-    "imagenet_fast/plan": 1450,
+    "imagenet_fast/plan": 1449,
     "imagenet_fast/recipe": 2006,
     "imagenet_fast/run": 563,
-    "imagenet_fast/sync": 4778,
+    "imagenet_fast/sync": 4771,
     "imagenet_fast/training": 3032,
-    "imagenet_fast": 31657,
-    "tests": 28570,
+    "imagenet_fast": 31648,
+    "tests": 28587,
     "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

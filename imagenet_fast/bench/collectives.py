@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import piece_elements
-from imagenet_fast.errors import UserError, listed, names
+from imagenet_fast.errors import UserError, listed
 from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.namespaces import parse_rate
@@ -192,11 +192,6 @@ def parse_sizes(text: str) -> list[int]:
         return tuple(geometric_range(first, last, step))
 
     return sorted({size for sizes in listed("--sizes", text, sizes_of) for size in sizes})
-
-
-def parse_collectives(text: str | None) -> list[Collective] | None:
-    """Parse a comma-separated list of different collectives, if there is one; raise UserError for an unknown name."""
-    return None if text is None else names("--collectives", text, get_args(Collective))
 
 
 def _leaving(size: int, hosts: int) -> float:

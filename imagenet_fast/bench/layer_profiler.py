@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
-from itertools import count, pairwise
-from statistics import median
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from statistics import linear_regression
 
 import torch
 from torch import Tensor, nn
@@ -50,17 +52,26 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
     for param in slots:
         param.register_post_accumulate_grad_hook(lambda _: timer.gradient_ready())
     with measurement_bar() as show:
-        for done in count():
-            if timer.complete:
-                break
-            show("recording steps", done, steps + 2)  # two warm up
+        for done in range(steps + 2):  # two warm up
+            show("recording steps", done, steps + 2)
             step()
             timer.finish()
     what = f"{recipe.precision.kind}, batch {recipe.global_batch}, {recipe.data.image_size} px"
     processor = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    where = f"{processor} ({platform.machine()}), torch {torch.__version__}"
-    source = f"recorded by `imagenet-fast bench profile`: {what}, {where}"
-    return Profile(recipe.model.kind, source, _layers(model, order, timer.recorded()), recipe.data.image_size)
+    where = f"{what}, {processor} ({platform.machine()}), torch {torch.__version__}"
+    source = f"recorded by `imagenet-fast bench profile`: {where}"
+    layers = _layers(model, order, timer.timing())
+    memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
+    return Profile(recipe.model.kind, source, layers, recipe.data.image_size, recipe.global_batch, memory_gb=memory_gb)
+
+
+def of_batches(recorded: Mapping[int, Profile]) -> Profile:
+    """Return the profile of the largest batch; a line through all tells the share of its step that does not grow."""
+    largest = recorded[max(recorded)]
+    if len(recorded) == 1:
+        return largest
+    line = linear_regression([*recorded], [profile.compute_s for profile in recorded.values()])
+    return replace(largest, fixed=min(max(0.0, line.intercept / largest.compute_s), 1.0))
 
 
 def model_and_batch(recipe: Recipe, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:
@@ -74,23 +85,8 @@ def model_and_batch(recipe: Recipe, device: torch.device) -> tuple[nn.Module, Te
     return model, images.contiguous(memory_format=torch.channels_last), labels
 
 
-def _layers(model: nn.Module, slots: list[ParamSlot], steps: list[Timing]) -> tuple[Layer, ...]:
-    """Return the layers with their median times, in the order of the model's modules."""
-    times = [_layer_times(slots, timing) for timing in steps]
-    return tuple(
-        Layer(
-            name,
-            type(module).__name__,
-            tuple(tuple(p.shape) for p in module.parameters(recurse=False)),
-            *(round(1e3 * median(of_step[way][name] for of_step in times), 4) for way in range(2)),
-        )
-        for name, module in model.named_modules()
-        if name in times[0][0]
-    )
-
-
-def _layer_times(slots: list[ParamSlot], timing: Timing) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the seconds of each layer's forward and backward in one step.
+def _layers(model: nn.Module, slots: list[ParamSlot], timing: Timing) -> tuple[Layer, ...]:
+    """Return the layers with their times, in the order of the model's modules.
 
     Time before the first layer counts as that layer's forward.
     """
@@ -101,4 +97,10 @@ def _layer_times(slots: list[ParamSlot], timing: Timing) -> tuple[dict[str, floa
     forward_s = {name: end - begin for name, (begin, end) in zip(called, pairwise(begins), strict=True)}
     ends = [0.0, *(ready[name] for name in graded)]
     backward_s = {name: end - begin for name, (begin, end) in zip(graded, pairwise(ends), strict=True)}
-    return forward_s, backward_s
+    return tuple(
+        Layer(
+            name, type(module).__name__, tuple(tuple(p.shape) for p in module.parameters(recurse=False)),
+            round(1e3 * forward_s[name], 4), round(1e3 * backward_s[name], 4),
+        )
+        for name, module in model.named_modules() if name in begun
+    )  # fmt: skip

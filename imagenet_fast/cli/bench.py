@@ -32,6 +32,7 @@ import typer
 from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
 from imagenet_fast.errors import UserError, listed, names
+from imagenet_fast.units import whole_numbers
 
 bench_app = App(help="Measure what this node can do.", no_args_is_help=True)
 
@@ -40,7 +41,6 @@ ProfileOption = Annotated[str, typer.Option(metavar="NAME|FILE|random:SEED", hel
 Network = Literal["alexnet", "alexnet_bn", "resnet18", "resnet50"]
 ModelOption = Annotated[Network, typer.Option(help="Model.")]
 Pixels = Annotated[int, typer.Option(metavar="N", min=16)]
-SizesOption = Annotated[str, typer.Option(metavar="A,B..C:N")]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Device = Literal["cpu", "cuda"]
 
@@ -112,9 +112,8 @@ def bench_sync(
     from imagenet_fast.recipe.load import parse_engines
 
     engines = parse_engines(sync, wire, keys)
-    profile = load_profile(model).scaled_to(compute)
-    times = measure(profile, engines, Lab(nodes, nproc, rate), scale, rounds, steps, trace)
-    opt.show_rows(times, json_file, draw_steps, png)
+    profile, lab = load_profile(model).scaled_to(compute), Lab(nodes, nproc, rate)
+    opt.show_rows(measure(profile, engines, lab, scale, rounds, steps, trace), json_file, draw_steps, png)
 
 
 @bench_app.command("count")
@@ -141,7 +140,6 @@ def bench_count(
     from imagenet_fast.bench.comm_volume import bench_count as count
     from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.recipe.load import parse_engines
-    from imagenet_fast.units import whole_numbers
 
     engines, sizes = parse_engines(sync, wire, keys), whole_numbers("--ranks", ranks, "8,64,512")
     opt.show_rows(count(load_profile(model).scaled_to(compute), engines, sizes, nproc, link), json_file)
@@ -149,7 +147,7 @@ def bench_count(
 
 @bench_app.command("collectives")
 def bench_collectives(
-    sizes: SizesOption = "2KB..64MB",
+    sizes: Annotated[str, typer.Option(metavar="A,B..C:N")] = "2KB..64MB",
     collectives: opt.Names[str | None] = None,
     nodes: opt.Count[int] = 4,
     nproc: opt.Count[int] = 1,
@@ -168,12 +166,13 @@ def bench_collectives(
         wire: Wire dtype.
     """
     from imagenet_fast.bench.collectives import bench_collectives as measure
-    from imagenet_fast.bench.collectives import parse_collectives, parse_sizes
+    from imagenet_fast.bench.collectives import parse_sizes
     from imagenet_fast.bench.plots import draw_bandwidth
     from imagenet_fast.netlab.ranks import Lab
+    from imagenet_fast.recipe.engine_table import Collective
 
-    chosen = parse_sizes(sizes), parse_collectives(collectives)
-    times = measure(Lab(nodes, nproc, rate), *chosen, wire, device, rounds, seconds)
+    chosen = None if collectives is None else names("--collectives", collectives, get_args(Collective))
+    times = measure(Lab(nodes, nproc, rate), parse_sizes(sizes), chosen, wire, device, rounds, seconds)
     opt.show_rows(times, json_file, draw_bandwidth, png)
 
 
@@ -207,17 +206,14 @@ def bench_published(
     from imagenet_fast.bench.published import bench_batches, bench_ladder
     from imagenet_fast.cost_model.layer_profile import load_profile
     from imagenet_fast.netlab.ranks import Lab
-    from imagenet_fast.units import whole_numbers
 
     if batches is not None and what == "ladder":
         raise UserError(f"--batches {batches} is of `bench published batches`; leave it out")
     profile, usual = load_profile(model).scaled_to(compute), "16,32,64,128"
     counts = whole_numbers("--batches", usual if batches is None else batches, usual)
     on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    if what == "ladder":
-        opt.show_rows(bench_ladder(profile, on), json_file, draw_steps, png)
-    else:
-        opt.show_rows(bench_batches(profile, counts, on), json_file, draw_steps, png)
+    rows = bench_ladder(profile, on) if what == "ladder" else bench_batches(profile, counts, on)
+    opt.show_rows(rows, json_file, draw_steps, png)
 
 
 @bench_app.command("pipeline")
@@ -250,7 +246,6 @@ def bench_pipeline(
     from imagenet_fast.bench.plots import draw_pipeline
     from imagenet_fast.bench.train_step import step_recipe
     from imagenet_fast.recipe.parallel_config import PipelineSchedule
-    from imagenet_fast.units import whole_numbers
 
     recipe = step_recipe(model, image_size, batch, precision)
     counts = whole_numbers("--micro-batches", micro_batches, "1,2,4,8,16")
@@ -263,7 +258,7 @@ def bench_profile(
     file: Annotated[Path, typer.Argument(metavar="FILE", callback=opt.in_a_directory)],
     model: ModelOption = "alexnet",
     image_size: Pixels = 224,
-    batch: opt.Count[int] = 64,
+    batch: opt.Numbers[str] = "64",
     precision: Dtype | None = None,
     steps: opt.Count[int] = 10,
 ) -> None:
@@ -271,16 +266,19 @@ def bench_profile(
 
     Args:
         file: The JSON file to write.
-        steps: Steps to record.
+        batch: Images in a batch. By several, such as 32,128, `plan` knows the part of a step that does not grow.
+        steps: Steps to record of each batch.
     """
-    from imagenet_fast.bench.layer_profiler import record_profile
+    from imagenet_fast.bench.layer_profiler import of_batches, record_profile
     from imagenet_fast.bench.train_step import step_recipe
     from imagenet_fast.cost_model.layer_profile import save_profile
     from imagenet_fast.distributed.init import prepare_device
 
     if file.suffix != ".json":
         raise UserError(f"{file} does not end in .json, by which `bench sync` knows a profile; name it so")
-    profile = record_profile(step_recipe(model, image_size, batch, precision), prepare_device(0)[0], steps)
+    device, counts = prepare_device(0)[0], whole_numbers("--batch", batch, "32,128")
+    recipes = {count: step_recipe(model, image_size, count, precision) for count in counts}
+    profile = of_batches({count: record_profile(recipe, device, steps) for count, recipe in recipes.items()})
     save_profile(profile, file)
     print(f"{len(profile.layers)} layers, {profile.compute_s:.3f} s a step: {file}")
 

@@ -10,14 +10,13 @@ import typer
 from imagenet_fast.cli import options as opt
 from imagenet_fast.cli.app import App
 from imagenet_fast.errors import UserError
+from imagenet_fast.units import parse_size
 
 data_app = App(help="Get data sets, prepare and check them.", no_args_is_help=True)
 
 
 def _shard_bytes(text: str) -> int:
     """Return the bytes of a size like 150MB; raise UserError if it is none."""
-    from imagenet_fast.units import parse_size
-
     if (size := parse_size(text)) is None:
         raise UserError(f"--shard-size {text} is no size above 0; write for example 150MB")
     return size

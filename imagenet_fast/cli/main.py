@@ -160,9 +160,8 @@ def doctor(
     from imagenet_fast.run.launcher_dir import LauncherDir
 
     cluster = resolve_nodes(nproc, nodes, rdzv_endpoint, join_timeout)
-    job = DoctorJob(data, out)
     with LauncherDir.temporary() as launcher_dir:
-        code, cause = run_ranks(job, launcher_dir, cluster)
+        code, cause = run_ranks(DoctorJob(data, out), launcher_dir, cluster)
         found = read_results(launcher_dir.results)
     if found is None and not code:  # another node has them
         return

@@ -49,6 +49,12 @@ class Profile:
     layers: tuple[Layer, ...]
     pixels: Annotated[int, Field(gt=0)] = 224
     """Side of the images."""
+    batch: Annotated[int, Field(gt=0)] | None = None
+    """Images of the step; None: not known."""
+    fixed: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of the step that does not grow with the batch."""
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """Memory of the GPU; None: not known."""
 
     @property
     def forward_s(self) -> float:
@@ -174,7 +180,7 @@ def random_profile(seed: int) -> Profile:
 
 def save_profile(profile: Profile, path: Path) -> None:
     """Write ``profile`` as JSON, one layer per line."""
-    about = {"model": profile.model, "source": profile.source, "pixels": profile.pixels}
+    about = {key: value for key, value in vars(profile).items() if key != "layers"}
     head = json.dumps(about, indent=2).removesuffix("\n}")
     layers = ",\n".join(f"    {json.dumps(asdict(layer))}" for layer in profile.layers)
     path.write_text(f'{head},\n  "layers": [\n{layers}\n  ]\n}}\n', encoding="utf-8")

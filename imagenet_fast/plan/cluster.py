@@ -96,7 +96,7 @@ class Cluster(Table):
     device: str
     """A device of ``plan/devices.toml``, or the path of a layer profile that `bench profile` wrote."""
     device_batch: Count | None = None
-    """Images of a step in that layer profile."""
+    """Images of a step in that layer profile, if it does not say."""
     memory_gb: Positive | None = None
     """Memory of a GPU, if it is not the device's."""
     usd_per_gpu_hour: Annotated[float, Field(gt=0, le=1e4)] | None = None

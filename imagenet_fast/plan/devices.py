@@ -120,7 +120,7 @@ def find_device(name: str, batch: int | None, pace: Pace) -> Device:
 
     Args:
         name: A name, or the path of a .json file.
-        batch: Images of a step in that file.
+        batch: Images of a step in that file, if it does not say.
         pace: Whose steps it has; a layer profile's are those that were recorded.
 
     Raises:
@@ -133,12 +133,14 @@ def find_device(name: str, batch: int | None, pace: Pace) -> Device:
             f"device {name!r} is not known; there are {', '.join(DEVICES)}, or give a layer profile's .json"
         )
     profile = load_profile(name)
-    if batch is None:
+    if (images := profile.batch or batch) is None:
         raise UserError(f"device {name} is a layer profile; write the images of its step as device_batch")
     if profile.model not in MODELS:
         raise UserError(
             f"device {name} is a profile of {profile.model}, which no prediction knows; record another model"
         )
-    each_ms = 1e3 * profile.compute_s / batch * (PIXELS / profile.pixels) ** 2
-    times = Compute(c0=0.0, c1=each_ms, kind="measured", source=profile.source)
-    return Device(name=Path(name).stem, computes={MODELS[profile.model].layers: times}, profile=profile)
+    fixed_ms = 1e3 * profile.fixed * profile.compute_s
+    each_ms = (1e3 * profile.compute_s - fixed_ms) / images * (PIXELS / profile.pixels) ** 2
+    times = Compute(c0=fixed_ms, c1=each_ms, kind="measured", source=profile.source)
+    known = {MODELS[profile.model].layers: times}
+    return Device(name=Path(name).stem, computes=known, memory_gb=profile.memory_gb, profile=profile)

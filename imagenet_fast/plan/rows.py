@@ -111,10 +111,6 @@ class Shaped(Table):
     """Measured seconds of a step by engine, as in `--sync`."""
     ranks_per_host: int = 1
 
-    def engines(self) -> list[Sync]:
-        """Return the engines that were measured."""
-        return parse_engines(",".join(self.seconds), "bf16")
-
     def compared(self) -> Iterator[Compared]:
         """Predict every step that was measured, by the nominal rate of the hosts' links."""
         name = f"{self.profile}/{self.scale}, {self.hosts} x {self.mbit:g} Mbit/s, {self.compute_s:g} s"
@@ -122,7 +118,8 @@ class Shaped(Table):
         layout = RankLayout((self.ranks_per_host,) * self.hosts, on_gpu=False)
         latency_s = GLOO_PAIR_S * layout.size * (layout.size - 1)
         network = StatedNetwork(layout, TCP_PAYLOAD * self.mbit * 1e6 / 8, between_s=latency_s)
-        for engine, measured in zip(self.engines(), self.seconds.values(), strict=True):
+        engines = parse_engines(",".join(self.seconds), "bf16")
+        for engine, measured in zip(engines, self.seconds.values(), strict=True):
             predicted = predict_step(engine, layers, network).step_s
             yield Compared(
                 name, layout.size, None, f"{engine.kind} {engine.wire}", measured, predicted, predicted / measured - 1,

@@ -81,14 +81,7 @@ class LayerTimer:
         mean = rows.median(0).values
         if self._topology.size > 1:
             dist.all_reduce(mean, group=self._topology.group)
-        return self._as_timing((mean / self._topology.size).tolist())
-
-    def recorded(self) -> list[Timing]:
-        """Return the recorded steps of this rank alone."""
-        return list(map(self._as_timing, self._rows[_WARM_STEPS:]))
-
-    def _as_timing(self, moments: list[float]) -> Timing:
-        count = len(self._slots)
+        moments, count = (mean / self._topology.size).tolist(), len(self._slots)
         return Timing(tuple(moments[:count]), moments[count], tuple(moments[count + 1 : -1]), moments[-1])
 
     def close(self) -> None:

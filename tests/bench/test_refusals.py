@@ -47,6 +47,7 @@ pipeline --model alexnet --stages 9 -> AlexNet makes 8 stages, not 9; lower para
 pipeline --model alexnet --stages 5 --schedules interleaved -> makes 8 stages, not 10
 data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among folder, pixels, dali
 profile here.txt -> here.txt does not end in .json
+profile here.json --batch 32,0 -> --batch 32,0 is not a list of whole numbers above 0
 step --graph -> --graph replays steps from CUDA graphs, and there is no GPU; leave it out
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out

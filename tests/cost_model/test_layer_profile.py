@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ TWO = Profile(
 
 
 def test_profiles_are_read_as_they_were_written(tmp_path: Path):
-    for profile in (TWO, random_profile(3)):
+    for profile in (TWO, random_profile(3), replace(TWO, batch=8, fixed=0.5, memory_gb=80.0)):
         save_profile(profile, tmp_path / "profile.json")
         assert load_profile(str(tmp_path / "profile.json")) == profile
 

@@ -88,3 +88,7 @@ def test_a_recorded_profile_is_a_device_of_its_own_model_and_image_size(tmp_path
     compute = device.compute("resnet18")
     assert (compute.seconds(100, 160), compute.kind) == (pytest.approx(0.2, rel=1e-3), "measured")
     assert compute.seconds(100, 320) == pytest.approx(4 * 0.2, rel=1e-3)
+    save_profile(replace(profile, batch=100, fixed=0.25, memory_gb=80.0), file)
+    device = find_device(str(file), None, "launched")
+    assert device.compute("resnet18").seconds(200, 160) == pytest.approx(0.05 + 2 * 0.15, rel=1e-3)
+    assert device.memory_gb == 80.0
