@@ -27,7 +27,6 @@ from imagenet_fast.bench.dataloaders import LoadingRate
 from imagenet_fast.bench.engines import EngineTime
 from imagenet_fast.bench.pipeline import PipelineTime
 from imagenet_fast.bench.plan_validation import Validated
-from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.bench.train_step import StepTime
 from imagenet_fast.cli.main import app
 from imagenet_fast.compare.report import RunSummary
@@ -43,8 +42,6 @@ ROWS: dict[str, type] = {
     "bench sync": EngineTime,
     "bench count": Count,
     "bench collectives": AllReduceTime,
-    "bench published ladder": Rung,
-    "bench published batches": BatchRow,
     "bench pipeline": PipelineTime,
     "bench data": LoadingRate,
     "report": RunSummary,

@@ -138,9 +138,9 @@ def test_tests_mirror_the_packages():
 
 
 LINES = {
-    "imagenet_fast/bench": 2190,
+    "imagenet_fast/bench": 2079,
     "imagenet_fast/checkpoint": 863,
-    "imagenet_fast/cli": 1610,
+    "imagenet_fast/cli": 1575,
     "imagenet_fast/compare": 703,
     "imagenet_fast/cost_model": 1191,
     "imagenet_fast/data": 4476,
@@ -156,8 +156,8 @@ LINES = {
     "imagenet_fast/run": 563,
     "imagenet_fast/sync": 4771,
     "imagenet_fast/training": 3032,
-    "imagenet_fast": 31648,
-    "tests": 28587,
+    "imagenet_fast": 31502,
+    "tests": 28586,
     "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from imagenet_fast.bench.engines import EngineTime
-from imagenet_fast.bench.published import BatchRow, Rung
 from imagenet_fast.metrics.figures import legend_below
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:
     from imagenet_fast.bench.collectives import AllReduceTime
     from imagenet_fast.bench.dataloaders import LoadingRate
+    from imagenet_fast.bench.engines import EngineTime
     from imagenet_fast.bench.pipeline import PipelineTime
 
 _COMPUTE_COLOUR, _EXPOSED_COLOUR = "#4c72b0", "#dd8452"
 
 
-def draw_steps(rows: Sequence[EngineTime | Rung | BatchRow], figure: Any) -> None:
-    """Draw a bar for each step: compute, exposed communication, a mark at the limit, and times and gains at its end."""
-    bars = [bar for row in rows for bar in _bars(row)]
+def draw_steps(rows: Sequence[EngineTime], figure: Any) -> None:
+    """Draw a bar for each step, with its time."""
+    draw_bars([(f"{row.engine}, {row.wire}", f"{row.step_s:.2f} s", row) for row in rows], rows[0].title, figure)
+
+
+def draw_bars(bars: Sequence[tuple[str, str, EngineTime]], title: str, figure: Any) -> None:
+    """Draw a bar for each step: compute, exposed communication, and a mark at the limit.
+
+    Each has a name, and a note that stands at its end.
+    """
     figure.set_size_inches(9, 0.4 * len(bars) + 2)
     axes = figure.subplots()
     names, notes, times = zip(*bars, strict=True)
@@ -34,20 +40,8 @@ def draw_steps(rows: Sequence[EngineTime | Rung | BatchRow], figure: Any) -> Non
         axes.annotate(note, beyond, xytext=(4, 0), textcoords="offset points", va="center")
     axes.invert_yaxis()
     axes.margins(x=0.08 + 0.007 * max(map(len, notes)))
-    axes.set(xlabel="seconds a step", title=rows[0].title)
+    axes.set(xlabel="seconds a step", title=title)
     legend_below(figure)
-
-
-def _bars(row: EngineTime | Rung | BatchRow) -> Iterator[tuple[str, str, EngineTime]]:
-    """Yield the name of each bar, the note at its end, and the step."""
-    match row:
-        case EngineTime():
-            yield f"{row.engine}, {row.wire}", f"{row.step_s:.2f} s", row
-        case Rung(gain=gain, time=step):
-            yield row.step, f"{step.step_s:.2f} s{'' if gain is None else f', {gain:.2f} times'}", step
-        case BatchRow(ddp=ddp, hybrid=hybrid):
-            yield f"batch {row.batch}, ddp", f"{ddp.step_s:.2f} s", ddp
-            yield f"batch {row.batch}, hybrid", f"{hybrid.step_s:.2f} s, {-row.gain:+.0%}", hybrid
 
 
 def draw_bandwidth(rows: Sequence[AllReduceTime], figure: Any) -> None:

@@ -23,7 +23,6 @@ Options of several commands:
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -176,44 +175,10 @@ def bench_collectives(
     opt.show_rows(times, json_file, draw_bandwidth, png)
 
 
-@bench_app.command("published")
-def bench_published(
-    what: Annotated[Literal["ladder", "batches"], typer.Argument()],
-    batches: opt.Numbers[str | None] = None,
-    model: ProfileOption = "alexnet",
-    nodes: opt.Count[int] = 4,
-    nproc: opt.Count[int] = 1,
-    rate: opt.Rate[str | None] = None,
-    scale: opt.Count[int] = 1,
-    compute: opt.Seconds[float | None] = None,
-    rounds: opt.Count[int] = 5,
-    steps: opt.Count[int] = 2,
-    json_file: opt.Json = None,
-    png: opt.Png = None,
-) -> None:
-    """Measure here what papers compare.
-
-    `ladder` is what each technique of GradientFlow gains, added one by one, and
-    each of ours. `batches` compares DDP and hybrid at several batch sizes, as
-    the thesis of the hybrid all-reduce does.
-
-    Args:
-        what: What to compare.
-        batches: Batch sizes of a rank, for batches; --compute is for the largest. Default: 16,32,64,128.
-    """
-    from imagenet_fast.bench.engines import bench_sync as measure
-    from imagenet_fast.bench.plots import draw_steps
-    from imagenet_fast.bench.published import bench_batches, bench_ladder
-    from imagenet_fast.cost_model.layer_profile import load_profile
-    from imagenet_fast.netlab.ranks import Lab
-
-    if batches is not None and what == "ladder":
-        raise UserError(f"--batches {batches} is of `bench published batches`; leave it out")
-    profile, usual = load_profile(model).scaled_to(compute), "16,32,64,128"
-    counts = whole_numbers("--batches", usual if batches is None else batches, usual)
-    on = partial(measure, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
-    rows = bench_ladder(profile, on) if what == "ladder" else bench_batches(profile, counts, on)
-    opt.show_rows(rows, json_file, draw_steps, png)
+@bench_app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def published() -> None:
+    """Say where the tables of papers are."""
+    raise UserError("`bench published` is now `python -m experiments.published`, in a checkout; write that")
 
 
 @bench_app.command("pipeline")

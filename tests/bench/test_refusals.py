@@ -34,7 +34,7 @@ count --sync lazy,auto -> --sync auto becomes one of the other engines
 sync --nodes 1000 --nproc 1000 -> 1000000 ranks are as many processes, which take
 sync --json /nowhere/rows -> --json /nowhere/rows: there is no directory /nowhere
 sync --png /nowhere/rows -> --png /nowhere/rows: there is no directory /nowhere
-published ladder --batches 16 -> --batches 16 is of `bench published batches`; leave it out
+published ladder --batches 16 -> `bench published` is now `python -m experiments.published`, in a checkout; write that
 published batches --batches 16,0 -> --batches 16,0 is not a list of whole numbers above 0
 pipeline --micro-batches 1,x -> --micro-batches 1,x is not a list of whole numbers
 pipeline --micro-batches 0 -> is not a list of whole numbers above 0

@@ -69,8 +69,6 @@ IN_PROCESS = (
         "bench collectives --nodes 2 --collectives native,ring --sizes 4KB --rounds 1 --seconds 0 --png {out}/a.png",
         "2 nodes, loopback",
     ),
-    ("bench published ladder --model {small} --nodes 2 --rounds 1 --steps 1", "+ lazy (fused)"),
-    ("bench published batches --batches 8 --model {small} --nodes 2 --rounds 1 --steps 1", "2 nodes, loopback, bf16"),
     (
         "bench pipeline --stages 2 --micro-batches 2 --schedules gpipe --model resnet18 --image-size 32 --batch 4 "
         "--precision fp32 --sleep 0.001 --rounds 1 --device cpu --png {out}/a.png",
@@ -101,7 +99,8 @@ def commands(command: Any, name: str = "") -> Iterator[str]:
     if not inner or (name and command.invoke_without_command):
         yield name
     for word, below in inner.items():
-        yield from commands(below, f"{name} {word}".strip())
+        if not below.hidden:
+            yield from commands(below, f"{name} {word}".strip())
 
 
 NAMES = frozenset(commands(get_command(app)))

@@ -1,4 +1,6 @@
-"""Measure here what papers compare: the tables of `bench published`.
+"""Measure here what papers compare, on a shaped network.
+
+python -m experiments.published ladder|batches [--model NAME|FILE] [--nodes N] [--rate RATE] [--scale N] [--compute S]
 
 The ladder shows the gain of each technique of GradientFlow (arXiv 1902.06855), added one by one, and of our own.
 
@@ -12,11 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Literal
 
-from imagenet_fast.bench.engines import EngineTime
-from imagenet_fast.cost_model.layer_profile import Profile
+import typer
+
+from imagenet_fast.bench.engines import EngineTime, bench_sync
+from imagenet_fast.bench.plots import draw_bars
+from imagenet_fast.cli import options as opt
+from imagenet_fast.cli.app import App
+from imagenet_fast.cost_model.layer_profile import Profile, load_profile
+from imagenet_fast.errors import UserError, exit_with_error
 from imagenet_fast.metrics.tables import Row, column, columns_of
+from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.recipe.sync_config import AllReduceSync, DdpSync, HybridSync, LazySync, RingSync, SparseSync, Sync
+from imagenet_fast.units import whole_numbers
 
 Measure = Callable[[Profile, Sequence[Sync]], list[EngineTime]]
 """``bench_sync`` on a given network."""
@@ -103,3 +115,56 @@ def bench_batches(profile: Profile, batches: Sequence[int], measure: Measure) ->
         ddp, hybrid = measure(at, [DdpSync(wire="bf16"), HybridSync(wire="bf16")])
         rows.append(BatchRow(batch, 1 - hybrid.step_s / ddp.step_s, ddp, hybrid))
     return rows
+
+
+def draw_ladder(rows: Sequence[Rung], figure: Any) -> None:
+    """Draw a bar for each step, with its gain."""
+    gains = ["" if row.gain is None else f", {row.gain:.2f} times" for row in rows]
+    bars = [(row.step, f"{row.time.step_s:.2f} s{gain}", row.time) for row, gain in zip(rows, gains, strict=True)]
+    draw_bars(bars, rows[0].title, figure)
+
+
+def draw_batches(rows: Sequence[BatchRow], figure: Any) -> None:
+    """Draw two bars for each batch size, with what hybrid gains."""
+    bars = []
+    for row in rows:
+        bars.append((f"batch {row.batch}, ddp", f"{row.ddp.step_s:.2f} s", row.ddp))
+        bars.append((f"batch {row.batch}, hybrid", f"{row.hybrid.step_s:.2f} s, {-row.gain:+.0%}", row.hybrid))
+    draw_bars(bars, rows[0].title, figure)
+
+
+app = App(pretty_exceptions_enable=False)
+
+
+@app.command()
+def published(
+    what: Annotated[Literal["ladder", "batches"], typer.Argument()],
+    batches: opt.Numbers[str | None] = None,
+    model: str = "alexnet",
+    nodes: opt.Count[int] = 4,
+    nproc: opt.Count[int] = 1,
+    rate: opt.Rate[str | None] = None,
+    scale: opt.Count[int] = 1,
+    compute: opt.Seconds[float | None] = None,
+    rounds: opt.Count[int] = 5,
+    steps: opt.Count[int] = 2,
+    json_file: opt.Json = None,
+    png: opt.Png = None,
+) -> None:
+    """Measure here what papers compare; options are those of `bench sync`, and --batches 16,32,64,128 of a rank."""
+    if batches is not None and what == "ladder":
+        raise UserError(f"--batches {batches} is of `batches`; leave it out")
+    profile, usual = load_profile(model).scaled_to(compute), "16,32,64,128"
+    on = partial(bench_sync, lab=Lab(nodes, nproc, rate), scale=scale, rounds=rounds, steps=steps)
+    if what == "ladder":
+        opt.show_rows(bench_ladder(profile, on), json_file, draw_ladder, png)
+    else:
+        counts = whole_numbers("--batches", usual if batches is None else batches, usual)
+        opt.show_rows(bench_batches(profile, counts, on), json_file, draw_batches, png)
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except UserError as error:
+        exit_with_error(str(error))
