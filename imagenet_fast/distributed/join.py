@@ -374,13 +374,12 @@ def _connect(endpoint: Endpoint, deadline: float, answer_s: float, another: str)
     """Connect to a store of another process; torch's client would wait for ever on a silent listener."""
     await_listener(endpoint, deadline)
     answer_s = max(1.0, min(answer_s, deadline - time.monotonic()))
-    answered: list[TCPStore] = []
 
-    def ask() -> None:
+    def ask() -> TCPStore | None:
         with suppress(DistError):
-            answered.append(TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(0, answer_s)))
+            return TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(0, answer_s))
+        return None
 
-    call_within(answer_s, ask)
-    if not answered:
+    if (store := call_within(answer_s, ask)) is None:
         raise UserError(f"port {endpoint.port} on {endpoint.host} is in use by another program; {another}")
-    return answered[0]
+    return store

@@ -48,7 +48,6 @@ class PeerLost(RuntimeError):
         """Describe how ``rank`` was lost, from the error ``cause`` of the connection to it."""
         fate = "did not answer in time" if "imed out" in str(cause) else "closed its connection"
         super().__init__(f"rank {rank} {fate} during an all-reduce; its own log says why")
-        self.rank = rank
 
 
 class Reason(NamedTuple):
