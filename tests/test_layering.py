@@ -157,7 +157,7 @@ LINES = {
     "imagenet_fast/sync": 4771,
     "imagenet_fast/training": 3032,
     "imagenet_fast": 31500,
-    "tests": 28586,
+    "tests": 28556,
     "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -33,9 +33,7 @@ count --sync ddp -> --sync ddp is torch's and its calls can't be counted
 count --sync lazy,auto -> --sync auto becomes one of the other engines
 sync --nodes 1000 --nproc 1000 -> 1000000 ranks are as many processes, which take
 sync --json /nowhere/rows -> --json /nowhere/rows: there is no directory /nowhere
-sync --png /nowhere/rows -> --png /nowhere/rows: there is no directory /nowhere
 published ladder --batches 16 -> `bench published` is now `python -m experiments.published`, in a checkout; write that
-published batches --batches 16,0 -> --batches 16,0 is not a list of whole numbers above 0
 pipeline --micro-batches 1,x -> --micro-batches 1,x is not a list of whole numbers
 pipeline --micro-batches 0 -> is not a list of whole numbers above 0
 pipeline --micro-batches 3 --batch 8 -> --batch 8 does not make 3 equal micro-batches; take
@@ -50,14 +48,9 @@ profile here.txt -> here.txt does not end in .json
 profile here.json --batch 32,0 -> --batch 32,0 is not a list of whole numbers above 0
 step --graph -> --graph replays steps from CUDA graphs, and there is no GPU; leave it out
 step --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
-sync --sync lazy,ring,lazy -> --sync lazy,ring,lazy names lazy twice; leave one out
 sync --sync lazy,lazy:bf16 -> names lazy:bf16 twice (lazy and lazy:bf16 are the same); leave one out
-count --ranks 8,64,08 -> names 08 twice (8 and 08 are the same); leave one out
 collectives --collectives ring,native,ring -> --collectives ring,native,ring names ring twice; leave one out
 collectives --sizes 1MB,4KB,1m -> names 1m twice (1MB and 1m are the same); leave one out
-pipeline --micro-batches 1,4,4 -> --micro-batches 1,4,4 names 4 twice; leave one out
-pipeline --schedules gpipe,gpipe -> --schedules gpipe,gpipe names gpipe twice; leave one out
-data --loaders dali,folder,dali -> --loaders dali,folder,dali names dali twice; leave one out
 data --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
 step --data /nowhere -> --data /nowhere is not read without a loader; give --loader folder, or leave --data out
 step --loader folder --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
