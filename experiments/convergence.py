@@ -26,8 +26,8 @@ import torch
 from imagenet_fast.atomic_io import atomic_directory
 from imagenet_fast.data.download import fetch_dataset
 from imagenet_fast.distributed.init import computes_bf16
-from imagenet_fast.metrics.figures import new_figure
 from imagenet_fast.metrics.past_run import read_run
+from imagenet_fast.metrics.tables import new_figure
 from scripts import results, tables
 from scripts.results import ROOT, Row
 

@@ -27,14 +27,6 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
-def size_text(size: int) -> str:
-    """Return a size as text such as ``2 KB``, with 1024 bytes per KB."""
-    for unit in ("G", "M", "K"):
-        if size >= UNITS[unit]:
-            return f"{size / UNITS[unit]:.4g} {unit}B"
-    return f"{size} B"
-
-
 def gigabytes(size: float) -> str:
     """Return a size in bytes as text in GB, MB, kB (powers of 1000) or bytes."""
     for unit, of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -43,7 +35,7 @@ def gigabytes(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-def exact_size(size: int) -> str:
+def size_text(size: int) -> str:
     """Return a size as text that ``parse_size`` reads back, exact to the byte."""
     unit = next(unit for unit in ("G", "M", "K", "") if size % UNITS[unit] == 0)
     return f"{size // UNITS[unit]}{unit}B"

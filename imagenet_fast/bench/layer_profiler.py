@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing
+from imagenet_fast.errors import UserError
 from imagenet_fast.models import build_model
 from imagenet_fast.progress import measurement_bar
 from imagenet_fast.recipe.data_config import SyntheticData
@@ -66,12 +67,14 @@ def record_profile(recipe: Recipe, device: torch.device, steps: int) -> Profile:
 
 
 def of_batches(recorded: Mapping[int, Profile]) -> Profile:
-    """Return the profile of the largest batch; a line through all tells the share of its step that does not grow."""
+    """Return that of the largest batch, with the share of its step that does not grow; UserError if that is all."""
     largest = recorded[max(recorded)]
     if len(recorded) == 1:
         return largest
     line = linear_regression([*recorded], [profile.compute_s for profile in recorded.values()])
-    return replace(largest, fixed=min(max(0.0, line.intercept / largest.compute_s), 1.0))
+    if line.slope <= 0:
+        raise UserError(f"--batch {max(recorded)} takes no longer than fewer images; take more, or more --steps")
+    return replace(largest, fixed=max(0.0, line.intercept / largest.compute_s))
 
 
 def model_and_batch(recipe: Recipe, device: torch.device) -> tuple[nn.Module, Tensor, Tensor]:

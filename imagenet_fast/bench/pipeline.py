@@ -30,6 +30,7 @@ from imagenet_fast.models.stages import split_model
 from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.ranks import Lab, on_gpus
 from imagenet_fast.parallel.pipeline_parallel import Pass, Pipeline
+from imagenet_fast.recipe.batching import check_norms
 from imagenet_fast.recipe.parallel_config import chunks_of, misfit
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.training.precision import autocast
@@ -117,6 +118,7 @@ def bench_pipeline(
             raise UserError(f"--schedules: {refused[micro_batches[0]]}")
         runs += [(schedule, count) for count, why in refused.items() if why is None]
     size, smallest = recipe.data.image_size, recipe.global_batch // max(micro_batches)
+    check_norms(recipe, smallest)
     with torch.device("meta"):  # refuse an impossible split here, not on a rank
         split_model(
             build_model(recipe.model, classes=1), torch.empty(smallest, 3, size, size), 0, stages,

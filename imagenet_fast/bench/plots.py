@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from imagenet_fast.metrics.figures import legend_below
+from imagenet_fast.metrics.tables import legend_below
 from imagenet_fast.units import size_text
 
 if TYPE_CHECKING:

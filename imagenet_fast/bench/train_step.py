@@ -33,7 +33,7 @@ from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.models import compile_blocks
 from imagenet_fast.netlab.timing import in_turns
 from imagenet_fast.progress import measurement_bar
-from imagenet_fast.recipe.batching import split_batch
+from imagenet_fast.recipe.batching import check_norms, split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.optim_config import Sgd
 from imagenet_fast.recipe.schema import Float16, Recipe
@@ -125,10 +125,10 @@ def step_recipe(
     """Build a recipe of synthetic images, trained by SGD with momentum.
 
     Without ``precision``, it is the one in which recipes with bf16 train on this node. Raises UserError if a name is
-    unknown.
+    unknown, or as ``check_norms``.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return parse_recipe(
+    recipe = parse_recipe(
         "bench step",
         {
             "ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled, "graph": False,
@@ -144,6 +144,8 @@ def step_recipe(
             "sync": {"kind": sync},
         },
     )  # fmt: skip
+    check_norms(recipe, batch)
+    return recipe
 
 
 def bench_step(

@@ -108,8 +108,7 @@ def show(
     """Print a table, write its rows as JSON, and have ``draw`` fill a figure for ``png``, each if there is a file."""
     from rich.console import Console
 
-    from imagenet_fast.metrics.figures import new_figure
-    from imagenet_fast.metrics.tables import write_json
+    from imagenet_fast.metrics.tables import new_figure, write_json
 
     Console().print(table)
     write_json(rows, json_file)

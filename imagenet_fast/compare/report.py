@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from imagenet_fast.metrics.figures import new_figure, plot_label
 from imagenet_fast.metrics.past_run import SETTLING_STEPS, PastRun
-from imagenet_fast.metrics.tables import Row, column
+from imagenet_fast.metrics.tables import Row, column, new_figure, plot_label
 from imagenet_fast.run.result import BEARABLE_WAIT_PCT, target_metric
 
 

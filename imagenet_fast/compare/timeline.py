@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.figures import legend_below, new_figure, plot_label
-from imagenet_fast.metrics.tables import Row, column
+from imagenet_fast.metrics.tables import Row, column, legend_below, new_figure, plot_label
 from imagenet_fast.run.run_dir import RunDir
 
 _FORWARD, _BACKWARD, _MESSAGE, _WAIT = "#a9bfe0", "#4c72b0", "#6b6b6b", "#dd8452"  # differ in lightness, too

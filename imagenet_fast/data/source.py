@@ -192,13 +192,13 @@ def files_of(root: Path, split: SplitName, folders: Sequence[Path]) -> tuple[lis
     """
     inside = [entry for folder in folders for entry in entries_of(folder)]
     nested = any(is_class_name(entry.name) and entry.is_dir() for entry in inside)
-    named = [entry for entry in entries_of(root) if says(split, entry.name)]
+    named = [entry for entry in entries_of(root) if said(split, entry.name)]
     return sorted(Path(entry.path) for entry in named + inside * (not nested) if entry.is_file()), nested
 
 
-def says(split: SplitName, name: str) -> bool:
-    """Return whether a file's name contains a word for the split."""
-    return any(re.search(rf"(?<![^-_.]){word}(?![^-_.])", name) for word in WORDS[split])
+def said(split: SplitName, name: str) -> set[str]:
+    """Return the words for the split that a file's name contains."""
+    return {word for word in WORDS[split] if re.search(rf"(?<![^-_.]){word}(?![^-_.])", name)}
 
 
 def entries_of(folder: Path) -> Iterator[os.DirEntry[str]]:
@@ -226,7 +226,7 @@ def check_parts(paths: Sequence[Path], split: SplitName) -> None:
     They are if no number is missing: in between, or up to the total in their names.
     """
     for path in paths:
-        if any(says(other, path.name) for other in get_args(SplitName) if other != split):
+        if any(said(other, path.name) for other in get_args(SplitName) if other != split):
             raise UserError(
                 f"{path} would be taken for {split}, and is named after the other split; name it, and the folder it is "
                 "in, after the split of its images"
@@ -234,6 +234,8 @@ def check_parts(paths: Sequence[Path], split: SplitName) -> None:
     if twice := [name for name, times in Counter(path.name for path in paths).items() if times > 1]:
         places = " and ".join(str(path.parent) for path in paths if path.name == twice[0])
         raise UserError(f"{places} both hold {twice[0]}, whose images would count twice; keep one of them")
+    if len(words := {word for path in paths for word in said(split, path.name)}) > 1:
+        raise UserError(f"{paths[0].parent} holds parts of {' and of '.join(sorted(words))}; keep one set")
     alike: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         of = _PART_OF.search(path.name)
@@ -249,7 +251,7 @@ def check_parts(paths: Sequence[Path], split: SplitName) -> None:
             there = counting[0] if len(counting) == 1 else {0}
             expected = range(min(there), max(there) + 1)
         found = sum(number in expected for number in there)
-        if numbered and len(parts) > found:
+        if numbered and (len(parts) > found or len({of for _, of in numbered}) > 1):
             raise UserError(f"{folder} holds several sets of parts like {example}; keep one of them")
         if found < len(expected):
             first = next(number for number in expected if number not in there)

@@ -1,4 +1,1 @@
-"""Record a run's metrics: events, sent from the training loop to the sinks.
-
-The flow is one way: no sink reports back to the training loop.
-"""
+"""Record a run's metrics: events, sent one way, from the training loop to the sinks."""

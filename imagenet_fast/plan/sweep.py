@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.metrics.figures import legend_below
+from imagenet_fast.metrics.tables import legend_below
 from imagenet_fast.plan.devices import MODELS
 from imagenet_fast.plan.fastest import Way
 from imagenet_fast.plan.prediction import Planned, Situation

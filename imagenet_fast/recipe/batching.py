@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from itertools import count
 
 from imagenet_fast.errors import UserError
+from imagenet_fast.recipe.network import NormedNetwork
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.recipe.schema import Recipe
+from imagenet_fast.recipe.schema import CifarNet, Recipe
+
+_SMALL = 98  # pixels of a side, up to which last feature maps may be one pixel
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
 
     Raises:
         UserError: The ranks do not divide over the recipe's axes, or no split needs at most twice the fewest possible
-            accumulation steps. The message names the next global batch that has one.
+            accumulation steps. The message names the next global batch that has one. Or as ``check_norms``.
     """
     batch, parallel = recipe.global_batch, recipe.parallel
     if ranks % parallel.ranks:
@@ -71,6 +74,7 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
         )
     largest = recipe.micro_batch or max(_share(recipe) * parallel.pipeline // parallel.micro_batches, 1)
     if (found := _split(recipe, batch, ranks)) is not None:
+        check_norms(recipe, found.micro_batch // parallel.micro_batches)
         return found
     multiple = ranks // parallel.pipeline * parallel.micro_batches
     unit = math.lcm(multiple, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
@@ -79,6 +83,16 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
         f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest}; "
         f"one that does is --set global_batch={above}, or choose another number of ranks"
     )
+
+
+def check_norms(recipe: Recipe, micro_batch: int) -> None:
+    """Raise UserError if batch norms may see a single value a channel, which has no variance: of one small image."""
+    has_norms, size = isinstance(recipe.model, NormedNetwork | CifarNet), min(recipe.data.training_sizes)
+    if micro_batch == 1 and has_norms and size <= _SMALL:
+        raise UserError(
+            f"a micro-batch of 1 image of {size} pixels is too little for the batch norms of {recipe.model.label}; "
+            "take larger ones, with a global_batch of 2 or more a rank"
+        )
 
 
 def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:

@@ -30,6 +30,7 @@ class Ending:
     ended: bool = False
     begun: bool = False
     """Whether the run directory has a record of this run."""
+    _together: bool = False
     _check_folder: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
@@ -43,7 +44,8 @@ class Ending:
         If nodes may leave, a stop concerns only those that got the signal; torchrun restarts the ranks of the others.
         """
         fine = ("finished",) if self.job.elastic else ("finished", "preempted")
-        return 0 if self.launcher_dir is not None and self.outcome.status in fine else self.outcome.exit_code
+        is_fine = self._together or self.outcome.status in fine
+        return 0 if self.launcher_dir is not None and is_fine else self.outcome.exit_code
 
     def begin_record(self, check_folder: Callable[[], None]) -> None:
         """Record that the run directory belongs to this run, and that rank 0 writes there from now on.
@@ -56,6 +58,7 @@ class Ending:
 
     def stopped(self, saved: bool) -> None:
         """Set the outcome of a run whose ranks have all stopped after a step, ``saved`` or not."""
+        self._together = not self.job.elastic  # so torchrun starts none again
         not_saved = "not saved, as not every node sees the run; give an --out that all of them share"
         then = f"saved; {self.job.resuming} goes on" if saved else not_saved
         message = f"{STOPPED_WORDS} after step {self.outcome.steps}, and {then}"

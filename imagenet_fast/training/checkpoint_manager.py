@@ -57,7 +57,7 @@ class CheckpointManager:
         self._writer = writer
         self._data = data
         self._asked = asked
-        self._saved_at = self._stepped_at = time.monotonic()
+        self._saved_at = time.monotonic()
         self._begun = self._last = begun  # last: the step of the last checkpoint that was begun
         self._unsaved: NotSaved | None = None
         self._agreement = StepAgreement(world, begun, self._wishes)
@@ -70,7 +70,6 @@ class CheckpointManager:
         """Save a checkpoint if one is due after the last step. Raise StopRequested if all ranks stop there."""
         if state.step == self._begun:
             return
-        self._warn_of_long_steps(state.step - self._begun)
         if self._world.is_main and not self._writing:
             self._await()  # warns at once if it has failed
         due, every_steps = self._agreement.due(state.step), self._job.recipe.checkpoint.every_steps
@@ -78,13 +77,6 @@ class CheckpointManager:
             raise StopRequested
         if state.step != self._last and ("save" in due or (every_steps > 0 and state.step % every_steps == 0)):
             self.save(state, evaluated=False)
-
-    def _warn_of_long_steps(self, taken: int) -> None:
-        """Warn on rank 0 if the second step takes too long for a stop to be saved; the first one may compile."""
-        step_s, self._stepped_at = time.monotonic() - self._stepped_at, time.monotonic()
-        grace_s = self._job.recipe.checkpoint.grace_s
-        if taken == 2 and step_s > grace_s / 2 and self._world.is_main:
-            warn(f"a step takes {step_s:.2g} s, and a stop may not be saved within checkpoint.grace_s, {grace_s:g} s")
 
     def save(self, state: TrainState, evaluated: bool) -> bool:
         """Save a checkpoint, of ``evaluated`` weights or not, if there is a writer; return whether ``may_save``."""

@@ -173,8 +173,10 @@ class SGD(Optimizer):
     def _pieces(self, params: Sequence[nn.Parameter]) -> _Pieces:
         weights, grads, velocities = list[Tensor](params), list[Tensor](), list[Tensor]()
         for param in params:
-            grad, velocity = param.grad, self.state[param]["momentum_buffer"]
+            grad, velocity = param.grad, self.state[param].get("momentum_buffer")
             assert grad is not None
+            if velocity is None:  # the state was cleared
+                velocity = self.state[param]["momentum_buffer"] = torch.zeros_like(param)
             # The fused update walks through memory: with other strides it would mix up the elements.
             if velocity.stride() != param.stride():  # it was loaded, of a model in another memory format
                 velocity = self.state[param]["momentum_buffer"] = torch.empty_like(param).copy_(velocity)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from imagenet_fast.compare.report import distinct_names, draw_curves
-from imagenet_fast.metrics.figures import new_figure, plot_label
 from imagenet_fast.metrics.past_run import PastRun, read_run
+from imagenet_fast.metrics.tables import new_figure, plot_label
 from tests.e2e.command import in_process
 from tests.metrics.past import leave_run, outcome, shown, strict
 

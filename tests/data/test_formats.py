@@ -228,6 +228,8 @@ def test_an_incomplete_or_ambiguous_directory_is_refused(tmp_path: Path):
         ("train-0.tar train.tfrecord.gz", "train.tfrecord.gz is a TFRecord by its name, and these are not read"),
         ("imagenet-train.tfrecord-00000-of-00001", "write its images as WebDataset tars (KEY.jpg and KEY.cls) or into"),
         ("train-0.tar train/cat/1.jpg", "in several formats"),
+        ("train-0-of-2.tar train-1-of-2.tar train-2-of-4.tar train-3-of-4.tar", "several sets of parts like train-0"),
+        ("train-0.tar val/val-0.tar validation/validation-0.tar", "holds parts of val and of validation; keep one set"),
         ("train-0.tar train/train-0.tar", "both hold train-0.tar, whose images would count twice; keep one"),
     ]):  # fmt: skip
         put(tmp_path / f"{number}", *names.split())

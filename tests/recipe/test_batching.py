@@ -33,9 +33,23 @@ def test_a_batch_is_split_as_the_table_of_examples_has_it():
     )
 
 
+def test_one_small_image_at_a_time_is_too_little_for_batch_norms():
+    for model, size, images, told in (
+        ("resnet18", 32, 1, "a micro-batch of 1 image of 32 pixels is too little for the batch norms of resnet18"),
+        ("alexnet_bn", 98, 1, "too little for the batch norms of alexnet_bn"),
+        ("resnet18", 32, 2, ""), ("resnet18", 128, 1, ""), ("alexnet", 64, 1, ""),
+    ):  # fmt: skip
+        changes = {"model": {"kind": model}, "ranks": 1, "global_batch": 2, "micro_batch": images}
+        recipe = parse_recipe("test", tables(data__image_size=size, **changes))
+        if told:
+            assert told in refusal_of(split_batch, recipe, 1)
+        else:
+            split_batch(recipe, 1)
+
+
 def test_every_split_keeps_the_global_batch_or_names_one_that_works():
     def plain(batch: int) -> Recipe:
-        return parse_recipe("test", tables(global_batch=batch, ranks=1, micro_batch=8))
+        return parse_recipe("test", tables(global_batch=batch, ranks=1, micro_batch=8, data__image_size=128))
 
     advised = []
     for batch, ranks in (*product((16, 48, 60, 97, 128), range(1, 20)), (65536, 10007)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -83,16 +82,3 @@ def test_a_run_that_would_resume_needs_a_directory_that_all_nodes_see(tmp_path: 
     opened = open_checkpoints(job_of(tmp_path, resume=True), tests.world(), {}, Mock(), None)
     with patch("imagenet_fast.training.checkpoint_manager.common_folder", return_value=None):
         refuses(f"not every node sees {tmp_path}.* give an --out that all of them share", opened.__enter__)
-
-
-@pytest.mark.parametrize(("step_s", "warnings"), [(24.0, 0), (26.0, 1)])
-def test_a_step_that_takes_more_than_half_of_the_grace_time_is_warned_of_once(
-    step_s: float, warnings: int, saving: Saving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    began = time.monotonic()
-    for step in range(4):
-        monkeypatch.setattr(time, "monotonic", lambda step=step: began + step * step_s)
-        saving.before_step(trained(step))
-    monkeypatch.undo()
-    sentence = "a step takes 26 s, and a stop may not be saved within checkpoint.grace_s, 50 s"
-    assert capsys.readouterr().err.count(f"warning: {sentence}\n") == warnings

@@ -229,6 +229,16 @@ def test_a_parameter_that_does_not_fill_its_memory_is_refused(param: Tensor):
     SGD([nn.Parameter(param.clone()), nn.Parameter(torch.ones(3, 5).t())], 1.0, MU)
 
 
+def test_a_state_that_was_cleared_begins_anew():
+    param = nn.Parameter(torch.ones(3))
+    optimizer = SGD([param], lr=0.25, momentum=0.5)
+    for _ in range(2):
+        param.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.state.clear()
+    assert torch.equal(param, torch.full((3,), 0.5)), "twice by the gradient alone"
+
+
 class OwnNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -139,6 +139,10 @@ def _in_folders(root: Path, split: SplitName, contents: FolderContents) -> Sourc
         return _files(inside.path), [os.path.join(below, path) for path in deeper]  # noqa: PTH118
 
     names = class_folders(folder)
+    if packed := [name for name in contents.others if _CLASS_TAR.fullmatch(name) and name[:-4] not in names]:
+        raise UserError(f"{folder / packed[0]} is not unpacked, as others beside it are; unpack it, or remove theirs")
+    if len(names) == 1 and names[0] in ("images", *WORDS[split]):
+        raise UserError(f"{folder / names[0]} is no class's folder; move what is in it up into {folder}")
     for name, (files, deeper) in zip(names, map_in_order(look, names), strict=True):
         if not name.isprintable():
             raise UserError(f"{folder} has a folder {name!r}, which is no name for a class; rename it")

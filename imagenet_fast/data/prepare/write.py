@@ -31,7 +31,7 @@ from imagenet_fast.data.shards import CLASSES, IMAGES
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.base import Table
 from imagenet_fast.recipe.load import read_text
-from imagenet_fast.units import exact_size
+from imagenet_fast.units import size_text
 
 PreparedFormat = Literal["folder", "webdataset", "pixels"]
 """Image files, or WebDataset shards of them, or WebDataset shards of decoded images (``pixels.store_pixels``)."""
@@ -55,7 +55,7 @@ class Settings(Table):
 
     def __str__(self) -> str:
         """Return the settings as command-line options."""
-        shards = "" if self.shard_size is None else f" --shard-size {exact_size(self.shard_size)}"
+        shards = "" if self.shard_size is None else f" --shard-size {size_text(self.shard_size)}"
         shrunk = "" if self.resize is None else f" --resize {self.resize}"
         quality = "" if self.quality is None else f" --quality {self.quality}"
         return f"--format {self.format}{shards}{shrunk}{quality}"

@@ -254,6 +254,8 @@ def laid_out(folder: Path, files: dict[str, Any]) -> Path:
         ({"ILSVRC2012_img_train.tar.gz": b""}, "ILSVRC2012_img_train.tar.gz is compressed.*unpack it"),
         (TRAIN | {"val/cat.tar.zst": b""}, "val/cat.tar.zst is compressed"),
         (TRAIN | inside("val/photos", FLAT), "a class photos to validate on .* or, if images of many classes"),
+        (inside("val/images", FLAT), "val/images is no class's folder; move what is in it up into .*/val"),
+        (inside("train/n01440764", IMAGE) | {"train/n01484850.tar": IMAGE}, "n01484850.tar is not unpacked, as others"),
         (train_of("dogs.tar"), "a member 'dogs.tar', which is no class's"),
         (train_of("n1440764.tar"), "a member 'n1440764.tar', which is no class's"),
         (train_of("n99999999.tar") | inside("val", CATS), "a class cat to validate on that train lacks"),
