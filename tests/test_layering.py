@@ -152,12 +152,12 @@ LINES = {
     "imagenet_fast/netlab": 547,
     "imagenet_fast/parallel": 925,
     "imagenet_fast/plan": 1449,
-    "imagenet_fast/recipe": 2020,
+    "imagenet_fast/recipe": 2019,
     "imagenet_fast/run": 566,
     "imagenet_fast/sync": 4771,
     "imagenet_fast/training": 3026,
-    "imagenet_fast": 31499,
-    "tests": 28595,
+    "imagenet_fast": 31498,
+    "tests": 28599,
     "tests/sync": 6040,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import count
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.network import NormedNetwork
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.recipe.schema import CifarNet, Recipe
+from imagenet_fast.recipe.schema import Recipe
 
-_SMALL = 98  # pixels of a side, up to which last feature maps may be one pixel
+_ONE_PIXEL = {"resnet18": 32, "resnet50": 32, "cifarnet": 16}  # sides of images up to which last maps are one pixel
 
 
 @dataclass(frozen=True)
@@ -86,9 +85,9 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
 
 
 def check_norms(recipe: Recipe, micro_batch: int) -> None:
-    """Raise UserError if batch norms may see a single value a channel, which has no variance: of one small image."""
-    has_norms, size = isinstance(recipe.model, NormedNetwork | CifarNet), min(recipe.data.training_sizes)
-    if micro_batch == 1 and has_norms and size <= _SMALL:
+    """Raise UserError if batch norms would see a single value a channel, which has no variance: of one small image."""
+    size = min(recipe.data.training_sizes)
+    if micro_batch == 1 and size <= _ONE_PIXEL.get(recipe.model.kind, 0):
         raise UserError(
             f"a micro-batch of 1 image of {size} pixels is too little for the batch norms of {recipe.model.label}; "
             "take larger ones, with a global_batch of 2 or more a rank"

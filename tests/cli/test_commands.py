@@ -74,7 +74,10 @@ IN_PROCESS = (
         "--precision fp32 --sleep 0.001 --rounds 1 --device cpu --png {out}/a.png",
         "resnet18, 2 ranks in a pipeline",
     ),
-    ("bench profile {out}/mine.json --model resnet18 --image-size 32 --batch 2,3 --precision fp32 --steps 1", "layers"),
+    (
+        "bench profile {out}/mine.json --model resnet18 --image-size 32 --batch 2,64 --precision fp32 --steps 1",
+        "layers",
+    ),
     (
         "bench data --data {images} --loaders folder,decoding --image-size 32 --batch 2 --workers 1 "
         "--seconds 0 --rounds 1 --png {out}/a.png",

@@ -74,7 +74,8 @@ class Loop:
         data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
         self.recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
         self.kind, self.world = kind, tests.world()
-        self.batching = split_batch(self.recipe, self.world.size)
+        own = MODELS.get(kind, MODELS["alexnet"])  # one without norms, as the tiny one
+        self.batching = split_batch(self.recipe.model_copy(update={"model": own}), self.world.size)
 
     def begin(self, model: nn.Module) -> TrainingStep:
         return build_step(self.recipe, self.batching, model, self.world, 4)

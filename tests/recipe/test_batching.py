@@ -36,8 +36,8 @@ def test_a_batch_is_split_as_the_table_of_examples_has_it():
 def test_one_small_image_at_a_time_is_too_little_for_batch_norms():
     for model, size, images, told in (
         ("resnet18", 32, 1, "a micro-batch of 1 image of 32 pixels is too little for the batch norms of resnet18"),
-        ("alexnet_bn", 98, 1, "too little for the batch norms of alexnet_bn"),
-        ("resnet18", 32, 2, ""), ("resnet18", 128, 1, ""), ("alexnet", 64, 1, ""),
+        ("cifarnet", 16, 1, "too little for the batch norms of cifarnet"),
+        ("resnet18", 32, 2, ""), ("resnet18", 33, 1, ""), ("cifarnet", 32, 1, ""), ("alexnet_bn", 98, 1, ""),
     ):  # fmt: skip
         changes = {"model": {"kind": model}, "ranks": 1, "global_batch": 2, "micro_batch": images}
         recipe = parse_recipe("test", tables(data__image_size=size, **changes))
