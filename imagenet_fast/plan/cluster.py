@@ -200,7 +200,7 @@ def this_machine(pace: Pace) -> Cluster:
     for name in shipped("cluster"):
         like = load_cluster(name, pace)
         if device is not None and like.device == device.name:
-            switched = re.search("pcie|nvl", card, re.IGNORECASE) is None
+            switched = not like.inside.in_switches or re.search("pcie|nvl", card, re.IGNORECASE) is None
             source = f"this machine, {len(gpus)} x {card}; its {'links' if switched else 'steps'} are assumed to be"
             own = {
                 "name": "this machine", "source": f"{source} those of {name}", "nodes": 1, "gpus_per_node": len(gpus),

@@ -130,3 +130,5 @@ def test_without_a_cluster_the_machine_is_asked(tmp_path: Path, refusal: Callabl
     assert "4 ranks, micro-batch 128" in text
     assert "this machine, 4 x NVIDIA H100 80GB HBM3; its links are assumed to be those of dgx-h100" in text
     assert "nic.gbit is unknown" in refusal("plan", "--recipe", "resnet50-512gpu", "--gpus", "8")
+    has("NVIDIA A100 80GB PCIe, 81920\n")
+    assert "its links are assumed to be those of pcie-a100" in planned("--recipe resnet50-1gpu").output
