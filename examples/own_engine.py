@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.distributed.init import current_world
-from imagenet_fast.recipe.engine_table import Wire
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, HybridSync, LazySync, ParamSlot
+from imagenet_fast.recipe.sync_table import Wire
+from imagenet_fast.sync import Declaration, EngineSettings, GradientPool, HybridSync, LazySync, ParamSlot
 
 
 def pair_of(slot: ParamSlot) -> int:
@@ -25,9 +25,9 @@ def pair_of(slot: ParamSlot) -> int:
     return int(slot.layer.rpartition(".")[2]) // 2
 
 
-def by_pairs(wire: Wire) -> Engine:
+def by_pairs(wire: Wire) -> Declaration:
     """Return an engine that sends layers by twos: scattered during backward, gathered before the next forward."""
-    return Engine(
+    return Declaration(
         wire, "read", math.inf, group_key=pair_of, collective="pairwise", prioritized=True, split_reduce_scatter=True
     )
 
@@ -39,7 +39,7 @@ def small_net() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(512, 10))
 
 
-def train(engine: Engine | EngineSettings, device: torch.device, steps: int = 30) -> tuple[Tensor, float]:
+def train(engine: Declaration | EngineSettings, device: torch.device, steps: int = 30) -> tuple[Tensor, float]:
     """Train on random numbers, other ones on every rank.
 
     Args:
@@ -70,7 +70,7 @@ def train(engine: Engine | EngineSettings, device: torch.device, steps: int = 30
 def main() -> None:
     """Compare the engine with two of ours."""
     world = current_world()
-    engines: dict[str, Engine | EngineSettings] = {
+    engines: dict[str, Declaration | EngineSettings] = {
         "lazy": LazySync(wire="fp32"),
         "hybrid": HybridSync(wire="fp32"),
         "pairs": by_pairs("fp32"),

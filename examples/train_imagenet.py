@@ -39,7 +39,7 @@ def options() -> argparse.Namespace:
     images = parser.add_mutually_exclusive_group(required=True)
     images.add_argument("--data", type=Path, help="directory with train/ and val/, or shards")
     images.add_argument("--synthetic", type=int, metavar="N", help="train on N random images instead")
-    parser.add_argument("--loader", choices=("dali", "folder"), default="dali")
+    parser.add_argument("--loader", choices=("dali", "threads"), default="dali")
     parser.add_argument("--model", choices=("resnet18", "resnet50"), default="resnet50")
     parser.add_argument("--engine", choices=ENGINES, default="hybrid")
     parser.add_argument("--size", type=int, default=224, help="side of the images in pixels")

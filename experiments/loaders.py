@@ -50,7 +50,7 @@ def main() -> None:
         print(f"{about}, 256 pixels on the shorter side, {options.batch} a batch")
         for size in SIZES:
             data = ImageData(
-                dataset="imagenet", loader="folder", image_size=size, resize=size * 8 // 7, on_bad_image="skip"
+                dataset="imagenet", loader="threads", image_size=size, resize=size * 8 // 7, on_bad_image="skip"
             )
             order = TrainSampler(len(images), Batching(1, options.batch, 1), 0, seed=1)
             on_the_host(images, order, data, options.seconds)

@@ -90,7 +90,7 @@ def tiers(first: Sequence[Any], every: Iterable[Any]) -> list[Any]:
 def tables(**changes: Any) -> dict[str, Any]:
     """A small valid recipe as TOML would give it; ``optim__lr=1`` changes one key of a table."""
     recipe: dict[str, Any] = {
-        "ranks": 2, "global_batch": 16, "epochs": 2, "log_every": 1, "model": {"kind": "resnet18"},
+        "reference_ranks": 2, "global_batch": 16, "epochs": 2, "log_every": 1, "model": {"kind": "resnet18"},
         "data": {"loader": "synthetic", "image_size": 32, "classes": 10, "train_images": 64, "val_images": 21},
         "precision": {"kind": "fp32"}, "optim": {"kind": "sgd", "lr": 0.1, "weight_decay": 1e-4},
         "schedule": {"kind": "cosine"}, "sync": {"kind": "lazy", "wire": "fp32", "threshold_mb": 1},

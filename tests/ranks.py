@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from imagenet_fast.netlab.forks import RankError, RankPool
+from imagenet_fast.netlab.forks import ForkedRanks, RankError
 from imagenet_fast.sync.topology import Topology
 
 LIMIT_S = 120.0
@@ -41,7 +41,7 @@ _KEPT = (2, 3, 4)
 
 _ENDING_S = 5.0  # for threads and groups that have been told to end
 
-_pools: dict[tuple[int, str], RankPool] = {}
+_pools: dict[tuple[int, str], ForkedRanks] = {}
 _folder = tempfile.TemporaryDirectory(prefix="ranks-")
 at_end: list[Callable[[], None]] = []
 """What the case that runs on this rank calls when it is done, one after the other."""
@@ -97,7 +97,7 @@ def with_ranks(count: int | None = None, fresh: bool = False) -> Callable[[Calla
     return decorate
 
 
-def _pool(world: int, backend: str) -> RankPool:
+def _pool(world: int, backend: str) -> ForkedRanks:
     if world not in _KEPT:
         for key in [key for key in _pools if key[0] not in _KEPT and key != (world, backend)]:
             _close(_pools[key])
@@ -106,15 +106,15 @@ def _pool(world: int, backend: str) -> RankPool:
     return _pools[world, backend]
 
 
-def _fork(world: int, backend: str) -> RankPool:
+def _fork(world: int, backend: str) -> ForkedRanks:
     # A store in a file would do as well, but looking into it takes longer than anything that ranks do here.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pool = RankPool(world, _joined, world, backend, store.port, preload="tests.forked")
+    pool = ForkedRanks(world, _joined, world, backend, store.port, preload="tests.forked")
     weakref.finalize(pool, lambda store: None, store)  # it lives as long as the pool
     return pool
 
 
-def _close(pool: RankPool) -> None:
+def _close(pool: ForkedRanks) -> None:
     pool.close()
     for key in [key for key, other in _pools.items() if other is pool]:
         del _pools[key]

@@ -130,7 +130,7 @@ def check_values(path: list[str], asked: dict[str, Any], command: Command) -> No
         case ["train"] if asked["recipe"]:
             check_training(asked, command)
         case ["compare"]:
-            ranks = asked["nproc"] or load_recipe(recipe_file(asked["recipe"])).ranks
+            ranks = asked["nproc"] or load_recipe(recipe_file(asked["recipe"])).reference_ranks
             layouts = parse_layouts(asked["layout"], ranks) if asked["layout"] else []
             engines = (asked["sync"] or "hybrid").split(",")
             for run in contestants(asked["recipe"], ranks, engines, [], asked["keys"], layouts):
@@ -152,7 +152,7 @@ def check_training(asked: dict[str, Any], command: Command) -> None:
     seed = [f"seed={asked['seed']}"] if asked["seed"] is not None else []
     written = load_recipe(recipe_file(asked["recipe"]), asked["sync"], [*asked["keys"], *seed])
     counts = [int(count) for count in (asked["nodes"] or "1").split(":")]
-    each = asked["nproc"] or written.ranks // counts[0]
+    each = asked["nproc"] or written.reference_ranks // counts[0]
     for nodes in range(counts[0], counts[-1] + 1):
         recipe = scale_recipe(written, nodes * each) if asked["scale_batch"] else written
         batching = split_batch(recipe, nodes * each)

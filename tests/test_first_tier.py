@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from imagenet_fast.models import build_model
-from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Model
 from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_table import Collective, Wire
 from tests.conftest import tables
 from tests.sync.test_contract import FIRST_TIER
 

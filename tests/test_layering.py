@@ -152,13 +152,13 @@ LINES = {
     "imagenet_fast/netlab": 547,
     "imagenet_fast/parallel": 925,
     "imagenet_fast/plan": 1449,
-    "imagenet_fast/recipe": 2019,
+    "imagenet_fast/recipe": 2018,
     "imagenet_fast/run": 566,
     "imagenet_fast/sync": 4771,
     "imagenet_fast/training": 3026,
-    "imagenet_fast": 31498,
+    "imagenet_fast": 31497,
     "tests": 28599,
-    "tests/sync": 6040,
+    "tests/sync": 6039,
 }
 """The lines of each package and of the tests. A commit that takes some away lowers its number; only an issue raises
 one."""

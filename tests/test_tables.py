@@ -101,7 +101,7 @@ def test_another_benchmark_is_refused(capsys: pytest.CaptureFixture[str]):
 def test_measuring_rewrites_rows_and_keeps_the_declaration_unless_a_command_fails(tmp_path: Path, monkeypatch, capfd):
     declared = {
         "name": "loaders", "cases": ["of nothing"],
-        "commands": ["imagenet-fast bench data --loaders folder --image-size 16 --batch 2 --seconds 0 --rounds 1"],
+        "commands": ["imagenet-fast bench data --loaders threads --image-size 16 --batch 2 --seconds 0 --rounds 1"],
         "left_out": ["slowest"], "columns": [{"heading": "loader", "cell": "{loader}"}],
     }  # fmt: skip
     once = {"date": "2020-01-01", "machine": "", "versions": {}, "conditions": "once", "rows": []}
@@ -114,7 +114,7 @@ def test_measuring_rewrites_rows_and_keeps_the_declaration_unless_a_command_fail
     assert measured["versions"]["Python"]
     assert measured.get("conditions") != "once"
     rows = [(row["case"], row["loader"], "slowest" in row) for row in measured["rows"]]
-    assert rows == [("of nothing", "folder", False)]
+    assert rows == [("of nothing", "threads", False)]
     results.write(measured | {"commands": ["imagenet-fast bench data --loaders none"]})
     before = (tmp_path / "loaders.json").read_bytes()
     assert tables.main(["loaders"]) == 2

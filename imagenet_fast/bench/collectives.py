@@ -30,7 +30,7 @@ from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.netlab.ranks import TIMEOUT, Lab, on_gpus
 from imagenet_fast.netlab.timing import Block, in_turns, time_repetitions
-from imagenet_fast.recipe.engine_table import Cast, Collective
+from imagenet_fast.recipe.sync_table import Cast, Collective
 from imagenet_fast.sync.all_reduce import format_of, wire_dtype
 from imagenet_fast.sync.network_benchmark import all_reduces
 from imagenet_fast.sync.topology import Topology

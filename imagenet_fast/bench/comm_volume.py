@@ -14,12 +14,12 @@ from imagenet_fast.cost_model.collectives import RankLayout
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.errors import UserError
 from imagenet_fast.metrics.tables import Row, column
-from imagenet_fast.netlab.forks import RankPool
+from imagenet_fast.netlab.forks import ForkedRanks
 from imagenet_fast.netlab.namespaces import parse_rate
 from imagenet_fast.plan.network import PAYLOAD, StatedNetwork
 from imagenet_fast.progress import measurement_bar
-from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_table import Collective, Wire
 from imagenet_fast.sync import EngineSettings
 
 
@@ -92,7 +92,7 @@ def bench_count(
     bits_per_s, rows = parse_rate(link), list[Count]()
     with measurement_bar() as show:
         for settings in engines:  # each in its own process, so without the process groups of another
-            with closing(RankPool(1, nullcontext, preload=__name__)) as process:
+            with closing(ForkedRanks(1, nullcontext, preload=__name__)) as process:
                 for ranks in sizes:
                     show(f"counting {settings.kind}", len(rows), len(engines) * len(sizes))
                     rows += process.run(_count, profile, settings, ranks, ranks_per_node, bits_per_s)

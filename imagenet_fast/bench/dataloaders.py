@@ -39,7 +39,7 @@ _SEED = 1
 _HELD = 1024
 """Number of encoded images kept in memory and decoded repeatedly."""
 
-Loader = Literal["folder", "pixels", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
+Loader = Literal["threads", "pixels", "dali", "dali-bare", "torchvision-pil", "torchvision-io", "decoding"]
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _possible(loaders: Sequence[Loader], images: ImageSource, decoded: bool) -> 
     if not isinstance(images, ImageFolder):
         why |= dict.fromkeys(("dali-bare", "torchvision-pil", "torchvision-io"), "it reads class folders, not shards")
     if decoded:
-        why |= dict.fromkeys(("pixels", "decoding"), "the images are decoded already, and folder reads them so")
+        why |= dict.fromkeys(("pixels", "decoding"), "the images are decoded already, and threads reads them so")
     possible = [loader for loader in loaders if loader not in why]
     if not possible:
         raise UserError(f"--loaders {','.join(loaders)} cannot be timed: {why[loaders[0]]}; name others")
@@ -150,7 +150,7 @@ def _open(
 ) -> Iterator[Any]:
     """Return an iterator over the batches of ``loader``."""
     match loader:
-        case "folder" | "dali" | "pixels":
+        case "threads" | "dali" | "pixels":
             return training_batches(loader, images, image_size, batch, workers, device)
         case "dali-bare":
             return _bare_dali(images, image_size, batch, workers, device)

@@ -28,8 +28,8 @@ from imagenet_fast.netlab.forks import report_progress
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.netlab.timing import bytes_on_link, in_turns, time_repetitions
 from imagenet_fast.parallel.ddp import attach
-from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
+from imagenet_fast.recipe.sync_table import Cast, Wire
 from imagenet_fast.sync import SyncStats, declare
 from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import step_model
@@ -227,16 +227,16 @@ def _predictions(
     Engines that choose another engine are left out: their prediction is known only after the choice.
     """
     model = replay(profile, gradients)
-    pool = GradientBuffer(slots_of(dict(model.named_parameters()), model), topology, model)
-    timing = with_moves(profile.timing, gradients, pool)
+    buffer = GradientBuffer(slots_of(dict(model.named_parameters()), model), topology, model)
+    timing = with_moves(profile.timing, gradients, buffer)
     predicted, networks = dict[Sync, float](), dict[torch.dtype, NetworkProbe]()
     for settings in engines:
         if settings.chooses:
             continue
         engine = declare(settings)  # type: ignore[arg-type]
-        wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), topology)
+        wire = wire_for(buffer.values.dtype, wire_dtype(engine.wire), topology)
         network = networks.setdefault(wire, NetworkProbe(topology, wire))
-        _, predicted[settings] = step_model(engine, pool, network, settings.share).best(timing)
+        _, predicted[settings] = step_model(engine, buffer, network, settings.share).best(timing)
     return predicted
 
 

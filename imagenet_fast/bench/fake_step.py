@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from imagenet_fast.bench.replay import replay
 from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.recipe.engine_table import Collective
 from imagenet_fast.recipe.sync_config import SparseSync
+from imagenet_fast.recipe.sync_table import Collective
 from imagenet_fast.sync import EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_dtype, wire_for
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
@@ -140,10 +140,10 @@ class _Spread(Sparse):
     The chunks that it sends are spread over the pool, as in real training; adjacent chunks would need no packing.
     """
 
-    def __init__(self, settings: SparseSync, pool: GradientBuffer) -> None:
+    def __init__(self, settings: SparseSync, buffer: GradientBuffer) -> None:
         # Its first step sends all chunks.
         past = settings.model_copy(update={"dense_epochs": 1.0, "ramp_epochs": 0.0})
-        super().__init__(past, pool, steps_per_epoch=1)
+        super().__init__(past, buffer, steps_per_epoch=1)
 
     @property
     def norms_bytes(self) -> int:

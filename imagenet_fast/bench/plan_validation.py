@@ -11,8 +11,8 @@ from imagenet_fast.metrics.tables import Row, column
 from imagenet_fast.netlab.ranks import Lab
 from imagenet_fast.plan.cluster import load_cluster
 from imagenet_fast.plan.prediction import predict_step
-from imagenet_fast.recipe.engine_table import Wire
 from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_table import Wire
 
 _BATCH = 128  # of which `test-network` tells the compute time
 

@@ -119,7 +119,7 @@ def draw_loading(rates: Sequence[LoadingRate], figure: Any) -> None:
     typical = [rate.images_per_s for rate in upwards]
     below = [rate.images_per_s - rate.slowest for rate in upwards]
     above = [rate.fastest - rate.images_per_s for rate in upwards]
-    colours = ["tab:blue" if rate.loader in ("folder", "dali") else "tab:gray" for rate in upwards]
+    colours = ["tab:blue" if rate.loader in ("threads", "dali") else "tab:gray" for rate in upwards]
     bars = axes.barh([rate.loader for rate in upwards], typical, xerr=(below, above), color=colours, ecolor="black")
     axes.bar_label(bars, [f"{rate:.0f}" for rate in typical], label_type="center", color="white")
     axes.set(xlabel="images a second", title=rates[0].title)

@@ -43,8 +43,8 @@ def replay(profile: Profile, gradients: Gradients) -> nn.Sequential:
     )
 
 
-def with_moves(timing: Timing, gradients: Gradients, pool: GradientBuffer) -> Timing:
-    """Return ``timing`` with the time added that moving ``gradients`` into ``pool`` takes in backward.
+def with_moves(timing: Timing, gradients: Gradients, buffer: GradientBuffer) -> Timing:
+    """Return ``timing`` with the time added that moving ``gradients`` into ``buffer`` takes in backward.
 
     That time is measured here, as the fastest of three; the slowest rank counts. Every rank must call it, because the
     ranks of all simulated nodes share this node's memory.
@@ -54,8 +54,8 @@ def with_moves(timing: Timing, gradients: Gradients, pool: GradientBuffer) -> Ti
     for _ in range(3):
         dist.barrier()
         begun, moments = time.perf_counter(), []
-        for slot, source in zip(pool.slots, sources, strict=True):
-            pool.values[slot.start : slot.flag].copy_(source)
+        for slot, source in zip(buffer.slots, sources, strict=True):
+            buffer.values[slot.start : slot.flag].copy_(source)
             moments.append(time.perf_counter() - begun)
         turns.append(moments)
     late = torch.tensor(min(turns, key=lambda moments: moments[-1]))

@@ -42,7 +42,7 @@ from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.optimizers import split_parameters
 from imagenet_fast.training.precision import autocast, forward_dtype, set_float32_math
 from imagenet_fast.training.step_graph import Batch
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.training_step import build_step
 
 Loop = Callable[[Iterator[Batch]], bool]
 """Does one step on the next batch, and returns whether it was replayed from a CUDA graph."""
@@ -131,8 +131,8 @@ def step_recipe(
     recipe = parse_recipe(
         "bench step",
         {
-            "ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled, "graph": False,
-            "nonfinite_steps": 0,  # non-finite losses do not end the benchmark
+            "reference_ranks": 1, "global_batch": batch, "epochs": 1, "log_every": 10, "compile": compiled,
+            "graph": False, "nonfinite_steps": 0,  # non-finite losses do not end the benchmark
             "model": {"kind": model},
             "data": {
                 "loader": "synthetic", "image_size": image_size, "classes": 1000,
@@ -164,7 +164,7 @@ def bench_step(
     if replayed and not torch.cuda.is_available():
         raise UserError("--graph replays steps from CUDA graphs, and there is no GPU; leave it out")
     if loader == "dali" and not dali.is_installed():
-        raise UserError("--loader dali needs DALI; `pip install nvidia-dali-cuda130`, or take --loader folder")
+        raise UserError("--loader dali needs DALI; `pip install nvidia-dali-cuda130`, or take --loader threads")
     recipe, classes = variants[0], 1000
     batch, size = recipe.global_batch, recipe.data.image_size
     device, backend = prepare_device(0)

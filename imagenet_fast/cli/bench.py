@@ -53,7 +53,7 @@ def bench_step(
     sync: opt.Names[str] = "lazy",
     compile: bool = False,
     graph: bool = False,
-    loader: Literal["folder", "pixels", "dali"] | None = None,
+    loader: Literal["threads", "pixels", "dali"] | None = None,
     data: opt.Directory[Path | None] = None,
     workers: opt.Count[int | None] = None,
     rounds: opt.Count[int] = 60,
@@ -66,14 +66,14 @@ def bench_step(
         sync: Engines to time beside the plain loop.
         compile: Compile both loops with torch.compile, block by block.
         graph: Time each loop replayed from a CUDA graph as well.
-        loader: Time our loops on this loader's images, too, and it alone; pixels is folder on two batches, decoded.
+        loader: Time our loops on this loader's images, too, and it alone; pixels is threads on two batches, decoded.
         steps: Steps of each loop in a round.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
     from imagenet_fast.bench.train_step import step_recipe
 
     if data is not None and loader is None:
-        raise UserError(f"--data {data} is not read without a loader; give --loader folder, or leave --data out")
+        raise UserError(f"--data {data} is not read without a loader; give --loader threads, or leave --data out")
     engines = listed("--sync", sync, str)
     variants = [step_recipe(model, image_size, batch, precision, compile, engine) for engine in engines]
     opt.show_rows(measure(variants, rounds, steps, graph, loader, data, workers), json_file)
@@ -168,7 +168,7 @@ def bench_collectives(
     from imagenet_fast.bench.collectives import parse_sizes
     from imagenet_fast.bench.plots import draw_bandwidth
     from imagenet_fast.netlab.ranks import Lab
-    from imagenet_fast.recipe.engine_table import Collective
+    from imagenet_fast.recipe.sync_table import Collective
 
     chosen = None if collectives is None else names("--collectives", collectives, get_args(Collective))
     times = measure(Lab(nodes, nproc, rate), parse_sizes(sizes), chosen, wire, device, rounds, seconds)
@@ -250,7 +250,7 @@ def bench_profile(
 
 @bench_app.command("data")
 def bench_data(
-    loaders: opt.Names[str] = "folder,pixels,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
+    loaders: opt.Names[str] = "threads,pixels,dali,dali-bare,torchvision-pil,torchvision-io,decoding",
     data: opt.Directory[Path | None] = None,
     resize: Annotated[int | None, typer.Option(metavar="PIXELS", min=16)] = None,
     image_size: Pixels = 224,
@@ -264,7 +264,7 @@ def bench_data(
     """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone.
 
     Args:
-        loaders: Loaders to time; pixels is folder on two batches of decoded images.
+        loaders: Loaders to time; pixels is threads on two batches of decoded images.
         resize: Without --data: shrink the photos to this shorter side first, as data prepare --resize does.
         seconds: Time for each loader in a round.
     """

@@ -195,7 +195,7 @@ def list_recipes(context: typer.Context) -> None:
     for name, recipe in ((name, load_recipe(path)) for name, path in shipped("recipe").items()):
         # tp4 is four shards, pp4 four stages, dp data parallelism alone
         layout = recipe.parallel.layout(recipe.parallel.ranks) if recipe.parallel.ranks > 1 else "dp"
-        numbers = (f"{layout} {recipe.ranks}", str(recipe.global_batch), str(recipe.epochs))
+        numbers = (f"{layout} {recipe.reference_ranks}", str(recipe.global_batch), str(recipe.epochs))
         target = number(recipe.target_top1, "g", " %")
         rows.append((name, recipe.model.label, recipe.optim.kind, recipe.sync.kind, *numbers, target))
     opt.show(compact_table(("recipe", "model", "optim", "engine"), ("ranks", "batch", "epochs", "target"), rows))

@@ -71,7 +71,7 @@ def plan(
         situation = situation_of(written, machine, count, scaling)
         return situation, situation.rows(engines)
 
-    predicted = _each(_places(cluster, pace, gpus, written.ranks, sweep, png), predict)
+    predicted = _each(_places(cluster, pace, gpus, written.reference_ranks, sweep, png), predict)
     rows = [row for _, planned in predicted for row in planned]
     title = f"{Path(recipe).stem} on {predicted[-1][0].cluster.name}, {scaling} scaling"
     opt.show_rows(rows, json_file, lambda _, figure: draw_plan(predicted, title, figure), png)

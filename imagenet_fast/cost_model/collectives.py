@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
-from imagenet_fast.recipe.engine_table import Codes, Collective, Wire
+from imagenet_fast.recipe.sync_table import Codes, Collective, Wire
 
 BLOCK = 512
 """Values with a common scale, where they are sent as 8-bit codes.

@@ -10,8 +10,7 @@ from operator import attrgetter
 from typing import assert_never
 
 from imagenet_fast.cost_model.collectives import wire_format
-from imagenet_fast.cost_model.messages import Engine, Links, Slot, alike
-from imagenet_fast.recipe.engine_table import Collective, chosen_collective, fusion_bytes
+from imagenet_fast.cost_model.messages import Declaration, Links, Slot, alike
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     DdpSync,
@@ -23,34 +22,35 @@ from imagenet_fast.recipe.sync_config import (
     SparseSync,
     engines,
 )
+from imagenet_fast.recipe.sync_table import Collective, chosen_collective, fusion_bytes
 
 DeclaredSettings = AllReduceSync | RingSync | LazySync | HybridSync | DearSync | SparseSync | PowerSgdSync | DdpSync
 """The settings of engines that a declaration describes, exactly or for the cost model."""
 
 
-def allreduce(settings: AllReduceSync) -> Engine:
+def allreduce(settings: AllReduceSync) -> Declaration:
     """Declare the naive engine, the baseline: one all-reduce per layer after backward, one after another.
 
     With ``fused`` it is a single all-reduce after backward, as in NVIDIA's submissions to MLPerf
     (``HOROVOD_FUSION_THRESHOLD`` of 64 MB in one group, without overlap).
     """
-    return Engine(
+    return Declaration(
         settings.wire, "each", math.inf, group_key=alike if settings.fused else lambda slot: slot.layer,
         collective=settings.collective, servers=settings.servers, whole_buckets=settings.fused,
     )  # fmt: skip
 
 
-def ring(settings: RingSync) -> Engine:
+def ring(settings: RingSync) -> Declaration:
     """Declare the ring: buckets of neighbouring gradients go around a ring of nodes during backward.
 
     A ring needs the fewest bytes possible (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", 2009). It is the backend's: gloo's all-reduce always is one; NCCL uses one for long messages, or
     always with ``NCCL_ALGO=ring``.
     """
-    return Engine(settings.wire, "backward", fusion_bytes(settings.bucket_mb), collective="ring")
+    return Declaration(settings.wire, "backward", fusion_bytes(settings.bucket_mb), collective="ring")
 
 
-def lazy(settings: LazySync) -> Engine:
+def lazy(settings: LazySync) -> Declaration:
     """Declare lazy all-reduce: neighbouring gradients are sent together, as soon as enough of them are ready.
 
     After GradientFlow (arXiv 1902.06855): small messages waste a network on latency. So a finished gradient waits in
@@ -58,23 +58,24 @@ def lazy(settings: LazySync) -> Engine:
     while backward continues. The gradients already lie side by side, so fusing them copies nothing. A threshold of 0
     sends each tensor alone, an infinite one sends all at the end of backward.
     """
-    return Engine(
+    return Declaration(
         settings.wire, "backward", fusion_bytes(settings.threshold_mb),
         collective=chosen_collective(settings.collective), servers=settings.servers,
     )  # fmt: skip
 
 
-def dear(settings: DearSync) -> Engine:
+def dear(settings: DearSync) -> Declaration:
     """Declare DeAR: reduce-scatter during backward, all-gather during the next forward.
 
     After Zhang et al., "DeAR: accelerating distributed deep learning with fine-grained all-reduce pipelining" (arXiv
     2302.12445). Both together send an all-reduce's bytes. Scatters are sent before gathers, and gathers in the order in
     which the next forward needs them. Where scatters leave the wire idle, gathers begin before backward has ended.
     """
-    return Engine(settings.wire, "read", fusion_bytes(settings.bucket_mb), prioritized=True, split_reduce_scatter=True)
+    fuse = fusion_bytes(settings.bucket_mb)
+    return Declaration(settings.wire, "read", fuse, prioritized=True, split_reduce_scatter=True)
 
 
-def hybrid(settings: HybridSync) -> Engine:
+def hybrid(settings: HybridSync) -> Declaration:
     """Declare hybrid all-reduce: each layer uses the collective that suits it, overlapped with the next forward too.
 
     After Kim et al. (KIPS Trans. 10(7), 2021, doi 10.3745/KTCCS.2021.10.7.191). Convolutional layers are small, bound
@@ -85,7 +86,7 @@ def hybrid(settings: HybridSync) -> Engine:
     for that many bytes on this network, which all ranks measure together.
     """
     by_type = settings.policy == "by-type"
-    return Engine(
+    return Declaration(
         settings.wire, "read", fusion_bytes(settings.fuse_mb), group_key=attrgetter("connected") if by_type else alike,
         collective=partial(_suiting if by_type else _faster, settings), servers=settings.servers, prioritized=True,
     )  # fmt: skip
@@ -100,8 +101,8 @@ def _faster(settings: HybridSync, bucket: Sequence[Slot], network: Links) -> Col
     return min((settings.small, settings.large), key=lambda name: network.seconds(name, message, settings.servers))
 
 
-def declare(settings: DeclaredSettings) -> Engine:
-    """Return the ``Engine`` that the settings stand for.
+def declare(settings: DeclaredSettings) -> Declaration:
+    """Return the ``Declaration`` that the settings stand for.
 
     ``Scheduler`` does not run sparse engines and DDP: for these, return the approximation that the cost model uses.
     """
@@ -118,7 +119,7 @@ def declare(settings: DeclaredSettings) -> Engine:
             return dear(settings)
         case SparseSync():  # for the cost model, which also needs the share that is sent
             fuse, collective = fusion_bytes(settings.threshold_mb), chosen_collective(settings.collective)
-            return Engine(settings.wire, settings.awaits, fuse, collective=collective)
+            return Declaration(settings.wire, settings.awaits, fuse, collective=collective)
         case PowerSgdSync():  # the engine named by ``timing``, but its low-rank factors are sent
             timing = engines()[settings.timing].model_validate({"wire": settings.wire})
             engine = declare(timing)  # type: ignore[arg-type]
@@ -132,12 +133,11 @@ def declare(settings: DeclaredSettings) -> Engine:
             assert_never(settings)
 
 
-def _ddp(settings: DdpSync) -> Engine:
+def _ddp(settings: DdpSync) -> Declaration:
     """Declare the engine that the cost model uses for DDP.
 
     DDP counts the bytes of a bucket before a hook's cast. By default its first bucket has 1 MiB.
     """
-    cap = settings.bucket_cap_mb or 25
-    first = 1.0 if settings.bucket_cap_mb else 1 / cap
+    cap, first = (settings.bucket_cap_mb, 1.0) if settings.bucket_cap_mb else (25, 1 / 25)
     fuse = cap * 2**20 * wire_format(settings.wire).itemsize / 4
-    return Engine(settings.wire, "backward", fuse, first_bucket_scale=first, collective="native")
+    return Declaration(settings.wire, "backward", fuse, first_bucket_scale=first, collective="native")

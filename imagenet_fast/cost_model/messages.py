@@ -19,8 +19,8 @@ from imagenet_fast.cost_model.collectives import (
 )
 from imagenet_fast.cost_model.priority_schedule import Task
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.recipe.engine_table import Awaits, Codes, Collective, Wire
 from imagenet_fast.recipe.sync_config import in_factors, matrix_of
+from imagenet_fast.recipe.sync_table import Awaits, Codes, Collective, Wire
 
 HIGH_PRIORITY = "urgent "
 """The lane of the message that is ready last and needed first. It queues behind no other message."""
@@ -77,7 +77,7 @@ def alike(slot: Slot) -> None:
 
 
 @dataclass(frozen=True)
-class Engine:
+class Declaration:
     """The declaration of an engine: which gradients form a bucket, how and when it is sent, and when it is awaited.
 
     ``imagenet_fast.sync.bucket_scheduler.Scheduler`` carries it out.
@@ -164,7 +164,7 @@ class BucketChunk(Generic[S]):
 
 
 def divide(
-    engine: Engine, slots: Sequence[S], alignment: int, layout: RankLayout, wire: WireFormat, fuse: float,
+    engine: Declaration, slots: Sequence[S], alignment: int, layout: RankLayout, wire: WireFormat, fuse: float,
     links: Links,
 ) -> list[BucketChunk[S]]:  # fmt: skip
     """Build the messages of a step, in the order in which their gradients are ready.
@@ -221,7 +221,7 @@ def places_in_pool(elements: Iterable[int], alignment: int) -> Iterator[slice]:
 
 
 def _parts(
-    bucket: Sequence[S], engine: Engine, elements: int, layout: RankLayout, wire: WireFormat
+    bucket: Sequence[S], engine: Declaration, elements: int, layout: RankLayout, wire: WireFormat
 ) -> list[tuple[slice, int]]:
     """Return a bucket's pieces, each with the number of values sent for it; with PowerSGD a bucket is one piece."""
     start, stop = bucket[0].start, bucket[-1].stop
@@ -248,7 +248,7 @@ def _coded_values(bucket: Sequence[Slot], piece: slice, layout: RankLayout) -> i
     return total * BLOCK
 
 
-def _buckets(slots: Iterable[S], engine: Engine, fuse: float) -> Iterator[list[S]]:
+def _buckets(slots: Iterable[S], engine: Declaration, fuse: float) -> Iterator[list[S]]:
     """Group neighbouring slots of one kind into buckets, each closed once it holds ``fuse`` elements."""
     buckets: list[list[S]] = []
     for slot in slots:
@@ -265,7 +265,7 @@ def _buckets(slots: Iterable[S], engine: Engine, fuse: float) -> Iterator[list[S
     return iter(buckets)
 
 
-def _collective(engine: Engine, bucket: Sequence[S], layout: RankLayout, wire: WireFormat, links: Links) -> Collective:
+def _collective(engine: Declaration, bucket: list[S], layout: RankLayout, wire: WireFormat, links: Links) -> Collective:
     usual = usual_collective(layout, wire)
     match engine.collective:
         case None:

@@ -9,7 +9,7 @@ from typing import Generic
 
 from imagenet_fast.cost_model.collectives import RankLayout, WireFormat, operations, piece_bytes
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Engine, Links, S, divide
+from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Declaration, Links, S, divide
 from imagenet_fast.cost_model.priority_schedule import as_ready, plan_release_order
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, THRESHOLDS, CodecCost, SimMessage, simulated_step_s
 
@@ -18,7 +18,7 @@ from imagenet_fast.cost_model.step_simulator import NO_CODEC, THRESHOLDS, CodecC
 class StepModel(Generic[S]):
     """An engine's step on a network."""
 
-    engine: Engine
+    engine: Declaration
     """The engine's declaration. If it has a bucket size of its own, only that is predicted."""
     slots: Sequence[S]
     """The slots of the gradients, in pool order."""
@@ -79,7 +79,7 @@ class StepModel(Generic[S]):
         return divide(self.engine, self.slots, self.alignment, self.layout, self.wire, fuse / self.share, self.links)
 
 
-def releases_of(engine: Engine, messages: Sequence[BucketChunk[S]], timing: Timing, links: Links) -> list[list[int]]:
+def releases_of(engine: Declaration, messages: list[BucketChunk[S]], timing: Timing, links: Links) -> list[list[int]]:
     """Return the numbers of the messages launched at each event: every push, then the end of backward.
 
     A planned engine launches them by plan, any other as soon as it can.
@@ -91,7 +91,7 @@ def releases_of(engine: Engine, messages: Sequence[BucketChunk[S]], timing: Timi
     return plan_release_order(tasks, times, links.link(most).s_per_byte)
 
 
-def waits_for(engine: Engine, messages: Sequence[BucketChunk[S]], releases: Sequence[Sequence[int]]) -> list[list[int]]:
+def waits_for(engine: Declaration, messages: Sequence[BucketChunk[S]], releases: list[list[int]]) -> list[list[int]]:
     """Return, by message, the numbers of those that must be received before it is launched.
 
     - The second half of an all-reduce waits for the first.
@@ -128,7 +128,7 @@ def waits_for(engine: Engine, messages: Sequence[BucketChunk[S]], releases: Sequ
     return waits
 
 
-def thresholds(engine: Engine, layout: RankLayout) -> list[float]:
+def thresholds(engine: Declaration, layout: RankLayout) -> list[float]:
     """Return the bucket sizes to choose from, in bytes on the wire.
 
     A plan moves whole pieces, so smaller sizes are of no use to it.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.cost_model.priority_schedule import Task
-from imagenet_fast.recipe.engine_table import Awaits
+from imagenet_fast.recipe.sync_table import Awaits
 
 THRESHOLDS = [*(2.0**power for power in range(16, 27)), math.inf]
 """Bucket sizes in bytes: 64 KiB to 64 MiB, and infinity for everything at once."""

@@ -167,7 +167,7 @@ def example_images(data: Data, root: Path | None, seed: int) -> Iterator[Tensor]
     """
     split, cpu = _split(data, root, "train"), torch.device("cpu")
     if isinstance(data, ImageData):
-        data = data.model_copy(update={"augment": False, "loader": "folder", "resident": False})
+        data = data.model_copy(update={"augment": False, "loader": "threads", "resident": False})
     batch = min(split.images, _EXAMPLES_AT_ONCE)
     order = TrainSampler(split.images, Batching(1, batch, 1), 0, seed)
     batches = min(_EXAMPLES // batch, order.steps_per_epoch)

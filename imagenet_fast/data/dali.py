@@ -45,7 +45,7 @@ class DaliLoader:
         except ImportError:
             raise UserError(
                 "data.loader is 'dali', but DALI is not installed; `pip install nvidia-dali-cuda130` (Linux), "
-                "or --set data.loader=folder"
+                "or --set data.loader=threads"
             ) from None
         self._make_pipeline = Pipeline
         self._feed = feed_ndarray
@@ -129,17 +129,17 @@ class DaliLoader:
             where = "the GPU" if self._device.type == "cuda" else "the node"
             raise UserError(
                 f"DALI found no memory left on {where} ({_cause(error)}); take a smaller data.prefetch "
-                f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=folder"
+                f"({self._data.prefetch} now) or fewer images a batch, or --set data.loader=threads"
             ) from None
         if re.search(r"cudaError|CUDA (runtime|driver) API error", error):
             raise UserError(
-                f"DALI cannot use the GPU ({_cause(error)}); run `imagenet-fast doctor`, or --set data.loader=folder"
+                f"DALI cannot use the GPU ({_cause(error)}); run `imagenet-fast doctor`, or --set data.loader=threads"
             ) from None
 
     def _decode(self, batches: Iterable[_DaliBatch], error: str) -> None:
         """Give ``batches`` the pixels of their images, since DALI does not say which of them it cannot decode."""
         if all(batch.decoded for batch in batches):
-            raise UserError(f"DALI fails ({_cause(error)}); --set data.loader=folder") from None
+            raise UserError(f"DALI fails ({_cause(error)}); --set data.loader=threads") from None
         for batch in batches:
             batch.decoded = True
             self._decoded.update(batch.batch.images.tolist())

@@ -27,8 +27,8 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.data_config import ImageData
 
-OwnLoader = Literal["folder", "pixels", "dali"]
-"""Name of one of our loaders of images on a disk; ``pixels`` is ``folder`` on decoded images."""
+OwnLoader = Literal["threads", "pixels", "dali"]
+"""Name of one of our loaders of images on a disk; ``pixels`` is ``threads`` on decoded images."""
 
 WARM_BATCHES = 6
 """Batches taken before a measurement: more than our loaders and DALI have ready before the first is asked for."""
@@ -39,7 +39,7 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Return an iterator over training batches for a single rank, in bytes; there must be ``batch`` images."""
     data = ImageData(
-        dataset="imagenet", loader="folder" if loader == "pixels" else loader, image_size=image_size,
+        dataset="imagenet", loader="threads" if loader == "pixels" else loader, image_size=image_size,
         resize=image_size * 8 // 7, workers=threads, on_bad_image="skip", resident=False,
     )  # fmt: skip
     order = TrainSampler(len(images), Batching(1, batch, 1), 0, seed=1)

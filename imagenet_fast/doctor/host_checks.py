@@ -50,7 +50,7 @@ def _software() -> Iterator[CheckResult]:
 
 
 def _dali() -> CheckResult:
-    install, without = "`pip install nvidia-dali-cuda130` (Linux)", "train with --set data.loader=folder"
+    install, without = "`pip install nvidia-dali-cuda130` (Linux)", "train with --set data.loader=threads"
     try:
         dali = version("nvidia-dali-cuda130")
         import nvidia.dali  # noqa: F401  (what is installed may not load)
@@ -164,7 +164,7 @@ def _speed(data: Path, threads: int) -> CheckResult:
     """Time what one rank's loader gives alone, beside what its GPU takes."""
     images, on_gpu = open_training(data), torch.cuda.is_available()
     batch, device = min(_BATCH, len(images)), torch.device("cuda:0" if on_gpu else "cpu")
-    loader: OwnLoader = "dali" if on_gpu and is_installed() else "folder"
+    loader: OwnLoader = "dali" if on_gpu and is_installed() else "threads"
     rate, _ = measure(training_batches(loader, images, 224, batch, threads, device), batch, _SECONDS, device, 0)
     said = f"a rank is given {rate:,.0f} images/s of 224 pixels by {threads} thread{'s' * (threads > 1)}"
     card = device_of(torch.cuda.get_device_name()) if on_gpu else None

@@ -92,11 +92,11 @@ def plan_cluster_job(
     path = find_file("recipe", named)
     written = load_recipe(path, sync, overrides)
     if ranks_each is None:
-        ranks_each, rest = divmod(written.ranks, nodes)
+        ranks_each, rest = divmod(written.reference_ranks, nodes)
         if rest:
             raise UserError(
-                f"{path.stem} was written for {written.ranks} ranks, which {nodes} nodes cannot share evenly; say with "
-                "--nproc how many ranks a node has"
+                f"{path.stem} was written for {written.reference_ranks} ranks, which {nodes} nodes cannot share "
+                "evenly; say with --nproc how many ranks a node has"
             )
     ranks = nodes * ranks_each
     recipe = scale_recipe(written, ranks) if scale else written

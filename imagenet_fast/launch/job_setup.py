@@ -112,7 +112,7 @@ def plan_evaluation(
         UserError: With the first problem found, as far as it can be checked without torch.
     """
     name, recipe, run = recipe_of(weights, named, overrides)
-    batch = recipe.micro_batch or max(1, recipe.global_batch // recipe.ranks)
+    batch = recipe.micro_batch or max(1, recipe.global_batch // recipe.reference_ranks)
     if run is not None:
         batch = run.batching.micro_batch
         if not isinstance(recipe.data, SyntheticData):

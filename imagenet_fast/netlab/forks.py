@@ -62,7 +62,7 @@ class RankError(RuntimeError):
     """A function failed on a rank: the tracebacks, or the exit codes of ranks that ended, the first to fail first."""
 
 
-class RankPool:
+class ForkedRanks:
     """Processes with one thread each, until ``close`` or the first failure."""
 
     def __init__(
@@ -146,7 +146,7 @@ class RankPool:
 
 
 def report_progress(text: str, done: int, total: int) -> None:
-    """Report to the process that called ``RankPool.run`` what is done now, and that ``done`` of ``total`` is finished.
+    """Report what is done now, and that ``done`` of ``total`` is finished, to whoever called ``ForkedRanks.run``.
 
     Only reports of process 0 are shown. Call this between measurements, not inside.
     """

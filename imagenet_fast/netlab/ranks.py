@@ -22,7 +22,7 @@ from imagenet_fast.distributed.cores import usable_memory
 from imagenet_fast.distributed.init import prepare_device
 from imagenet_fast.distributed.ranks import RankInfo
 from imagenet_fast.errors import UserError
-from imagenet_fast.netlab.forks import RankPool
+from imagenet_fast.netlab.forks import ForkedRanks
 from imagenet_fast.netlab.namespaces import INTERFACE, Host, enter, parse_rate, shaped_network
 from imagenet_fast.progress import measurement_bar
 
@@ -66,7 +66,7 @@ class Lab:
         network = nullcontext() if self.rate is None else shaped_network(self.hosts, parse_rate(self.rate))
         with network as hosts, tempfile.TemporaryDirectory() as folder, measurement_bar() as show:
             join = self.ranks, hosts, self.ranks if hosts is None else self.ranks_per_host, folder, gpus
-            with closing(RankPool(self.ranks, _rank, *join, preload=function.__module__)) as ranks:
+            with closing(ForkedRanks(self.ranks, _rank, *join, preload=function.__module__)) as ranks:
                 return ranks.run(function, *arguments, show=show)
 
     def check_memory(self, each: float, what: str, advice: str) -> None:

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from imagenet_fast.distributed.consistency import compare_ranks
-from imagenet_fast.parallel.pool_group import Pools
+from imagenet_fast.parallel.pool_group import PoolGroup
 from imagenet_fast.recipe.sync_config import DdpSync
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats
+from imagenet_fast.sync import Declaration, EngineSettings, GradientPool, SyncStats
 from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.comm_stream import Transfer
 from imagenet_fast.sync.pending import Update
@@ -166,13 +166,13 @@ class DdpPeer:
         return outcome
 
 
-GradientSync: TypeAlias = GradientPool | Pools | DdpPeer
+GradientSync: TypeAlias = GradientPool | PoolGroup | DdpPeer
 """What a training loop calls; see ``GradientPool`` for each method."""
 
 
 def attach(
     model: nn.Module,
-    engine: EngineSettings | DdpSync | Engine,
+    engine: EngineSettings | DdpSync | Declaration,
     steps_per_epoch: int = 1,
     topology: Topology | None = None,
 ) -> tuple[nn.Module, GradientSync]:

@@ -16,10 +16,10 @@ from imagenet_fast.cost_model.layer_profile import Profile
 from imagenet_fast.distributed.groups import ProcessGroups, build_mesh
 from imagenet_fast.models.stages import LocalStages, split_model
 from imagenet_fast.parallel.ddp import GradientSync
-from imagenet_fast.parallel.pool_group import ActivationTraffic, Pools
+from imagenet_fast.parallel.pool_group import ActivationTraffic, PoolGroup
 from imagenet_fast.parallel.tensor_parallel import TensorGroup, gathered, shard, sharded, shards_of
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
-from imagenet_fast.sync import AutoSync, DdpSync, Engine, EngineSettings, GradientPool
+from imagenet_fast.sync import AutoSync, DdpSync, Declaration, EngineSettings, GradientPool
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class ParallelModel:
             dist.all_reduce(value, dist.ReduceOp.MAX, group)
         return value
 
-    def synchronised(self, engine: EngineSettings | DdpSync | Engine, steps_per_epoch: int = 1) -> GradientSync:
+    def synchronised(self, engine: EngineSettings | DdpSync | Declaration, steps_per_epoch: int = 1) -> GradientSync:
         """Build the gradient sync of this rank's part.
 
         Shards are averaged over the ranks that hold the same shards, all other parameters over the ranks of the stage.
@@ -130,7 +130,7 @@ class ParallelModel:
                     opened.callback(pool.close)
                     pools.append(pool)
             opened.pop_all()
-        return Pools(pools, self.largest, self.activations.spent, self.layout.close)
+        return PoolGroup(pools, self.largest, self.activations.spent, self.layout.close)
 
 
 def parallelize(

@@ -21,7 +21,7 @@ from imagenet_fast.sync.pending import Update
 from imagenet_fast.sync.pool import GradientPool
 
 
-class Pools:
+class PoolGroup:
     """A synchroniser that forwards every call to several pools, in their order.
 
     All ranks must make the same calls, so that their collectives run in the same order.

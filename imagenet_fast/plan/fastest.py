@@ -78,7 +78,7 @@ class Way(Row):
     pace: Pace = field(metadata=column("steps of"))
     """Whose steps these are: this program's, launched or replayed, or those of the programs that were published."""
     loader: str = field(metadata=column("loader"))
-    """The recipe's ``data.loader``; ``folder`` of ``resnet50-8gpu-mild`` reads stored pixels."""
+    """The recipe's ``data.loader``; ``threads`` of ``resnet50-8gpu-mild`` reads stored pixels."""
     node_images_per_s: float = field(metadata=column("images/s a node", form=",.0f"))
     """Images a second that a node's loaders must give."""
 
@@ -88,7 +88,7 @@ def published_trainings(model: str) -> list[Training]:
     found = []
     for name, point in read_toml(Path(__file__).with_name("points.toml")).items():
         if point["model"] == model:
-            settings = ["ranks=1", "parallel.tensor=1", *point.get("settings", ())]
+            settings = ["reference_ranks=1", "parallel.tensor=1", *point.get("settings", ())]
             recipe = load_recipe(point["recipe"], "lazy", settings)
             found.append(Training(name, recipe, tuple(point["epochs"]), point["source"]))
     return found
@@ -253,7 +253,7 @@ def as_recipe(known: Sequence[Training], way: Way, cluster: Cluster) -> str:
     mean, fewest, most = training.epochs
     engine, wire = way.engine.rsplit(" ", 1)
     tables = training.recipe.model_dump(exclude_none=True)
-    tables |= {"ranks": way.gpus, "micro_batch": way.micro_batch, "sync": {"kind": engine, "wire": wire}}
+    tables |= {"reference_ranks": way.gpus, "micro_batch": way.micro_batch, "sync": {"kind": engine, "wire": wire}}
     recipe = parse_recipe(way.training, tables)
     return (
         f"# {way.training}, for {way.gpus} GPUs of {cluster.name}, by `imagenet-fast plan fastest`: predicted, not "

@@ -9,7 +9,7 @@ from functools import cache
 from imagenet_fast.cost_model.collectives import RankLayout, butterfly_bytes, cost_of, row_of
 from imagenet_fast.cost_model.messages import Links
 from imagenet_fast.cost_model.step_simulator import LinkModel
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 
 PAYLOAD = 0.9
 """Share of its line rate that a link is assumed to carry as payload; the rest is protocol overhead."""

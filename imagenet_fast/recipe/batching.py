@@ -8,9 +8,7 @@ from itertools import count
 
 from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.optim_config import Sgd
-from imagenet_fast.recipe.schema import Recipe
-
-_ONE_PIXEL = {"resnet18": 32, "resnet50": 32, "cifarnet": 16}  # sides of images up to which last maps are one pixel
+from imagenet_fast.recipe.schema import CifarNet, Recipe, ResNet
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
         check_norms(recipe, found.micro_batch // parallel.micro_batches)
         return found
     multiple = ranks // parallel.pipeline * parallel.micro_batches
-    unit = math.lcm(multiple, 1 if recipe.micro_batch else recipe.ranks)  # other batches have no shares
+    unit = math.lcm(multiple, 1 if recipe.micro_batch else recipe.reference_ranks)  # other batches have no shares
     above = next(b for b in count((batch // unit + 1) * unit, unit) if _split(recipe, b, ranks))
     raise UserError(
         f"global_batch {batch} does not divide over {ranks} ranks in micro-batches of at most {largest}; "
@@ -86,10 +84,10 @@ def split_batch(recipe: Recipe, ranks: int) -> Batching:
 
 def check_norms(recipe: Recipe, micro_batch: int) -> None:
     """Raise UserError if batch norms would see a single value a channel, which has no variance: of one small image."""
-    size = min(recipe.data.training_sizes)
-    if micro_batch == 1 and size <= _ONE_PIXEL.get(recipe.model.kind, 0):
+    model, size = recipe.model, min(recipe.data.training_sizes)  # the last maps of the smallest image are one pixel
+    if micro_batch == 1 and size == model.smallest_image and isinstance(model, ResNet | CifarNet):
         raise UserError(
-            f"a micro-batch of 1 image of {size} pixels is too little for the batch norms of {recipe.model.label}; "
+            f"a micro-batch of 1 image of {size} pixels is too little for the batch norms of {model.label}; "
             "take larger ones, with a global_batch of 2 or more a rank"
         )
 
@@ -101,7 +99,7 @@ def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
     is closer to what MLPerf's ResNet-50 submissions used between batches of 408 and 3264. A decoupled weight decay and
     the EMA of the weights act once a step, whatever the rate: they are scaled to act as much in an epoch.
     """
-    ratio = ranks / recipe.ranks
+    ratio = ranks / recipe.reference_ranks
     factor = math.sqrt(ratio) if recipe.optim.kind == "lars" else ratio
     schedule = recipe.schedule
     rates = {key: factor * getattr(schedule, key) for key in ("start_lr", "end_lr") if hasattr(schedule, key)}
@@ -110,14 +108,14 @@ def scale_recipe(recipe: Recipe, ranks: int) -> Recipe:
         optim["weight_decay"] = ratio * recipe.optim.weight_decay
     scaled: dict[str, object] = {"optim": recipe.optim.model_copy(update=optim), "ema_decay": recipe.ema_decay**ratio}
     scaled |= {"global_batch": _share(recipe) * ranks, "schedule": schedule.model_copy(update=rates)}
-    return recipe.model_copy(update={"ranks": ranks, **scaled})
+    return recipe.model_copy(update={"reference_ranks": ranks, **scaled})
 
 
 def explain(written: Recipe, recipe: Recipe, batching: Batching) -> str:
     """Describe in one line how the batch of the recipe as ``written`` is split, and what was scaled."""
     parallel = recipe.parallel
     line = (
-        f"recipe written for {_count(written.ranks, 'rank')}: {_count(batching.ranks, 'rank')}, micro-batch "
+        f"recipe written for {_count(written.reference_ranks, 'rank')}: {_count(batching.ranks, 'rank')}, micro-batch "
         f"{batching.micro_batch // parallel.micro_batches}, {_count(batching.accumulation, 'accumulation step')}"
     )
     if recipe.global_batch != written.global_batch:
@@ -145,11 +143,11 @@ def _count(number: int, thing: str, plural: str = "s") -> str:
 
 def _share(recipe: Recipe) -> int:
     """Return the images per step of each rank that the recipe was written for, or raise UserError."""
-    share, rest = divmod(recipe.global_batch, recipe.ranks)
+    share, rest = divmod(recipe.global_batch, recipe.reference_ranks)
     if rest:
         raise UserError(
-            f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.ranks} ranks; one that does "
-            f"is --set global_batch={recipe.global_batch - rest + recipe.ranks}"
+            f"global_batch {recipe.global_batch} does not divide over the recipe's {recipe.reference_ranks} ranks; one "
+            f"that does is --set global_batch={recipe.global_batch - rest + recipe.reference_ranks}"
             + ("" if recipe.micro_batch else ", or set micro_batch")
         )
     return share
@@ -164,10 +162,10 @@ def _split(recipe: Recipe, batch: int, ranks: int) -> Batching | None:
     Returns:
         None if it needs over twice the fewest steps possible, or the recipe's own ranks have no share of the batch.
     """
-    if not recipe.micro_batch and batch % recipe.ranks:
+    if not recipe.micro_batch and batch % recipe.reference_ranks:
         return None
     stages, multiple = recipe.parallel.pipeline, recipe.parallel.micro_batches
-    largest = recipe.micro_batch * multiple or max(batch // recipe.ranks * stages, multiple)
+    largest = recipe.micro_batch * multiple or max(batch // recipe.reference_ranks * stages, multiple)
     share, rest = divmod(batch, ranks // stages)
     if rest or not share:
         return None

@@ -38,8 +38,8 @@ class ImageData(Table):
 
     dataset: Literal["imagenet", "cifar10", "digits"]
     """Data set to use when ``--data`` is not given."""
-    loader: Literal["dali", "folder"]
-    """Loader: ``dali`` (NVIDIA DALI), or ``folder`` (CPU threads; folders or shards)."""
+    loader: Literal["dali", "threads"]
+    """Loader: ``dali`` (NVIDIA DALI), or ``threads`` (of the CPU)."""
     image_size: PositiveInt
     """Side, in pixels, of the square crops that the network sees."""
     resize: PositiveInt
@@ -68,7 +68,7 @@ class ImageData(Table):
     ``resized``: a window that covers a share of ``crop_area`` and has one of several aspect ratios. ``window``:
     AlexNet's crop, a square of ``image_size`` from the central square of an image whose shorter side is ``resize``.
     ``padded``: CIFAR's crop, a square of ``image_size`` from anywhere in an image whose shorter side is ``resize``,
-    with ``crop_padding`` pixels more on each side; for ``loader`` = ``folder``.
+    with ``crop_padding`` pixels more on each side; for ``loader`` = ``threads``.
     """
     crop_padding: NonNegativeInt = 0
     """Pixels by which ``crop`` = ``padded`` enlarges each side of an image, with its mirror image; below ``resize``.
@@ -146,7 +146,7 @@ class ImageData(Table):
             raise ValueError("crop_area must be two rising shares of the area, such as [0.08, 1.0]")
         smallest = self.resize * min(self.training_sizes) // self.image_size
         if self.crop == "padded" and self.loader == "dali":
-            raise ValueError("crop 'padded' is for loader 'folder'; --set data.loader=folder")
+            raise ValueError("crop 'padded' is for loader 'threads'; --set data.loader=threads")
         if self.crop == "padded" and self.crop_padding >= smallest:
             raise ValueError(
                 f"crop_padding ({self.crop_padding}) must be less than an image's shorter side of {smallest} pixels, "

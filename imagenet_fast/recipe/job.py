@@ -21,9 +21,10 @@ from imagenet_fast.recipe.batching import Batching
 from imagenet_fast.recipe.schema import Recipe
 
 MAY_CHANGE = (
-    "ranks", "micro_batch", "epochs", "target_top1", "target_mirrored", "eval_every", "first_eval", "eval_mirror",
-    "eval_shift", "log_every", "nonfinite_steps", "data.workers", "data.prefetch", "data.dali", "data.on_bad_image",
-    "parallel", "checkpoint", "timeout", "numa_binding", "graph", "model.fused_norm", "data.resident",
+    "reference_ranks", "micro_batch", "epochs", "target_top1", "target_mirrored", "eval_every", "first_eval",
+    "eval_mirror", "eval_shift", "log_every", "nonfinite_steps", "data.workers", "data.prefetch", "data.dali",
+    "data.on_bad_image", "parallel", "checkpoint", "timeout", "numa_binding", "graph", "model.fused_norm",
+    "data.resident",
 )  # fmt: skip
 """Keys, or tables of keys, that may change when a run resumes.
 

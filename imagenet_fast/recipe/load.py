@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from imagenet_fast.errors import UserError, did_you_mean, listed, warn
 from imagenet_fast.recipe.base import Table
-from imagenet_fast.recipe.engine_table import Codes, CodingTable
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import Sync, engines
+from imagenet_fast.recipe.sync_table import Codes, CodingTable
 from imagenet_fast.recipe.validation_error import explain
 
 Kind = Literal["recipe", "cluster"]

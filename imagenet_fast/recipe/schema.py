@@ -8,11 +8,11 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model
 
 from imagenet_fast.recipe.base import Fraction, Table
 from imagenet_fast.recipe.data_config import Data
-from imagenet_fast.recipe.engine_table import Codes
 from imagenet_fast.recipe.network import ExternalModel, Network, NormedNetwork
 from imagenet_fast.recipe.optim_config import Lars, Optim, Schedule
 from imagenet_fast.recipe.parallel_config import Parallel, chunks_of
 from imagenet_fast.recipe.sync_config import Sync
+from imagenet_fast.recipe.sync_table import Codes
 
 
 class AlexNet(Network):
@@ -65,7 +65,7 @@ class CifarNet(Network):
     Its first layer whitens patches, by weights computed from training images when a run begins.
     """
 
-    smallest_image: ClassVar[int] = 9
+    smallest_image: ClassVar[int] = 16
     most_stages: ClassVar[int] = 5
 
     kind: Literal["cifarnet"]
@@ -139,7 +139,7 @@ class Recipe(Table):
     The global batch is fixed: the number of ranks decides how it is split, not what is learned.
     """
 
-    ranks: PositiveInt
+    reference_ranks: PositiveInt
     """Number of ranks that the recipe was written for. It sets the micro-batch when ``micro_batch`` is 0."""
     global_batch: PositiveInt
     """Images per optimizer step, over all ranks; at least 1."""

@@ -9,14 +9,14 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from imagenet_fast.recipe.base import Bytes, Fraction
-from imagenet_fast.recipe.engine_table import (
+from imagenet_fast.recipe.sync_table import (
     Awaits,
     Cast,
     CodingTable,
     Collective,
-    EngineTable,
     Fusion,
     PoolTable,
+    SyncTable,
     Wire,
 )
 
@@ -237,7 +237,7 @@ class AutoSync(CodingTable):
         return self.inexact or super().keeps
 
 
-class DdpSync(EngineTable):
+class DdpSync(SyncTable):
     """torch's DistributedDataParallel, as a baseline for comparison."""
 
     ours: ClassVar[bool] = False
@@ -254,7 +254,7 @@ EngineSettings = AllReduceSync | RingSync | LazySync | SparseSync | PowerSgdSync
 Sync = Annotated[EngineSettings | DdpSync, Field(discriminator="kind")]
 
 
-def engines() -> dict[str, type[EngineTable]]:
+def engines() -> dict[str, type[SyncTable]]:
     """Return the table of each engine."""
     return {member.model_fields["kind"].default: member for member in get_args(get_args(Sync)[0])}
 

@@ -48,7 +48,7 @@ _MEMBER = re.compile(r"bool|int|float|str|constrained-\w+|(?:function-\w+|litera
 
 def _first(error: ValidationError) -> ErrorDetails:
     """Return the first error, or those of a key that may have several types as one."""
-    first, *others = error.errors()
+    first, *others = sorted(error.errors(), key=lambda one: one["type"] == "missing")  # of a misspelt key, too
     place = first["loc"][:-1]
     if not place or not _MEMBER.fullmatch(str(first["loc"][-1])):
         return first

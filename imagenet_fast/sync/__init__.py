@@ -12,7 +12,7 @@ Example::
 from __future__ import annotations
 
 from imagenet_fast.cost_model.declarations import declare
-from imagenet_fast.cost_model.messages import Engine
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.recipe.sync_config import (
     AllReduceSync,
     AutoSync,
@@ -34,7 +34,7 @@ __all__ = [
     "AutoSync",
     "DdpSync",
     "DearSync",
-    "Engine",
+    "Declaration",
     "EngineSettings",
     "GradientPool",
     "HybridSync",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from imagenet_fast.cost_model import collectives
 from imagenet_fast.cost_model.collectives import WireFormat
-from imagenet_fast.recipe.engine_table import Collective, Wire
+from imagenet_fast.recipe.sync_table import Collective, Wire
 from imagenet_fast.sync.butterfly import butterfly
 from imagenet_fast.sync.comm_stream import CommOp, CommStream, OpSequence
 from imagenet_fast.sync.quantization import PLAIN, BlockMap, Packer, all_coded, coded_pairwise, is_coded

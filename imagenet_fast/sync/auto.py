@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from imagenet_fast.cost_model.declarations import DeclaredSettings, declare
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.cost_model.messages import Engine
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.step_simulator import Prediction
 from imagenet_fast.recipe.sync_config import SparseSync
 from imagenet_fast.sync.bucket_scheduler import Scheduler, step_model
@@ -37,15 +37,15 @@ class Auto(Scheduler):
     is_steady = False
 
     def __init__(
-        self, pool: GradientBuffer, meanwhile: Engine, candidates: Sequence[Candidate], steps_per_epoch: int = 1
+        self, buffer: GradientBuffer, meanwhile: Declaration, candidates: Sequence[Candidate], steps_per_epoch: int = 1
     ) -> None:
         """Start the ``meanwhile`` engine and the timing of steps, from which all ``candidates`` are predicted."""
         self._candidates, self._steps_per_epoch = candidates, steps_per_epoch
         self._electable = {candidate.name: candidate for candidate in candidates if candidate.electable}
         self._chosen: tuple[Candidate, Timing] | None = None  # to be built when the next step begins
-        super().__init__(meanwhile, pool)
+        super().__init__(meanwhile, buffer)
         self.sends_part = any(candidate.settings.share < 1 for candidate in self._electable.values())
-        self._network.topology = pool.topology.anew()  # whose streams end with the choice
+        self._network.topology = buffer.topology.anew()  # whose streams end with the choice
 
     def begin(self) -> SyncEngine:
         """Return the chosen engine, if there is one.
@@ -75,13 +75,13 @@ class Auto(Scheduler):
         self._network.topology.close()
 
     def _time_steps(self) -> LayerTimer | None:
-        return self._pool.layer_timer() if self._chosen is None else None
+        return self._buffer.layer_timer() if self._chosen is None else None
 
     def _adopt(self, timing: Timing) -> None:
         """Choose an engine, and report all predictions in ``decision``."""
         self._timetable = None
         tried = [candidate.settings for candidate in self._candidates]
-        seconds = [step_model(declare(s), self._pool, self._network, s.share).best(timing)[1] for s in tried]
+        seconds = [step_model(declare(s), self._buffer, self._network, s.share).best(timing)[1] for s in tried]
         fastest = min((s, n) for n, s in enumerate(seconds) if self._candidates[n].electable)[1]
         self._chosen = self._candidates[fastest], timing
         self._stats.decision = tuple(
@@ -93,10 +93,10 @@ class Auto(Scheduler):
         """Build the engine of the candidate, and end this one."""
         engine: SyncEngine
         if isinstance(candidate.settings, SparseSync):
-            engine = Sparse(candidate.settings, self._pool, self._steps_per_epoch)
+            engine = Sparse(candidate.settings, self._buffer, self._steps_per_epoch)
         else:
-            engine = Scheduler(declare(candidate.settings), self._pool, self._network, timing)
+            engine = Scheduler(declare(candidate.settings), self._buffer, self._network, timing)
         engine.elected = candidate.name
         self.close()
-        self._network.topology = self._pool.topology
+        self._network.topology = self._buffer.topology
         return engine

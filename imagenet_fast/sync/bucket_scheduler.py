@@ -13,7 +13,7 @@ from torch import Tensor
 from imagenet_fast.cost_model import messages as cost_messages
 from imagenet_fast.cost_model.collectives import piece_bytes, slot_alignment
 from imagenet_fast.cost_model.layer_profile import Timing
-from imagenet_fast.cost_model.messages import Engine
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.cost_model.priority_schedule import as_ready
 from imagenet_fast.cost_model.step_prediction import StepModel, releases_of, thresholds, waits_for
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_dtype, wire_for
@@ -57,38 +57,38 @@ class _Plan:
 
 
 class Scheduler(SyncEngine):
-    """The engine implementation that sends the gradients of a pool as an ``Engine`` declares.
+    """The engine implementation that sends the gradients of a pool as a ``Declaration`` declares.
 
     Messages are built once, so a step only launches them. An engine that learns begins with default bucket sizes. It
     plans once the first steps have been timed, and measures the network for it.
     """
 
     def __init__(
-        self, engine: Engine, pool: GradientBuffer, network: NetworkProbe | None = None, timing: Timing | None = None,
+        self, engine: Declaration, buffer: GradientBuffer, network: NetworkProbe | None = None,
+        timing: Timing | None = None,
     ) -> None:  # fmt: skip
-        """Build the messages of ``engine`` for ``pool``.
+        """Build the messages of ``engine`` for ``buffer``.
 
         Args:
             engine: The declaration.
-            pool: The pool whose gradients are sent.
+            buffer: The buffer whose gradients are sent.
             network: Measurements to share; None: measure the network when a plan needs it.
             timing: A known step timing, with which to plan at once; None: time the first steps where a plan is needed.
         """
         self.defers = engine.awaits == "read"
         self._step = 0
         self._kept: Kept = {}  # PowerSGD's, or quantisation errors until an ErrorFeedback holds them
-        self._pool, self._device = pool, pool.values.device
-        if engine.bucket_bytes is None and pool.topology.device.type == "cpu" and len(pool.topology.nodes) == 1:
+        self._buffer, self._device = buffer, buffer.values.device
+        if engine.bucket_bytes is None and buffer.topology.device.type == "cpu" and len(buffer.topology.nodes) == 1:
             engine = replace(engine, bucket_bytes=_ON_ONE_NODE)
         self._declared = engine
-        self._topology = pool.topology
+        self._topology = buffer.topology
         self.is_local = self._topology.size == 1 and not engine.powersgd_rank and not self.defers
-        self._wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), self._topology)
+        self._wire = wire_for(buffer.values.dtype, wire_dtype(engine.wire), self._topology)
         self._leaves = is_coded(self._wire) or engine.powersgd_rank > 0
-        self._network = network or NetworkProbe(self._topology, self._wire)
-        self._timing = timing
+        self._network, self._timing = network or NetworkProbe(self._topology, self._wire), timing
         self._residual: ErrorFeedback | None = None
-        pool.align_slots(slot_alignment(self._topology.layout, format_of(self._wire)))
+        buffer.align_slots(slot_alignment(self._topology.layout, format_of(self._wire)))
         self._ready: list[torch.cuda.Event] = []  # by event of the plan: recorded by graphs, for messages beside them
         self._arrived: dict[int, torch.cuda.Event] = {}  # by number of a message: awaited by graphs
         self._timetable: LayerTimer | None = None
@@ -123,7 +123,7 @@ class Scheduler(SyncEngine):
         """
         if self._timetable is not None:
             self._timetable.finish()
-        self._release(len(self._pool.slots))
+        self._release(len(self._buffer.slots))
         # A forward that is being timed must not wait.
         if self._engine.awaits != "read" or self._timetable is not None:
             self._await(list(self._in_flight))
@@ -223,9 +223,8 @@ class Scheduler(SyncEngine):
 
     def _time_steps(self) -> LayerTimer | None:
         """Begin to time steps, if a plan needs it."""
-        if self._timing is None and self._engine.learns and self._pool.model is not None:
-            return self._pool.layer_timer()
-        return None
+        unknown = self._timing is None and self._engine.learns and self._buffer.model is not None
+        return self._buffer.layer_timer() if unknown else None
 
     def _adopt(self, timing: Timing) -> None:
         """Plan by what was timed."""
@@ -238,17 +237,17 @@ class Scheduler(SyncEngine):
         Until steps have been timed, messages are launched as soon as they are ready. Buckets have the smallest size to
         choose from; on a GPU a piece's, since launches delay the backward that is timed.
         """
-        engine, pool, timing, layout = self._engine, self._pool, self._timing, self._topology.layout
-        model, fuse = step_model(engine, pool, self._network), engine.bucket_bytes
+        engine, buffer, timing, layout = self._engine, self._buffer, self._timing, self._topology.layout
+        model, fuse = step_model(engine, buffer, self._network), engine.bucket_bytes
         if fuse is None:
             first = piece_bytes(layout) if layout.on_gpu else thresholds(engine, layout)[0]
             fuse = first if timing is None else model.best(timing)[0]
         messages = model.messages(fuse)
         if timing is None:
-            releases = as_ready([message.task for message in messages], len(pool.slots) + 1)
+            releases = as_ready([message.task for message in messages], len(buffer.slots) + 1)
         else:
             releases = releases_of(engine, messages, timing, self._network)
-        of_slot: dict[ParamSlot, list[int]] = {slot: [] for slot in pool.slots}
+        of_slot: dict[ParamSlot, list[int]] = {slot: [] for slot in buffer.slots}
         for number, message in enumerate(messages):
             for slot in message.bucket:
                 of_slot[slot].append(number)
@@ -257,9 +256,9 @@ class Scheduler(SyncEngine):
 
     def _ops(self, messages: Sequence[BucketChunk]) -> list[Sequence[CommOp]]:
         """Build the ops of all messages, and take over what quantisation has left."""
-        pool, residual = self._pool, None
+        buffer, residual = self._buffer, None
         if is_coded(self._wire):
-            residual = ErrorFeedback(pool.slots, pool.values.device, self._kept)
+            residual = ErrorFeedback(buffer.slots, buffer.values.device, self._kept)
         ops: list[Sequence[CommOp]] = []
         rest: Sequence[CommOp] = ()
         for message in messages:
@@ -275,20 +274,20 @@ class Scheduler(SyncEngine):
 
     def _halves(self, message: BucketChunk, blocks: BlockMap | None) -> tuple[Sequence[CommOp], Sequence[CommOp]]:
         """Return the ops of a message's first and second half; all are in the first unless the engine has halves."""
-        engine, pool, topology = self._engine, self._pool, self._topology
+        engine, buffer, topology = self._engine, self._buffer, self._topology
 
         def average(values: Tensor, lane: str) -> list[CommOp]:
             direct = engine.split_reduce_scatter and not engine.powersgd_rank
             return all_reduce(values, self._wire, message.collective, topology, engine.servers, direct, lane, blocks)
 
         if not engine.powersgd_rank:
-            ops = average(pool.values[message.part], message.lane)
+            ops = average(buffer.values[message.part], message.lane)
             turn = next((n for n, op in enumerate(ops) if op.second_half and engine.split_reduce_scatter), len(ops))
         elif topology.size == 1:
             return [], []
         else:
             first, second = average_factors(
-                message.bucket, pool.values, topology, engine.powersgd_rank, self._kept, message.lane, average
+                message.bucket, buffer.values, topology, engine.powersgd_rank, self._kept, message.lane, average
             )
             ops = [*first, *second]
             turn = len(first) if engine.split_reduce_scatter else len(ops)
@@ -302,7 +301,7 @@ class Scheduler(SyncEngine):
         """
         if not (numbers := self._plan.releases[event]):
             return
-        self._pool.fill()
+        self._buffer.fill()
         if self.captures and self.defers:
             self._ready[event].record()
             self._in_flight |= dict.fromkeys(numbers, (_refuse_capture,))
@@ -335,17 +334,19 @@ def _refuse_capture() -> None:
     raise RuntimeError("a message of the step would have to be waited for in the step itself")
 
 
-def step_model(engine: Engine, pool: GradientBuffer, network: NetworkProbe, share: float = 1.0) -> StepModel[ParamSlot]:
+def step_model(
+    engine: Declaration, buffer: GradientBuffer, network: NetworkProbe, share: float = 1.0
+) -> StepModel[ParamSlot]:
     """Return a model of the engine's step, which builds its messages and predicts its time.
 
     Args:
         engine: The engine's declaration. If it has a bucket size of its own, only that is predicted.
-        pool: The pool whose gradients are sent.
+        buffer: The buffer whose gradients are sent.
         network: The costs of collectives and codecs, measured when they are first needed.
         share: Share of the values that the engine sends.
     """
-    wire = wire_for(pool.values.dtype, wire_dtype(engine.wire), pool.topology)
+    wire = wire_for(buffer.values.dtype, wire_dtype(engine.wire), buffer.topology)
     return StepModel(
-        engine, pool.slots, pool.alignment, pool.topology.layout, format_of(wire), network, lambda: network.codec(wire),
-        share,
+        engine, buffer.slots, buffer.alignment, buffer.topology.layout, format_of(wire), network,
+        lambda: network.codec(wire), share,
     )  # fmt: skip

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from imagenet_fast.sync.gradient_step import GradientStep
 from imagenet_fast.sync.pending import PendingUpdate
 from imagenet_fast.sync.pool import GradientPool
-from imagenet_fast.sync.step import Step
 
 
 class CapturedStep:
@@ -46,7 +46,7 @@ class CapturedStep:
         except BaseException:
             if pool.engine.defers and before is not None and pool.pending is not None:
                 pool.pending = before.again(pool.pending)
-            pool.current = Step(pool)
+            pool.current = GradientStep(pool)
             raise
 
     def begin(self) -> None:

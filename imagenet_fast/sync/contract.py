@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from imagenet_fast.cost_model.messages import Engine
-from imagenet_fast.recipe.engine_table import EngineTable
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.recipe.sync_config import DdpSync
+from imagenet_fast.recipe.sync_table import SyncTable
 from imagenet_fast.sync.engine import SyncEngine
 from imagenet_fast.sync.param_slot import ParamSlot, label_of
 from imagenet_fast.sync.topology import Topology
@@ -200,7 +200,7 @@ def trainable(named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 def check_engine(engine: object) -> None:
     """Raise TypeError if ``engine`` is not the settings of one, a declaration, or a function that builds one."""
     built = callable(engine) and not isinstance(engine, type)
-    if isinstance(engine, DdpSync) or not (built or isinstance(engine, EngineTable | Engine)):
+    if isinstance(engine, DdpSync) or not (built or isinstance(engine, SyncTable | Declaration)):
         raise TypeError(f"{engine!r} is no engine for a pool; give the settings of one, such as LazySync()")
 
 

@@ -8,9 +8,9 @@ from typing import get_args
 import torch
 
 from imagenet_fast.cost_model.declarations import declare
-from imagenet_fast.cost_model.messages import Engine
-from imagenet_fast.recipe.engine_table import Codes, PoolTable
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.recipe.sync_config import AutoSync, EngineSettings, LazySync, PowerSgdSync, SparseSync, Sync
+from imagenet_fast.recipe.sync_table import Codes, PoolTable
 from imagenet_fast.sync.auto import Auto, Candidate
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.engine import SyncEngine
@@ -18,28 +18,28 @@ from imagenet_fast.sync.gradient_buffer import GradientBuffer
 from imagenet_fast.sync.sparse import Sparse
 
 
-def build_engine(engine: EngineSettings | Engine, pool: GradientBuffer, steps_per_epoch: int = 1) -> SyncEngine:
-    """Build the engine that a recipe's ``[sync]`` table names, or a custom ``Engine``.
+def build_engine(engine: EngineSettings | Declaration, buffer: GradientBuffer, steps_per_epoch: int = 1) -> SyncEngine:
+    """Build the engine that a recipe's ``[sync]`` table names, or a custom ``Declaration``.
 
     Every rank must call it with the same arguments, as ``GradientPool`` does. ``steps_per_epoch`` converts those
     settings that are given in epochs.
     """
     if isinstance(engine, PoolTable):
-        pool.topology.max_ctas = engine.max_ctas
+        buffer.topology.max_ctas = engine.max_ctas
     match engine:
-        case Engine():
-            return Scheduler(engine, pool)
+        case Declaration():
+            return Scheduler(engine, buffer)
         case SparseSync():
-            return Sparse(engine, pool, steps_per_epoch)
+            return Sparse(engine, buffer, steps_per_epoch)
         case PowerSgdSync():
             dense_steps = round((engine.dense_epochs or 0.0) * steps_per_epoch)
-            return Scheduler(replace(declare(engine), plain_steps=dense_steps), pool)
+            return Scheduler(replace(declare(engine), plain_steps=dense_steps), buffer)
         case AutoSync():
-            mb = 16.0 if pool.values.is_cuda else 1.0
+            mb = 16.0 if buffer.values.is_cuda else 1.0
             meanwhile = LazySync(wire=engine.wire, threshold_mb=mb)
-            return Auto(pool, declare(meanwhile), _candidates(engine, pool.topology.device), steps_per_epoch)
+            return Auto(buffer, declare(meanwhile), _candidates(engine, buffer.topology.device), steps_per_epoch)
         case _:
-            return Scheduler(declare(engine), pool)
+            return Scheduler(declare(engine), buffer)
 
 
 def _candidates(chooser: AutoSync, device: torch.device) -> list[Candidate]:

@@ -8,7 +8,7 @@ from functools import cache
 
 from imagenet_fast.sync.comm_stream import open_streams
 from imagenet_fast.sync.contract import StepState, pools
-from imagenet_fast.sync.step import Owner
+from imagenet_fast.sync.gradient_step import Owner
 
 _held: list[Owner] = []  # whose locks this process holds while it forks
 

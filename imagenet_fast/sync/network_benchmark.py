@@ -14,7 +14,7 @@ from imagenet_fast.cost_model.collectives import cost_of, piece_bytes, piece_ele
 from imagenet_fast.cost_model.messages import Links, lane_of
 from imagenet_fast.cost_model.step_simulator import NO_CODEC, CodecCost, LinkModel
 from imagenet_fast.distributed.device_timer import record_timestamp, seconds_between
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, format_of
 from imagenet_fast.sync.comm_stream import launch
 from imagenet_fast.sync.quantization import PLAIN, Packer, all_coded, decode, encode, is_coded

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from imagenet_fast.cost_model.messages import Engine
+from imagenet_fast.cost_model.messages import Declaration
 from imagenet_fast.distributed.consistency import compare_ranks
 from imagenet_fast.recipe.sync_config import EngineSettings
 from imagenet_fast.sync import contract
@@ -29,10 +29,10 @@ from imagenet_fast.sync.factory import build_engine
 from imagenet_fast.sync.fork import fork_settled
 from imagenet_fast.sync.front import ForwardHook, fronts, is_compiled
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
+from imagenet_fast.sync.gradient_step import GradientStep, Owner
 from imagenet_fast.sync.param_slot import ParamSlot, slots_of
 from imagenet_fast.sync.pending import Pending, Readers, Update, settle_all
 from imagenet_fast.sync.per_param_step import InTurn, needs_all, settle_before_state, snapshot_step
-from imagenet_fast.sync.step import Owner, Step
 from imagenet_fast.sync.topology import Topology
 
 
@@ -62,7 +62,7 @@ class GradientPool(Owner):
     def __init__(
         self,
         parameters: nn.Module | Iterable[tuple[str, nn.Parameter]],
-        engine: EngineSettings | Engine | Callable[[GradientBuffer], SyncEngine],
+        engine: EngineSettings | Declaration | Callable[[GradientBuffer], SyncEngine],
         group: dist.ProcessGroup | None = None,
         *,
         model: nn.Module | None = None,
@@ -109,7 +109,7 @@ class GradientPool(Owner):
         """Called first when the pool is closed: a graph that holds a process group's messages keeps it from ending."""
         self.generation = 0
         """Rises when the layout changes or a state is loaded, which gives gradients or messages other memory."""
-        self.current = Step(self)
+        self.current = GradientStep(self)
         self.parameters = list(trainable.values())
         """Those whose gradients it holds."""
         self.readers = Readers(self.slots)
@@ -161,7 +161,7 @@ class GradientPool(Owner):
             failed, self.current.failed = self.current.failed, {}
             contract.refuse_failed(failed if self.pending is None else failed | self.pending.take_failed())
             self._adopt_learned()
-            self.current = Step(self)
+            self.current = GradientStep(self)
             for slot in self.slots:
                 if not isinstance(slot.param, Pending) and slot.param.grad is not None:
                     slot.param.grad = None
@@ -292,7 +292,7 @@ class GradientPool(Owner):
             self.settle()
             self._adopt_learned()
             if self.current.state is StepState.OPEN:
-                self.current = Step(self)
+                self.current = GradientStep(self)
             order = [slot.name for slot in self.slots] if self.knows_order else None
             elected = {"elected": self.engine.elected} if self.engine.elected else {}
             return {"order": order, "engine": self.engine.state_dict() | elected, "ranks": self.topology.size}
@@ -314,7 +314,7 @@ class GradientPool(Owner):
         self.engine = self.engine.go_on_as(own.pop("elected", ""))
         self.engine.load_state_dict(own)
         self.generation += 1
-        self.current = Step(self)
+        self.current = GradientStep(self)
 
     def close(self) -> None:
         """Carry out deferred updates, close the engine with its threads and process groups, and remove all hooks.

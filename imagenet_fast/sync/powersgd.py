@@ -29,7 +29,7 @@ _OLD = 1e-6
 
 
 def average_factors(
-    slots: Sequence[ParamSlot], pool: Tensor, topology: Topology, rank: int, memory: Kept, lane: str,
+    slots: Sequence[ParamSlot], values: Tensor, topology: Topology, rank: int, memory: Kept, lane: str,
     average: Callable[[Tensor, str], Sequence[CommOp]],
 ) -> tuple[list[CommOp], list[CommOp]]:  # fmt: skip
     """Build the ops that average the gradients of neighbouring slots, approximated by matrices of rank ``rank``.
@@ -46,7 +46,7 @@ def average_factors(
 
     Args:
         slots: The slots.
-        pool: The pool that they are places of.
+        values: The buffer that they are places of.
         topology: The ranks.
         rank: Columns of a factor.
         memory: Errors and factors, kept from step to step; those that are missing are created.
@@ -59,8 +59,8 @@ def average_factors(
     """
     compressed = [slot for slot in slots if in_factors(*matrix_shape(slot.param), rank) < slot.param.numel()]
     message = _Message(
-        [_matrix(slot, pool, rank, memory) for slot in compressed],
-        [pool[slot.flag if slot in compressed else slot.start : slot.flag + 1] for slot in slots],  # or only flags
+        [_matrix(slot, values, rank, memory) for slot in compressed],
+        [values[slot.flag if slot in compressed else slot.start : slot.flag + 1] for slot in slots],  # or only flags
         topology,
     )
 
@@ -75,18 +75,18 @@ def average_factors(
     return first, second
 
 
-def _matrix(slot: ParamSlot, pool: Tensor, rank: int, memory: Kept) -> _Matrix:
+def _matrix(slot: ParamSlot, values: Tensor, rank: int, memory: Kept) -> _Matrix:
     shape = rows, columns = matrix_shape(slot.param)
-    place = pool[slot.start : slot.start + rows * columns].view(shape)
-    exact = torch.promote_types(pool.dtype, torch.float32)
+    place = values[slot.start : slot.start + rows * columns].view(shape)
+    exact = torch.promote_types(values.dtype, torch.float32)
     shapes = {kind: tuple(known.shape) for kind, known in memory.get(slot.name, {}).items()}
     if shapes != {"error": shape, "q": (rank, columns)}:  # else it is new, or perhaps of another shard
         generator = torch.Generator().manual_seed(zlib.crc32(slot.name.encode()))  # the same on every rank
-        start = torch.randn(columns, rank, generator=generator, device="cpu").to(pool.device, exact)
+        start = torch.randn(columns, rank, generator=generator, device="cpu").to(values.device, exact)
         (basis,) = _each_orthonormal([start])
-        memory[slot.name] = {"error": pool.new_zeros(shape, dtype=exact), "q": basis.T.contiguous()}
-    whole = place if pool.dtype == exact else pool.new_zeros(shape, dtype=exact)
-    return _Matrix(place, pool[slot.flag], whole, **memory[slot.name])
+        memory[slot.name] = {"error": values.new_zeros(shape, dtype=exact), "q": basis.T.contiguous()}
+    whole = place if values.dtype == exact else values.new_zeros(shape, dtype=exact)
+    return _Matrix(place, values[slot.flag], whole, **memory[slot.name])
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.messages import HIGH_PRIORITY
-from imagenet_fast.recipe.engine_table import chosen_collective, fusion_bytes
 from imagenet_fast.recipe.sync_config import SparseSync
+from imagenet_fast.recipe.sync_table import chosen_collective, fusion_bytes
 from imagenet_fast.sync.all_reduce import all_reduce, wire_dtype, wire_for
 from imagenet_fast.sync.comm_stream import CommOp, Wait, launch
 from imagenet_fast.sync.engine import Elements, SyncEngine, SyncStats, refuse_state_of_another
@@ -57,18 +57,17 @@ class Sparse(SyncEngine):
 
     sends_part = True
 
-    def __init__(self, settings: SparseSync, pool: GradientBuffer, steps_per_epoch: int) -> None:
+    def __init__(self, settings: SparseSync, buffer: GradientBuffer, steps_per_epoch: int) -> None:
         """Take over the pool, with an empty residual.
 
         Args:
             settings: The recipe's settings.
-            pool: The pool to work on. It is lengthened to a whole number of chunks, and cleared.
+            buffer: The buffer to work on. It is lengthened to a whole number of chunks, and cleared.
             steps_per_epoch: Converts the settings' epochs to steps.
         """
         self.defers = settings.defers
-        self._pool = pool
-        self._topology = pool.topology
-        self._wire = wire_for(pool.values.dtype, wire_dtype(settings.wire), self._topology)
+        self._buffer, self._topology = buffer, buffer.topology
+        self._wire = wire_for(buffer.values.dtype, wire_dtype(settings.wire), self._topology)
         self._settings = settings
         self._dense_steps = round((settings.dense_epochs or 0.0) * steps_per_epoch)
         self._ramp_steps = round(settings.ramp_epochs * steps_per_epoch)
@@ -78,24 +77,24 @@ class Sparse(SyncEngine):
         self._momentum = settings.velocity_momentum
         self.adds_momentum = self._momentum is not None
         self._slots: list[ParamSlot] = []
-        self._velocity = pool.values.new_zeros(0)  # laid out as the pool
+        self._velocity = buffer.values.new_zeros(0)  # laid out as the pool
         self._step = 0
-        self._stats = SyncStats.of_step(pool.values.device, 0, self.defers)
+        self._stats = SyncStats.of_step(buffer.values.device, 0, self.defers)
         self._agreed: Sequence[Wait] = ()  # on the scores, and so on the next step's chunks; empty where all are sent
-        pool.pad(settings.chunk)
-        pool.values.zero_()  # what another engine has sent is no residual
+        buffer.pad(settings.chunk)
+        buffer.values.zero_()  # what another engine has sent is no residual
         self.rebuild_buckets()
 
     def rebuild_buckets(self) -> None:
         """Cut the pool's new layout into chunks, reset scores and ages, and move the velocity along."""
-        device, topology, chunk = self._pool.values.device, self._topology, self._settings.chunk
+        device, topology, chunk = self._buffer.values.device, self._topology, self._settings.chunk
         self._await_choice()  # else it would choose from the new layout
         self._agreed = ()
-        self._chunks = self._pool.values.view(-1, chunk)
+        self._chunks = self._buffer.values.view(-1, chunk)
         count = len(self._chunks)
         if self._momentum is not None:
             before, slots = self._velocity, self._slots
-            self._velocity, self._slots = torch.zeros_like(self._pool.values), list(self._pool.slots)
+            self._velocity, self._slots = torch.zeros_like(self._buffer.values), list(self._buffer.slots)
             lay(cut(slots, velocity=before), "velocity", self._slots, self._velocity)
         self._scores = torch.zeros(topology.padded(count), dtype=torch.float32, device=device)
         self._norms = self._scores[:count].clone()  # of the means of the sent chunks, in their order
@@ -131,7 +130,7 @@ class Sparse(SyncEngine):
         if self._arrived is not None:  # of the last step, long past: ids arrived during forward
             self._arrived.synchronize()
         self._selected = self._here[: len(self._ids)].tolist()
-        self._clear(self._pool.values, self._velocity)
+        self._clear(self._buffer.values, self._velocity)
         self._sent = self._ids[:0]
 
     def store_gradients(self, places: list[Tensor], gradients: list[Tensor]) -> None:
@@ -175,7 +174,7 @@ class Sparse(SyncEngine):
             # Unsent chunks are measured now, sent ones once received, because the update may change them.
             landed = [wait for message in self._messages for wait in message.waits]
             self._agreed = launch(self._agreement, [*launch(self._measurement), *landed], "the chunks' norms")
-        stats, self._stats = self._stats, SyncStats.of_step(self._pool.values.device, self._step, self.defers)
+        stats, self._stats = self._stats, SyncStats.of_step(self._buffer.values.device, self._step, self.defers)
         return stats
 
     def spoil(self) -> None:
@@ -185,7 +184,7 @@ class Sparse(SyncEngine):
     def forget_nonfinite(self) -> None:
         """Set to zero what is not finite in the pool."""
         self._await_choice()  # it reads the pool
-        self._pool.values.nan_to_num_(0.0, 0.0, 0.0)
+        self._buffer.values.nan_to_num_(0.0, 0.0, 0.0)
 
     def wait(self, slot: ParamSlot) -> None:
         """Wait for the messages that may hold a part of ``slot``."""
@@ -202,7 +201,7 @@ class Sparse(SyncEngine):
         elements: Elements = {}
         starts = self._starts()
         for part in self.sent:
-            for slot in self._pool.slots[bisect_right(starts, part.start) - 1 : bisect_left(starts, part.stop)]:
+            for slot in self._buffer.slots[bisect_right(starts, part.start) - 1 : bisect_left(starts, part.stop)]:
                 begin, end = max(part.start - slot.start, 0), min(part.stop - slot.start, slot.shape.numel())
                 if begin < end:
                     elements.setdefault(slot.param, []).append(slice(begin, end))
@@ -211,12 +210,12 @@ class Sparse(SyncEngine):
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank, unlike others, has not sent, and what decides when it will be sent."""
         self._await_choice()
-        flat = {"residual": self._pool.values.clone(), "velocity": self._velocity.clone()}
+        flat = {"residual": self._buffer.values.clone(), "velocity": self._velocity.clone()}
         self._clear(**flat)
         chunks = {"scores": self._scores.clone(), "ages": self._ages.clone(), "starts": self._starts()}
         if self._momentum is None:
             del flat["velocity"]
-        return {"step": self._step, "kept": cut(self._pool.slots, **flat), "chunks": chunks}
+        return {"step": self._step, "kept": cut(self._buffer.slots, **flat), "chunks": chunks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict``; scores and ages apply only if the pool's layout is the same.
@@ -226,8 +225,8 @@ class Sparse(SyncEngine):
         """
         refuse_state_of_another(self, state, {"step", "kept", "chunks"})
         self.rebuild_buckets()
-        self._step, slots, kept, chunks = state["step"], self._pool.slots, state["kept"], state["chunks"]
-        lay(kept, "residual", slots, self._pool.values)
+        self._step, slots, kept, chunks = state["step"], self._buffer.slots, state["kept"], state["chunks"]
+        lay(kept, "residual", slots, self._buffer.values)
         if self._momentum is not None:
             lay(kept, "velocity", slots, self._velocity)
         same = chunks is not None and list(kept) == [slot.name for slot in slots] and chunks["starts"] == self._starts()
@@ -237,7 +236,7 @@ class Sparse(SyncEngine):
         self._choose()
 
     def _starts(self) -> list[int]:
-        return [slot.start for slot in self._pool.slots]
+        return [slot.start for slot in self._buffer.slots]
 
     def close(self) -> None:
         """Wait for all messages."""
@@ -262,7 +261,7 @@ class Sparse(SyncEngine):
 
     def _launch(self) -> None:
         """Send the chunks that are ready; copy them together unless they are contiguous."""
-        self._pool.fill()
+        self._buffer.fill()
         ids, count = self._ids[self._next : self._packed], self._packed - self._next
         first, last = self._selected[self._next], self._selected[self._packed - 1]
         norms = self._norms[self._next : self._packed] if self._density(self._step + 1) < 1 else None
@@ -270,7 +269,7 @@ class Sparse(SyncEngine):
         lane = HIGH_PRIORITY if self.defers and self._packed == len(self._selected) else ""
         apart = last - first + 1 != count or count * chunk % topology.size != 0
         values = (
-            self._pool.values.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
+            self._buffer.values.new_zeros(topology.padded(count * chunk)) if apart else self._chunks[first : last + 1]
         )
         rows = values.view(-1)[: count * chunk].view(count, chunk)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from imagenet_fast.cost_model.collectives import RankLayout, row_of
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 from imagenet_fast.sync.comm_stream import CommStream
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from imagenet_fast.recipe import schema
-from imagenet_fast.recipe.engine_table import Wire
+from imagenet_fast.recipe.sync_table import Wire
 from imagenet_fast.sync.all_reduce import wire_dtype
 
 

@@ -50,7 +50,7 @@ from imagenet_fast.training.precision import effective_precision, forward_dtype
 from imagenet_fast.training.resume import ResumePoint, find_resumption
 from imagenet_fast.training.run_lock import check_locked, claimed, describe_ended, make_room
 from imagenet_fast.training.state import TrainState
-from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
+from imagenet_fast.training.training_step import TrainingStep, build_step, seed_step
 
 
 class Trainer:
@@ -136,7 +136,7 @@ class Trainer:
                 else:
                     self.open_data()
                     self.build()
-                    at_end.callback(self.step.close)
+                    at_end.callback(self.training_step.close)
                     with self._saving():
                         freeze_gc()
                         unsaved = self._train_soundly()
@@ -182,10 +182,10 @@ class Trainer:
             examples = None if trained else partial(example_images, recipe.data, job.data, recipe.seed)
             model = build_initial_model(recipe, self.data.classes, world, self.weights, examples)
         trace = RunDir(job.folder).trace if job.trace else None
-        self.step = build_step(
+        self.training_step = build_step(
             recipe, job.batching, model, world, self.steps_per_epoch, trace, self.clock, self.outcome
         )
-        self.state = self.step.state
+        self.state = self.training_step.state
         if found is not None:
             self.resumed_from = found.load(self.state, world, recipe)
 
@@ -216,7 +216,7 @@ class Trainer:
         if self.world.is_main and state.step < steps and outcome.status != "reached":
             RunDir(job.folder).final_weights.unlink(missing_ok=True)  # of an earlier end
         self.clock.begin_training()
-        self.step.meter.restart()
+        self.training_step.meter.restart()
         try:
             if state.needs_eval and self._evaluation_is_due():
                 self._evaluate_and_save()
@@ -234,7 +234,7 @@ class Trainer:
             if self.checkpoints is not None:
                 self.checkpoints.save_for_stop(state)
             outcome.status = "preempted"
-        self.step.meter.flush(self.metrics)
+        self.training_step.meter.flush(self.metrics)
 
     @property
     def epoch(self) -> int:
@@ -247,11 +247,11 @@ class Trainer:
         self.clock.begin_training()
         self._lr = learning_rate(recipe.schedule, recipe.optim.lr, state.step, self.steps_per_epoch, recipe.epochs)
         seed_step(recipe.seed, state.step, self.world)
-        self.step(self.data.train, self._lr)
-        while self.step.news:
-            self.metrics("graph", state.step, **self.step.news.pop(0))
+        self.training_step(self.data.train, self._lr)
+        while self.training_step.news:
+            self.metrics("graph", state.step, **self.training_step.news.pop(0))
         if state.step % recipe.log_every == 0:
-            self.step.meter.report(self.metrics, state.step, epoch, self._lr)
+            self.training_step.meter.report(self.metrics, state.step, epoch, self._lr)
         self.outcome.advance(epoch, state.step, self.clock.train_s(), state.sent_bytes)
 
     def evaluate(self) -> Accuracy:
@@ -260,7 +260,7 @@ class Trainer:
         Raises:
             StopRequested: Some rank was asked to stop, which cut it off; nothing has changed.
         """
-        state, meter, epoch = self.state, self.step.meter, -(-self.state.step // self.steps_per_epoch)
+        state, meter, epoch = self.state, self.training_step.meter, -(-self.state.step // self.steps_per_epoch)
         if state.step > (self.resumed_from.step if self.resumed_from is not None else 0):
             meter.report(self.metrics, state.step, epoch, self._lr)
             meter.flush(self.metrics)
@@ -272,9 +272,9 @@ class Trainer:
             if self.checkpoints is not None:  # else a loop of one's own evaluates, and nothing would unfreeze again
                 freeze_gc()
             asked = self.checkpoints.asked if self.checkpoints is not None else lambda: False
-            recipe = self.job.recipe
+            recipe, cast = self.job.recipe, self.training_step.cast
             accuracy = evaluate(
-                state.whole(), self.data, self.step.cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
+                state.whole(), self.data, cast, self.world, asked, recipe.eval_mirror, recipe.eval_shift
             )
         eval_s = self.clock.run_s() - begun
         meter.restart()
@@ -292,7 +292,7 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a value of ``state_dict`` of the same rank, in a run with as many ranks, at the same images."""
         self.state.load(state["shared"], state["own"])
-        self.step.meter.restart()
+        self.training_step.meter.restart()
         self.data = self._loaders(self.state.step)
 
     def _evaluation_is_due(self) -> bool:
@@ -321,7 +321,7 @@ class Trainer:
             kept = f"the last checkpoint is that of step {saved}" if saved else "no checkpoint had been written"
             raise JobAborted(f"{why}; {kept}") from None
         except StorageAway as error:
-            self.step.abandon()
+            self.training_step.abandon()
             raise JobAborted(f"{error}; {self.job.going_on(checkpoints.save_alone(self.state))}") from None
         if outcome.status == "preempted":
             self.ending.stopped(checkpoints.saves)

@@ -14,7 +14,7 @@ from torch import Tensor
 from imagenet_fast.bench.collectives import bench_collectives, check, parse_sizes
 from imagenet_fast.metrics.tables import table
 from imagenet_fast.netlab.ranks import Lab
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 from imagenet_fast.units import size_text
 from tests.ranks import with_ranks
 

@@ -63,9 +63,9 @@ def test_photos_may_be_shrunk_first(tmp_path: Path, refusal: Callable[..., str],
     make_photos(tmp_path, 2, side=120)
     train, val = scan(tmp_path)
     assert {Image.open(name).size for name in (train.name(0), train.name(1), val.name(0))} == {(160, 120)}
-    (rate,) = bench_loading(["folder"], None, image_size=32, batch=2, workers=1, seconds=0, resize=120)
+    (rate,) = bench_loading(["threads"], None, image_size=32, batch=2, workers=1, seconds=0, resize=120)
     assert rate.reads == "jpg, 160 x 120"
-    (rate,) = bench_loading(["folder"], None, image_size=32, batch=2, workers=1, seconds=0, resize=512)
+    (rate,) = bench_loading(["threads"], None, image_size=32, batch=2, workers=1, seconds=0, resize=512)
     assert rate.reads == "jpg, 500 x 375", "they are not enlarged"
     said = refusal("bench", "data", "--data", str(tmp_path), "--resize", "120")
     assert f"run `data prepare --resize` on {tmp_path} first" in said
@@ -79,7 +79,7 @@ def test_made_photos_go_only_when_no_thread_reads_them(noise: None, monkeypatch,
         return quick(images, index)
 
     monkeypatch.setattr(ImageFolder, "read", slow)
-    (rate,) = bench_loading(["folder"], None, image_size=32, batch=4, workers=2, seconds=0, resize=32)
+    (rate,) = bench_loading(["threads"], None, image_size=32, batch=4, workers=2, seconds=0, resize=32)
     for thread in threading.enumerate():
         if thread.name.startswith(THREADS):
             thread.join()
@@ -89,8 +89,8 @@ def test_made_photos_go_only_when_no_thread_reads_them(noise: None, monkeypatch,
 
 def test_where_dali_is_not_installed_it_is_left_out(noise: None, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    (rate,) = bench_loading(["dali", "folder"], None, image_size=32, batch=2, workers=1, seconds=0)
-    assert rate.loader == "folder"
+    (rate,) = bench_loading(["dali", "threads"], None, image_size=32, batch=2, workers=1, seconds=0)
+    assert rate.loader == "threads"
     assert "warning: dali is left out: DALI is not installed (`pip install" in capsys.readouterr().err
     assert "DALI is not installed (`pip install" in refusal_of(bench_loading, ["dali"], None, 32, 2, 1, 0)
 
@@ -106,7 +106,7 @@ def test_every_format_is_read_and_its_first_images_become_pixels(form: str, tmp_
     (rate,) = bench_loading(["pixels"], root, image_size=32, batch=2, workers=1, seconds=0)
     assert read == {*range(16)}, "some to say what they are, and two batches to be stored"
     assert (rate.images, rate.reads) == (f"images in {root}", "ppm, 85 x 64")
-    rates = bench_loading(["folder", "decoding"], root, image_size=32, batch=2, workers=1, seconds=0)
+    rates = bench_loading(["threads", "decoding"], root, image_size=32, batch=2, workers=1, seconds=0)
     assert [rate.reads for rate in rates] == ["jpg, 85 x 64", "jpg, 85 x 64"]
 
 
@@ -116,9 +116,9 @@ def test_stored_pixels_are_read_as_they_are(tmp_path: Path, noise: None, capsys)
         tmp_path / "folders", tmp_path / "out",
         WHOLE.model_copy(update={"format": "pixels", "resize": 64, "shard_size": 2**20}), subset=True,
     )  # fmt: skip
-    names: list[Loader] = ["folder", "pixels", "decoding", "torchvision-io"]
+    names: list[Loader] = ["threads", "pixels", "decoding", "torchvision-io"]
     (rate,) = bench_loading(names, tmp_path / "out", image_size=32, batch=2, workers=1, seconds=0)
-    assert (rate.loader, rate.reads) == ("folder", "ppm, 85 x 64")
+    assert (rate.loader, rate.reads) == ("threads", "ppm, 85 x 64")
     assert rate.title.startswith(f"decoded images in {tmp_path / 'out'}; to 32 pixels")
     assert capsys.readouterr().err.count(" is left out: ") == 3
     said = refusal_of(bench_loading, names[3:], tmp_path / "out", 32, 2, 1, 0)
@@ -144,9 +144,9 @@ def test_an_image_that_is_cut_off_is_named_or_passed_over(refusal: Callable[...,
     bad, data = cut_off(tmp_path), f"--data {tmp_path} --seconds 0 --rounds 1 --workers 1"
     said = refusal("bench", "data", *f"{data} --batch 4 --loaders decoding".split())
     assert f"{bad} cannot be decoded" in said
-    said = refusal("bench", "data", *f"{data} --batch 9 --loaders folder".split())
+    said = refusal("bench", "data", *f"{data} --batch 9 --loaders threads".split())
     assert "holds 4 images, fewer than a batch; --batch 4" in said
-    (rate,) = bench_loading(["folder"], tmp_path, image_size=32, batch=4, workers=1, seconds=0)
+    (rate,) = bench_loading(["threads"], tmp_path, image_size=32, batch=4, workers=1, seconds=0)
     assert rate.images_per_s
 
 

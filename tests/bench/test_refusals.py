@@ -43,7 +43,7 @@ pipeline --device cuda --stages 19 -> GPUs for 19 stages
 pipeline --model alexnet --image-size 62 -> too small for alexnet
 pipeline --model alexnet --stages 9 -> AlexNet makes 8 stages, not 9; lower parallel.pipeline or --stages
 pipeline --model alexnet --stages 5 --schedules interleaved -> makes 8 stages, not 10
-data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among folder, pixels, dali
+data --loaders dali,disk -> --loaders dali,disk: there is no 'disk'; choose among threads, pixels, dali
 profile here.txt -> here.txt does not end in .json
 profile here.json --batch 32,0 -> --batch 32,0 is not a list of whole numbers above 0
 step --graph -> --graph replays steps from CUDA graphs, and there is no GPU; leave it out
@@ -52,8 +52,8 @@ sync --sync lazy,lazy:bf16 -> names lazy:bf16 twice (lazy and lazy:bf16 are the 
 collectives --collectives ring,native,ring -> --collectives ring,native,ring names ring twice; leave one out
 collectives --sizes 1MB,4KB,1m -> names 1m twice (1MB and 1m are the same); leave one out
 data --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
-step --data /nowhere -> --data /nowhere is not read without a loader; give --loader folder, or leave --data out
-step --loader folder --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
+step --data /nowhere -> --data /nowhere is not read without a loader; give --loader threads, or leave --data out
+step --loader threads --data /nowhere -> there is no data directory /nowhere; give one with --data DIR
 """
 """Options of `bench`, and what is said to them."""
 COMMANDS = list(dict.fromkeys(re.findall(r"^\w+", REFUSED, re.MULTILINE)))

@@ -30,7 +30,7 @@ def test_a_step_is_timed_beside_the_plain_loop(precision: str):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("loader", ["folder", "pixels"])
+@pytest.mark.parametrize("loader", ["threads", "pixels"])
 def test_a_step_is_timed_beside_a_loader(loader: str, tmp_path: Path):
     make_photos(tmp_path, 4, side=64)
     rows = bench_step([step_recipe("resnet18", 32, 2, "fp32")], 1, 1, loader=loader, data=tmp_path, workers=1)  # type: ignore[arg-type]

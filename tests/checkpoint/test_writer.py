@@ -76,8 +76,7 @@ def test_ranks_write_their_parts_and_rank_0_what_all_have(tmp_path: Path):
     writers = together(*[tmp_path] * 3)
     for step in (10, 20):
         save_all(writers, step)
-    folders = {writer.wait() for writer in writers}
-    assert folders == {tmp_path / "step-00000020"}
+    assert {writer.wait() for writer in writers} == {tmp_path / "step-00000020"}
     assert names(tmp_path / "step-00000020") == [
         "manifest.json", *(f"rank-0000{rank}.safetensors" for rank in range(3)), "shared.safetensors",
     ]  # fmt: skip

@@ -79,7 +79,7 @@ IN_PROCESS = (
         "layers",
     ),
     (
-        "bench data --data {images} --loaders folder,decoding --image-size 32 --batch 2 --workers 1 "
+        "bench data --data {images} --loaders threads,decoding --image-size 32 --batch 2 --workers 1 "
         "--seconds 0 --rounds 1 --png {out}/a.png",
         "decoding",
     ),
@@ -89,8 +89,8 @@ SLOW = ("plan rows --json {out}/rows.json", "measured between shaped hosts, noth
 
 IN_A_FORK = (
     (
-        "bench step --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --loader folder --workers 1",
-        "folder alone",
+        "bench step --precision fp32 --image-size 32 --batch 2 --rounds 1 --steps 1 --loader threads --workers 1",
+        "threads alone",
     ),
 )
 """Commands whose memory would stay with all later tests."""

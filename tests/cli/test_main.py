@@ -126,7 +126,7 @@ REFUSED = {
     "train": [
         ("--recipe smoke optim.lrr=1", "unknown key optim.lrr; did you mean optim.lr?"),
         ("demo", "demo belongs to no option and is not KEY=VALUE, such as optim.lr=0.5; a recipe is given by"),
-        ("--recipe smoke data.dali.host_padding_mb=1", "data.dali is for data.loader 'dali' or 'folder', not 'synth"),
+        ("--recipe smoke data.dali.host_padding_mb=1", "data.dali is for data.loader 'dali' or 'threads', not 'synth"),
         ("--recipe smoke --sync rng", "sync.kind is 'rng'; it must be one of 'allreduce', 'ring', 'lazy'"),
         ("--recipe resnet50-1gpu", "--data DIR"),
         ("--recipe resnet50-1gpu --data /nowhere", "there is no data directory /nowhere"),

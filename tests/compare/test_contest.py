@@ -101,7 +101,7 @@ def test_a_recipe_is_laid_out_as_named_whatever_layout_it_has_itself(tmp_path: P
 def test_default_number_of_micro_batches():
     for stages, data, schedule in product((2, 3, 5, 8), (1, 3), ("gpipe", "1f1b", "interleaved")):
         ranks = stages * data
-        asked = (f"ranks={ranks}", f"global_batch={120 * ranks}", f"parallel.schedule={schedule}")
+        asked = (f"reference_ranks={ranks}", f"global_batch={120 * ranks}", f"parallel.schedule={schedule}")
         recipe = laid(f"pp{stages}dp{data}", *asked, ranks=ranks, path=RESNET)
         assert split_batch(recipe, ranks).accumulation == 1
         assert max(4, stages) <= recipe.parallel.micro_batches <= 2 * max(4, stages)

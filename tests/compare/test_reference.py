@@ -21,7 +21,7 @@ def past_run(
     overrides: tuple[str, ...] = (), init_from: Path | None = None,
 ) -> PastRun:  # fmt: skip
     written = load_recipe(recipe, overrides=overrides)
-    job = Job(recipe, written, split_batch(written, written.ranks), None, folder, init_from=init_from)
+    job = Job(recipe, written, split_batch(written, written.reference_ranks), None, folder, init_from=init_from)
     write_job(job, folder / "job.json")
     begun: dict[str, Any] = {"event": "run", "global_batch": batch, "train_images": images}
     events = [begun, *({"event": "eval", "epoch": epoch, "top1": value} for epoch, value in top1.items())]

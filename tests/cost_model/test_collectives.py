@@ -6,7 +6,7 @@ from itertools import product
 from typing import get_args
 
 from imagenet_fast.cost_model.collectives import RankLayout, message_alignment, slot_alignment, wire_format
-from imagenet_fast.recipe.engine_table import Wire
+from imagenet_fast.recipe.sync_table import Wire
 
 LAYOUTS = [(ranks,) for ranks in (1, 2, 3, 7, 8, 96, 128, 509)] + [(8,) * 16, (8,) * 64, (4, 3), (1,) * 6]
 

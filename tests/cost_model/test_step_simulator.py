@@ -11,11 +11,11 @@ from typing import Any, Literal
 import pytest
 
 from imagenet_fast.cost_model.layer_profile import Timing, random_profile
-from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Engine
+from imagenet_fast.cost_model.messages import HIGH_PRIORITY, BucketChunk, Declaration
 from imagenet_fast.cost_model.priority_schedule import Task, as_ready, plan_release_order
 from imagenet_fast.cost_model.step_prediction import waits_for
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel, SimMessage, simulated_step_s, step_lower_bound
-from imagenet_fast.recipe.engine_table import Awaits, Collective
+from imagenet_fast.recipe.sync_table import Awaits, Collective
 
 TIMING = Timing((0.8, 0.7, 0.4, 0.2, 0.0), 1.0, (0.1, 0.3, 0.8, 1.4, 2.0), 2.0)
 MESSAGES = (20e6, 80e6, 2e6, 1e6, 1e6)
@@ -140,7 +140,7 @@ WAITS: list[tuple[str, Awaits, list[Any], list[list[int]], bool, list[list[int]]
 
 def test_what_a_message_waits_for():
     for case, awaits, messages, releases, planned, expected in WAITS:
-        engine = Engine("fp32", awaits, prioritized=planned)
+        engine = Declaration("fp32", awaits, prioritized=planned)
         assert waits_for(engine, messages, releases) == expected, case
 
 

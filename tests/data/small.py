@@ -26,7 +26,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from tests.conftest import tables
 from tests.data.encoded import BAD, JPEG
 
-LOADERS = ("dali", "folder")
+LOADERS = ("dali", "threads")
 """Of images; with ``synthetic`` these are all."""
 FORMATS = ("folder", "webdataset")
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ WHOLE = Settings(format="folder", resize=None, quality=None)
 """``data prepare`` without shrinking images."""
 
 
-def image_data(loader: str = "folder", **changes: object) -> ImageData:
+def image_data(loader: str = "threads", **changes: object) -> ImageData:
     table = {"dataset": "digits", "loader": loader, "image_size": 48, "resize": 56, "workers": 1, **changes}
     data = parse_recipe("test", tables(data=table)).data
     assert isinstance(data, ImageData)

@@ -16,7 +16,7 @@ from imagenet_fast.training.trainer import Trainer
 from tests.ranks import run
 from tests.training.jobs import job_of
 
-DATA = {"dataset": "imagenet", "loader": "folder", "image_size": 32, "resize": 40}
+DATA = {"dataset": "imagenet", "loader": "threads", "image_size": 32, "resize": 40}
 
 
 def first_of(folder: Path) -> Path:
@@ -46,7 +46,7 @@ def _told(sound: Path, other: Path) -> tuple[str, str]:
     """The refusals of training and of an evaluation, on one rank: rank 1 reads another directory."""
     world = tests.world()
     root = other if world.rank == 1 else sound
-    job = job_of(images=root, ranks=3, global_batch=12, data=DATA)
+    job = job_of(images=root, reference_ranks=3, global_batch=12, data=DATA)
     trainer, evaluation = Trainer(job, world), Evaluation("test", job.recipe, job.batching, Path("none"), root)
     return _refusal(trainer.open_data), _refusal(lambda: evaluate_weights(evaluation, world))
 

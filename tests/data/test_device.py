@@ -70,7 +70,7 @@ def test_mixup_draws_are_independent_of_ranks_and_history():
     assert torch.equal(torch.rand(4), expected), "the model's generator is left alone"
 
 
-DATA = ImageData(dataset="imagenet", loader="folder", image_size=13, resize=13)
+DATA = ImageData(dataset="imagenet", loader="threads", image_size=13, resize=13)
 CPU = torch.device("cpu")
 
 

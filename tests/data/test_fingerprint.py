@@ -29,7 +29,7 @@ ONE = Batching(1, 1, 1)
 
 
 def contents_of(root: Path) -> Contents:
-    return opened(root, "folder", ONE).contents
+    return opened(root, "threads", ONE).contents
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_what_is_quarantined_counts_as_gone(root: Path):
 @with_ranks(1)
 def test_a_resumed_run_refuses_a_renamed_class(root: Path, tmp_path: Path) -> None:
     data, schedule = image_data(image_size=32, resize=32).model_dump(), {"kind": "step", "milestones": []}
-    changes = {"ranks": 1, "global_batch": 6, "data": data, "schedule": schedule}
+    changes = {"reference_ranks": 1, "global_batch": 6, "data": data, "schedule": schedule}
     assert train_here(job_of(tmp_path / "run", root, epochs=1, **changes)).status == "finished"
     rename_class(root)
     told = refusal_of(train_here, job_of(tmp_path / "run", root, resume=True, epochs=2, **changes))

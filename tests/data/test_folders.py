@@ -66,8 +66,7 @@ def test_every_suffix_of_an_image_is_read_by_the_loaders(tmp_path: Path):
             kind = kinds.get(suffix, suffix[1:].upper())
             put(tmp_path / split / "all", f"1{suffix}", content=encoded(BLOBS, kind))
     assert len(open_training(tmp_path)) == len(SUFFIXES)
-    found = verify(tmp_path)
-    assert not found.quarantine
+    assert not verify(tmp_path).quarantine
 
 
 def test_folders_of_a_system_beside_shards_are_no_split(tmp_path: Path):

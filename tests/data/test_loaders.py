@@ -1,4 +1,4 @@
-"""dali and folder: the same images, the same pixels; bad ones named, or left out alike on any number of ranks."""
+"""dali and threads: the same images, the same pixels; bad ones named, or left out alike on any number of ranks."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def apart(root: Path, batches: int, **settings: Any) -> Tensor:
 
     Decoders round by 0.005 at most; windows a pixel apart differ by 0.1 and more, mirrored images by 1.
     """
-    dali, folder = (opened(root, loader, **settings) for loader in LOADERS)
+    dali, threads = (opened(root, loader, **settings) for loader in LOADERS)
     differences = []
-    for ours, theirs in ((dali.train, folder.train), (dali.next_evaluation(), folder.next_evaluation())):
+    for ours, theirs in ((dali.train, threads.train), (dali.next_evaluation(), threads.next_evaluation())):
         for (images, labels), (others, alike) in islice(zip(ours, theirs, strict=True), batches):
             assert torch.equal(labels, alike)
             differences.append((images - others).abs().mean((1, 2, 3)))
@@ -138,7 +138,7 @@ def test_a_padded_crop_is_of_numpys_reflected_image(tmp_path: Path, padding: int
 
 @pytest.mark.parametrize(
     ("loader", "changes"),
-    [("dali", {}), ("folder", {}), ("folder", {"crop": "padded", "crop_padding": 3}), ("synthetic", {})],
+    [("dali", {}), ("threads", {}), ("threads", {"crop": "padded", "crop_padding": 3}), ("synthetic", {})],
 )
 def test_loader_resumes_at_a_step_on_any_ranks(image_dir: Path, loader: str, changes: dict[str, object]):
     """Three epochs of 3 steps on one rank; steps 4 to 8 again on one, on two and on three, with other workers."""
@@ -174,7 +174,7 @@ def test_a_batch_beyond_the_data_set_is_refused(image_dir: Path):
 
 def test_a_missing_dali_is_named_with_the_way_round(image_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    refuses(r"DALI is not installed; .* --set data.loader=folder", opened, image_dir, "dali")
+    refuses(r"DALI is not installed; .* --set data.loader=threads", opened, image_dir, "dali")
 
 
 @pytest.mark.parametrize("augment", [True, pytest.param(False, marks=pytest.mark.ci)])

@@ -152,7 +152,7 @@ def test_neighbours_are_independent():
 GROWING = {"sizes": [[1, 36], [2, 40]], "eval_size": 52}
 
 
-@pytest.mark.parametrize(("loader", "augment"), [("dali", True), ("dali", False), ("folder", True)])
+@pytest.mark.parametrize(("loader", "augment"), [("dali", True), ("dali", False), ("threads", True)])
 def test_progressive_sizes_and_eval_size(image_dir: Path, loader: str, augment: bool):
     dataset = opened(image_dir, loader, augment=augment, **GROWING)
     each = dataset.train_order.steps_per_epoch
@@ -233,7 +233,7 @@ def test_what_makes_no_sense_is_refused():
         ({"eval_size": 31}, "eval_size (31) is too small"),
         ({"mixup": -1}, "mixup"),
         ({"crop": "krizhevsky"}, "crop"),
-        ({"loader": "dali", "crop": "padded"}, "crop 'padded' is for loader 'folder'; --set data.loader=folder"),
+        ({"loader": "dali", "crop": "padded"}, "crop 'padded' is for loader 'threads'; --set data.loader=threads"),
         ({"crop": "padded", "crop_padding": 56}, "(56) must be less than an image's shorter side of 56 pixels"),
         ({"crop": "padded", "crop_padding": 42, "sizes": [[1, 36]]}, "shorter side of 42 pixels"),
     ):

@@ -111,7 +111,7 @@ def resident(root: str, loader: str) -> list[int]:
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("loader", ["folder", "dali"])
+@pytest.mark.parametrize("loader", ["threads", "dali"])
 def test_memory_is_flat_over_twenty_epochs(tmp_path: Path, loader: str):
     make_images(tmp_path, train=TRAIN, val=30)
     (after,) = run(1, resident, str(tmp_path), loader, fresh=True)

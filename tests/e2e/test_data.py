@@ -13,9 +13,9 @@ from tests.e2e.command import Forked, events_of, outcome_of, setting
 @pytest.mark.parametrize(
     ("loader", "how"),
     [
-        pytest.param("folder", "--resize 64", marks=pytest.mark.ci),
+        pytest.param("threads", "--resize 64", marks=pytest.mark.ci),
         pytest.param("dali", "", marks=pytest.mark.weekly),
-        pytest.param("folder", "--format webdataset --shard-size 100KB", marks=pytest.mark.weekly),
+        pytest.param("threads", "--format webdataset --shard-size 100KB", marks=pytest.mark.weekly),
         pytest.param("dali", "--format webdataset --shard-size 100KB --resize 64", marks=pytest.mark.weekly),
     ],
 )

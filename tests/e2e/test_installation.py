@@ -97,7 +97,7 @@ def test_the_install_step_brings_the_command_and_the_licence_but_no_torch(image:
 @pytest.mark.weekly
 def test_a_program_that_imports_it_is_checked_against_its_types(image: Path, tmp_path: Path):
     (tmp_path / "program.py").write_text(
-        "from imagenet_fast.recipe.load import load_recipe\nreveal_type(load_recipe('demo').ranks)\nload_recipe(1)\n"
+        "from imagenet_fast.recipe.load import load_recipe as load\nreveal_type(load('demo').global_batch)\nload(1)\n"
     )
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache"]
     checked = ended([*mypy, "--python-executable", image / "env" / "bin" / "python", "program.py"], cwd=tmp_path).stdout

@@ -32,7 +32,7 @@ from imagenet_fast.run.run_dir import RunDir, split_checkpoint
 from imagenet_fast.training import init_weights
 from imagenet_fast.training.evaluation import EvalResult, evaluate_weights
 from imagenet_fast.training.init_weights import chosen_checkpoint, given_weights, load_initial_weights
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.training_step import build_step
 from tests.checkpoint.trees import ALONE, stamp
 from tests.conftest import refuses, tables
 from tests.e2e.command import events_of, imagenet_fast, in_process, outcome_of, train_here

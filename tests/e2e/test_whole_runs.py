@@ -36,7 +36,7 @@ MILD = {
         "init": ["kaiming_normal", "bn_uniform", "linear_log_constant_bias"],
     },
     "data": {
-        "dataset": "digits", "loader": "folder", "image_size": 40, "resize": 48, "eval_size": 48, "workers": 1,
+        "dataset": "digits", "loader": "threads", "image_size": 40, "resize": 48, "eval_size": 48, "workers": 1,
         "sizes": [[1, 32], [3, 40]], "size_multiple": 4, "flip": "alternate",
     },
 }  # fmt: skip
@@ -108,7 +108,8 @@ def test_a_target_is_for_the_accuracy_of_the_most_views(shift: dict[str, float])
 @with_ranks(1)
 def test_a_resumed_run_is_judged_by_what_its_recipe_measures_now(tmp_path: Path):
     """The checkpoint's accuracy with shifts is of no use once eval_shift is off."""
-    small = {"ranks": 1, "eval_mirror": True, "target_mirrored": True, "data__train_images": 16, "data__val_images": 30}
+    small = {"reference_ranks": 1, "eval_mirror": True, "target_mirrored": True}
+    small |= {"data__train_images": 16, "data__val_images": 30}
     for epochs, shift, target in ((1, 1, 100), (2, 0, 1)):
         train_here(job_of(tmp_path, resume=epochs == 2, epochs=epochs, eval_shift=shift, target_top1=target, **small))
     evaluations, outcome = events_of(tmp_path, "eval"), outcome_of(tmp_path)

@@ -17,7 +17,7 @@ from tests.e2e.command import COMMAND, environment, events_of, setting
 
 SMALL = (
     "--recipe", "smoke", "--nproc", "3",
-    *setting("ranks=3", "global_batch=12", "epochs=2", "schedule.warmup_epochs=0", "data.train_images=120"),
+    *setting("reference_ranks=3", "global_batch=12", "epochs=2", "schedule.warmup_epochs=0", "data.train_images=120"),
     *setting("data.val_images=12", "log_every=1", "checkpoint.every_steps=4", "optim.lr=0.05"),
 )  # fmt: skip
 """Twenty steps, with a checkpoint after every fourth and after each of two evaluations."""

@@ -22,7 +22,7 @@ JOB = (
     *setting("data.val_images=4", "log_every=1", "checkpoint.every_steps=3", "precision.kind=fp32", "optim.lr=0.01"),
 )  # fmt: skip
 """Five steps an epoch, an evaluation after each; about nine seconds on two cores, of which training takes three."""
-THREE_RANKS = ("--nproc", "3", *setting("ranks=3", "global_batch=6", "data.train_images=30"))
+THREE_RANKS = ("--nproc", "3", *setting("reference_ranks=3", "global_batch=6", "data.train_images=30"))
 SETTINGS = {
     "lazy": "", "hybrid": "", "dear": "", "lazy int8": "sync.wire=int8", "lazy, average": "ema_decay=0.9",
     "allreduce": "", "ring": "", "ddp": "", "auto": "sync.wire=fp32", "powersgd": "",

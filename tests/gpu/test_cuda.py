@@ -31,7 +31,7 @@ from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.init_weights import build_initial_model, load_initial_weights
 from imagenet_fast.training.optimizers import LARS, build_optimizer
-from imagenet_fast.training.train_step import build_step, seed_step
+from imagenet_fast.training.training_step import build_step, seed_step
 from tests.conftest import tables
 from tests.data.small import image_data
 
@@ -60,7 +60,7 @@ def test_a_step_trains_and_reports(world: DistContext, sync: str, precision: str
     recipe = parse_recipe(
         "test",
         tables(
-            ranks=1, sync={"kind": sync}, precision={"kind": precision},
+            reference_ranks=1, sync={"kind": sync}, precision={"kind": precision},
             optim={"kind": optim, "lr": 0.05 if optim == "sgd" else 2.0, "weight_decay": 5e-5},
         ),
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_step_trains_and_reports(world: DistContext, sync: str, precision: str
 def test_fp32_is_fp32_unless_tf32_is_asked_for(world: DistContext, precision: str, exact: bool):
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no TF32")
-    recipe = parse_recipe("test", tables(ranks=1, precision={"kind": precision}))
+    recipe = parse_recipe("test", tables(reference_ranks=1, precision={"kind": precision}))
     build_step(recipe, split_batch(recipe, 1), build_initial_model(recipe, 10, world), world, steps_per_epoch=4)
     images = torch.randn(8, 64, 32, 32, device=world.device)
     weights = torch.randn(64, 64, 3, 3, device=world.device)
@@ -98,7 +98,7 @@ def test_fp32_is_fp32_unless_tf32_is_asked_for(world: DistContext, precision: st
 
 @pytest.mark.parametrize("sync", ["lazy", "hybrid", "dear"])
 def test_a_timeline_begins_at_its_first_event(world: DistContext, sync: str, tmp_path: Path):
-    recipe = parse_recipe("test", tables(ranks=1, sync={"kind": sync}))
+    recipe = parse_recipe("test", tables(reference_ranks=1, sync={"kind": sync}))
     model = build_initial_model(recipe, 10, world)
     take_step = build_step(recipe, split_batch(recipe, 1), model, world, 4, tmp_path / "trace.json")
     images = torch.randn(16, 3, 64, 64, device=world.device)
@@ -121,7 +121,7 @@ def test_weights_from_a_file_are_judged_and_started_from(world: DistContext, tmp
     file = tmp_path / "w.pth"
     theirs = resnet18(num_classes=10)
     torch.save(theirs.state_dict(), file)
-    recipe = parse_recipe("test", tables(ranks=1))
+    recipe = parse_recipe("test", tables(reference_ranks=1))
     model = build_initial_model(recipe, 10, world, load_initial_weights(file, recipe.model, 10, world))
     assert all(torch.equal(t.cpu(), theirs.state_dict()[name]) for name, t in model.state_dict().items())
     verdict = evaluate_weights(plan_evaluation(file, "smoke", ["precision.kind=fp32"], 1), world)

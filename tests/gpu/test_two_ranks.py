@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from imagenet_fast.bench.collectives import measure
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 from tests.gpu.test_graphs import ON_GPU
 from tests.gpu_semantics.test_replayed_steps import ENGINES, same
 from tests.ranks import run

@@ -19,7 +19,7 @@ from imagenet_fast.metrics.events import MetricLogger
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.sync.captured_step import CapturedStep
-from imagenet_fast.training.train_step import TrainingStep, build_step, seed_step
+from imagenet_fast.training.training_step import TrainingStep, build_step, seed_step
 from tests.conftest import tables
 from tests.gpu_semantics.pretended_gpu import CUDA, PretendedGpu
 from tests.gpu_semantics.test_stream_races import Model
@@ -83,7 +83,7 @@ def ended(
     device = CUDA if on is None else torch.device("cuda", torch.cuda.current_device())
     end, world = Ended(), tests.world(device=device, bf16=True)
     recipe = parse_recipe("test", tables(
-        ranks=world.size * micro_steps, global_batch=4 * world.size * micro_steps, graph=graph, ema_decay=0.9,
+        reference_ranks=world.size * micro_steps, global_batch=4 * world.size * micro_steps, graph=graph, ema_decay=0.9,
         sync={"kind": sync, "wire": wire} | ENGINES.get(sync, {}), **changes,
     ))  # fmt: skip
     with unmeasured(), (on or PretendedGpu)() as gpu:

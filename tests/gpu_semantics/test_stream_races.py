@@ -17,12 +17,12 @@ from imagenet_fast import sync
 from imagenet_fast.checkpoint import tree
 from imagenet_fast.checkpoint.tree import HostCopy
 from imagenet_fast.distributed import device_timer
-from imagenet_fast.recipe.engine_table import Cast, Wire
 from imagenet_fast.recipe.optim_config import Lars
+from imagenet_fast.recipe.sync_table import Cast, Wire
 from imagenet_fast.sync import EngineSettings, GradientPool, comm_stream, factory, network_benchmark, sparse
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
+from imagenet_fast.sync.gradient_step import GradientStep
 from imagenet_fast.sync.param_slot import ParamSlot
-from imagenet_fast.sync.step import Step
 from imagenet_fast.sync.topology import Topology
 from imagenet_fast.training.optimizers import LARS, build_optimizer
 from tests.gpu_semantics.pretended_gpu import CPU, CUDA, OnGpu, PretendedGpu
@@ -201,9 +201,9 @@ def test_weights_are_read_on_a_second_stream_too(engine: str) -> None:
 @with_ranks(2)
 def test_gradients_of_two_streams_are_copied_before_they_are_sent(engine: str) -> None:
     """Autograd calls a parameter's hook on the stream of its forward: here another one for biases and norms."""
-    hook, made = Step.on_gradient, list[Any]()
+    hook, made = GradientStep.on_gradient, list[Any]()
 
-    def there(step: Step, slot: ParamSlot) -> None:
+    def there(step: GradientStep, slot: ParamSlot) -> None:
         made[:] = made or [torch.cuda.Stream()]
         main, side = torch.cuda.current_stream(), made[0]
         torch.autograd.Variable._execution_engine.queue_callback(lambda: main.wait_stream(side))
@@ -214,7 +214,7 @@ def test_gradients_of_two_streams_are_copied_before_they_are_sent(engine: str) -
         with torch.cuda.stream(side):
             return hook(step, slot)
 
-    with patch.object(Step, "on_gradient", there):
+    with patch.object(GradientStep, "on_gradient", there):
         found, _ = _found([engines("bf16")[engine]])
     assert found == {}
 

@@ -69,8 +69,7 @@ def parsed(words: Sequence[str]) -> dict[str, Any]:
     command = get_command(app).commands["train"]
     rest = list(words[1:])
     assert words[0] == "train"
-    at = rest.index("--resume")
-    assert rest[at + 1] == "auto"
+    assert rest[rest.index("--resume") + 1] == "auto"
     parameters: dict[str, Any] = command.make_context("train", rest).params
     return parameters
 

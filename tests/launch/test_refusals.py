@@ -68,8 +68,8 @@ def test_what_a_rank_refuses_or_warns_of_is_printed_once_and_ends_a_run_that_may
     run = tmp_path / "run"
     code, printed, said = Forked(
         tmp_path, "train", "--recipe", "demo", "--data", str(images), "--nproc", "2", "--out", str(run),
-        "--max-restarts", "3", *setting("data.loader=folder", "global_batch=4", "micro_batch=2", "epochs=2", "ranks=2",
-        "checkpoint.every_steps=1", "data.prefetch=1", "target_top1=0.85"),
+        "--max-restarts", "3", *setting("data.loader=threads", "global_batch=4", "micro_batch=2", "epochs=2",
+        "reference_ranks=2", "checkpoint.every_steps=1", "data.prefetch=1", "target_top1=0.85"),
     ).ended()  # fmt: skip
     assert code == 2, printed + said
     warning, error = said.splitlines()
@@ -107,7 +107,8 @@ def test_a_run_whose_own_files_are_in_the_way_says_so(name: str, tmp_path: Path)
 
 
 def job(folder: Path, epochs: int = 1) -> Job:
-    return job_of(folder, resume=epochs > 1, ranks=1, epochs=epochs, data__train_images=16, data__val_images=3)
+    small = {"reference_ranks": 1, "data__train_images": 16, "data__val_images": 3}
+    return job_of(folder, resume=epochs > 1, epochs=epochs, **small)
 
 
 def test_a_local_rank_in_the_shell_silences_nothing(refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch):

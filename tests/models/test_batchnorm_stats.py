@@ -13,7 +13,7 @@ from imagenet_fast.data.build import build_loaders
 from imagenet_fast.distributed.reductions import average_batch_norms
 from imagenet_fast.models.batchnorm_stats import StepStatistics
 from imagenet_fast.training.init_weights import build_initial_model
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.training_step import build_step
 from tests.ranks import run
 from tests.training.jobs import job_of
 
@@ -28,7 +28,7 @@ def test_one_two_and_four_ranks_have_the_same_after_one_step():
 
 def _after_one_step() -> dict[str, Tensor]:
     """A global batch of 4 micro-batches, without augmentation; the buffers that an evaluation would see."""
-    world, job = tests.world(), job_of(ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"})
+    world, job = tests.world(), job_of(reference_ranks=4, global_batch=16, sync={"kind": "lazy", "wire": "fp32"})
     dataset = build_loaders(job.recipe.data, None, job.batching, world.rank, 1, world.device, job.recipe.seed)
     network = build_initial_model(job.recipe, dataset.classes, world)
     take_step = build_step(job.recipe, job.batching, network, world, steps_per_epoch=4)

@@ -83,7 +83,7 @@ def test_the_first_layer_has_each_filter_in_both_signs_and_stays_as_it_is():
     assert {name for name, _ in model.named_parameters()} - trained == frozen
 
 
-DATA = {"dataset": "cifar10", "loader": "folder", "image_size": 32, "resize": 32, "workers": 1}
+DATA = {"dataset": "cifar10", "loader": "threads", "image_size": 32, "resize": 32, "workers": 1}
 
 
 @with_ranks(3)
@@ -98,7 +98,7 @@ def test_ranks_begin_with_rank_zeros_whitening(image_dir: Path):
     trainer.state.sync.close()
 
 
-@pytest.mark.parametrize("loader", ["dali", "folder"])
+@pytest.mark.parametrize("loader", ["dali", "threads"])
 def test_examples_are_whole_images_chosen_by_the_seed(image_dir: Path, loader: str):
     data = ImageData(**DATA)
     same = [torch.cat(list(example_images(data, image_dir, seed))) for seed in (1, 1, 2)]

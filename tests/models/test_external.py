@@ -27,7 +27,7 @@ from imagenet_fast.recipe.network import ExternalModel
 from imagenet_fast.recipe.schema import Model, Recipe
 from imagenet_fast.training.ema import ModelEma
 from imagenet_fast.training.init_weights import build_initial_model
-from imagenet_fast.training.train_step import seed_step
+from imagenet_fast.training.training_step import seed_step
 from tests.conftest import refuses, tables
 from tests.models import own as networks
 from tests.ranks import with_ranks
@@ -155,12 +155,13 @@ def test_what_does_not_fit_is_refused_in_a_sentence(case: str):
 
 
 def refused(said: str, model: Model | dict[str, Any], **changes: Any) -> None:
-    assert "\n" not in refuses(said, lambda: build_initial_model(recipe_of(model, ranks=1, **changes), 10, ALONE))
+    recipe = recipe_of(model, reference_ranks=1, **changes)
+    assert "\n" not in refuses(said, lambda: build_initial_model(recipe, 10, ALONE))
 
 
 def test_a_network_that_views_its_maps_takes_contiguous_images():
     """In channels_last memory ``view`` fails, and not before the first step."""
-    recipe, network = recipe_of(own("LeNet"), ranks=1, channels_last=False), check(own("LeNet"))
+    recipe, network = recipe_of(own("LeNet"), reference_ranks=1, channels_last=False), check(own("LeNet"))
     images = torch.zeros(4, 32, 32, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
     for channels_last in (True, False):
         normalised = Normalizer(recipe.data, torch.device("cpu"), torch.float32, channels_last)(images)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from imagenet_fast.models import build_model, fuse_norms
 from imagenet_fast.models.fused_norm import FusedBatchNorm2d, unusable
 from imagenet_fast.models.resnet import BasicBlock, Bottleneck, ResNet
-from imagenet_fast.netlab.forks import RankPool
+from imagenet_fast.netlab.forks import ForkedRanks
 from imagenet_fast.recipe.job import differences, recipe_tables
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.schema import Recipe
@@ -61,9 +61,9 @@ def _begin(_: int) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Iterator[RankPool]:
+def kernels() -> Iterator[ForkedRanks]:
     """A process in which kernels run."""
-    pool = RankPool(1, _begin, preload="tests.forked")
+    pool = ForkedRanks(1, _begin, preload="tests.forked")
     yield pool
     pool.close()
 
@@ -120,7 +120,7 @@ EVERY += [((4, 64, 6, 6), FP32, "far from 0"), ((2, 64, 61, 59), BF16, "fork")]
 
 
 @pytest.mark.parametrize(("shape", "dtype", "kind"), tiers(FIRST, EVERY), ids=str)
-def test_outputs_gradients_and_statistics_are_those_of_float64(shape: tuple[int, ...], dtype, kind, kernels: RankPool):
+def test_outputs_gradients_and_statistics_are_those_of_float64(shape, dtype, kind, kernels: ForkedRanks):
     kernels.run(agree, shape, dtype, kind)
 
 
@@ -140,7 +140,7 @@ def odd_values_and_inputs() -> None:
     assert all(unusable(DEVICE, dtype) == "" for dtype in EPS), "the first norm agrees with torch's"
 
 
-def test_odd_values_and_inputs(kernels: RankPool):
+def test_odd_values_and_inputs(kernels: ForkedRanks):
     kernels.run(odd_values_and_inputs)
 
 
@@ -226,7 +226,7 @@ def networks_agree() -> None:
         assert torch.equal(fused.eval()(batch), plain.eval()(batch))
 
 
-def test_a_fused_network_has_the_gradients_of_the_plain_one_and_evaluates_alike(kernels: RankPool):
+def test_a_fused_network_has_the_gradients_of_the_plain_one_and_evaluates_alike(kernels: ForkedRanks):
     kernels.run(networks_agree)
 
 

@@ -17,7 +17,7 @@ from imagenet_fast.recipe import schema
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
 from imagenet_fast.recipe.parallel_config import Parallel
-from imagenet_fast.training.train_step import TrainingStep, build_step
+from imagenet_fast.training.training_step import TrainingStep, build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model
 from tests.sync.loops import unmeasured
@@ -70,7 +70,8 @@ class Loop:
     """A recipe's training steps on this rank, over the images of ``images_of``, whatever the recipe's own are."""
 
     def __init__(self, kind: str, parallel: Parallel = UNDIVIDED, **changes: Any) -> None:
-        recipe = parse_recipe("test", tables(**({"ranks": 1, "micro_batch": 2, "data__image_size": 67} | changes)))
+        small = {"reference_ranks": 1, "micro_batch": 2, "data__image_size": 67}
+        recipe = parse_recipe("test", tables(**(small | changes)))
         data = recipe.data.model_copy(update={"image_size": PIXELS[kind]})
         self.recipe = recipe.model_copy(update={"parallel": parallel, "data": data})
         self.kind, self.world = kind, tests.world()

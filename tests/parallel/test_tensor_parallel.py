@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.parallelize import ParallelModel, parallelize
-from imagenet_fast.parallel.pool_group import Pools
+from imagenet_fast.parallel.pool_group import PoolGroup
 from imagenet_fast.parallel.tensor_parallel import ColumnParallel, RowParallel, gathered
 from imagenet_fast.recipe.optim_config import Lars
 from imagenet_fast.recipe.parallel_config import Parallel
@@ -110,16 +110,15 @@ def test_all_is_closed_though_one_pool_fails_as_it_ends():
     for pool in pools:
         pool.engine.close = lambda: closed.append("engine") or 1 / 0
     with pytest.raises(ZeroDivisionError):
-        Pools(pools, lambda x: x, lambda: None, lambda: closed.append("layout")).close()
+        PoolGroup(pools, lambda x: x, lambda: None, lambda: closed.append("layout")).close()
     assert closed == ["engine", "engine", "layout"]
 
 
 @with_ranks(2)
 def test_auto_defers_no_update_of_shards() -> None:
     """Groups of shards may choose different engines, and LARS takes the norms of whole layers over all of them."""
-    model = small_model("tiny")
-    pools = sharded(model).synchronised(AutoSync(wire="fp32"))
-    assert isinstance(pools, Pools)
+    pools = sharded(small_model("tiny")).synchronised(AutoSync(wire="fp32"))
+    assert isinstance(pools, PoolGroup)
     of_shards, of_the_rest = (
         {candidate.settings.awaits for candidate in pool.engine._electable.values()}  # type: ignore[attr-defined]
         for pool in pools._pools

@@ -26,10 +26,10 @@ from imagenet_fast.plan.prediction import (
     situation_of,
 )
 from imagenet_fast.plan.report import verdict
-from imagenet_fast.recipe.engine_table import Collective, Wire
 from imagenet_fast.recipe.load import load_recipe
 from imagenet_fast.recipe.schema import Recipe
 from imagenet_fast.recipe.sync_config import DdpSync, LazySync, Sync
+from imagenet_fast.recipe.sync_table import Collective, Wire
 from imagenet_fast.sync import declare
 from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import step_model

@@ -39,7 +39,7 @@ def test_one_small_image_at_a_time_is_too_little_for_batch_norms():
         ("cifarnet", 16, 1, "too little for the batch norms of cifarnet"),
         ("resnet18", 32, 2, ""), ("resnet18", 33, 1, ""), ("cifarnet", 32, 1, ""), ("alexnet_bn", 98, 1, ""),
     ):  # fmt: skip
-        changes = {"model": {"kind": model}, "ranks": 1, "global_batch": 2, "micro_batch": images}
+        changes = {"model": {"kind": model}, "reference_ranks": 1, "global_batch": 2, "micro_batch": images}
         recipe = parse_recipe("test", tables(data__image_size=size, **changes))
         if told:
             assert told in refusal_of(split_batch, recipe, 1)
@@ -49,7 +49,7 @@ def test_one_small_image_at_a_time_is_too_little_for_batch_norms():
 
 def test_every_split_keeps_the_global_batch_or_names_one_that_works():
     def plain(batch: int) -> Recipe:
-        return parse_recipe("test", tables(global_batch=batch, ranks=1, micro_batch=8, data__image_size=128))
+        return parse_recipe("test", tables(global_batch=batch, reference_ranks=1, micro_batch=8, data__image_size=128))
 
     advised = []
     for batch, ranks in (*product((16, 48, 60, 97, 128), range(1, 20)), (65536, 10007)):
@@ -74,12 +74,12 @@ def test_scaling_keeps_a_ranks_share_and_scales_every_rate():
     ):
         written = load_recipe(name)
         scaled = scale_recipe(written, ranks)
-        assert scaled.global_batch / ranks == written.global_batch / written.ranks
+        assert scaled.global_batch / ranks == written.global_batch / written.reference_ranks
         assert scaled.optim.lr == pytest.approx(factor * written.optim.lr)
         assert scaled.schedule.start_lr == pytest.approx(factor * written.schedule.start_lr)
         assert scaled.schedule.end_lr == pytest.approx(factor * written.schedule.end_lr)
         batching = split_batch(scaled, ranks)
-        assert batching.micro_batch == split_batch(written, written.ranks).micro_batch
+        assert batching.micro_batch == split_batch(written, written.reference_ranks).micro_batch
         assert explain(written, scaled, batching).endswith(says)
 
 
@@ -96,7 +96,7 @@ def test_what_works_once_a_step_is_scaled_to_the_same_an_epoch():
 def laid(global_batch: int = 64, micro_batch: int = 0, ranks: int = 2, **parallel: Any) -> Recipe:
     """An AlexNet's recipe with a layout, and the other things that decide."""
     model = {"model": {"kind": "alexnet"}, "data__image_size": 63}
-    batch = {"global_batch": global_batch, "micro_batch": micro_batch, "ranks": ranks}
+    batch = {"global_batch": global_batch, "micro_batch": micro_batch, "reference_ranks": ranks}
     return parse_recipe("test", tables(**model, **batch, parallel=parallel))
 
 

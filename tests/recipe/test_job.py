@@ -52,7 +52,7 @@ def test_nodes_that_start_from_different_weights_disagree():
     assert fresh != here != other
 
 
-DATA = {"dataset": "digits", "loader": "folder", "image_size": 48, "resize": 56}
+DATA = {"dataset": "digits", "loader": "threads", "image_size": 48, "resize": 56}
 LARS = {"kind": "lars", "lr": 1, "weight_decay": 0}
 
 

@@ -13,7 +13,6 @@ import pytest
 import tomli_w
 
 from imagenet_fast.errors import UserError
-from imagenet_fast.recipe.engine_table import EngineTable
 from imagenet_fast.recipe.job import flat_tables
 from imagenet_fast.recipe.key_reference import Key, recipe_keys
 from imagenet_fast.recipe.load import find_file, load_recipe, parse_engines, parse_recipe, shipped, to_toml
@@ -26,6 +25,7 @@ from imagenet_fast.recipe.sync_config import (
     SparseSync,
     engines,
 )
+from imagenet_fast.recipe.sync_table import SyncTable
 from tests.conftest import refusal_of, tables
 from tests.corruption import corrupted
 
@@ -191,7 +191,8 @@ def test_corrected_momentum_is_the_optimizers_unless_told_otherwise():
 def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path):
     broken = tmp_path / "broken.toml"
     for content, sentence in (
-        (b"ranks = = 2", f"{broken} cannot be read as TOML"),
+        (b"reference_ranks = = 2", f"{broken} cannot be read as TOML"),
+        (b"ranks = 2", "broken.toml: unknown key ranks; did you mean reference_ranks?"),
         *(("# größe\n".encode(code), f"{broken} is not UTF-8; save it as UTF-8") for code in ("latin-1", "utf-16")),
     ):
         broken.write_bytes(content)
@@ -319,9 +320,9 @@ def test_an_unknown_key_is_refused_with_the_nearest():
     assert "`imagenet-fast recipes keys` lists all" in refusal_of(recipe_keys, "§")
 
 
-ALL: dict[str, EngineTable] = {kind: table() for kind, table in engines().items()}
+ALL: dict[str, SyncTable] = {kind: table() for kind, table in engines().items()}
 
-PROPERTIES: list[tuple[EngineTable, str, str, str]] = [
+PROPERTIES: list[tuple[SyncTable, str, str, str]] = [
     (ALL["allreduce"], "'allreduce'", "each", "ours"),
     (ALL["ring"], "'ring'", "backward", "ours"),
     (ALL["lazy"], "'lazy'", "backward", "ours"),
@@ -352,6 +353,5 @@ def test_an_engine_says_where_it_waits_and_what_it_does():
 
 def test_all_send_everything_but_sparse_and_powersgd_of_matrices():
     assert {kind: engine.share for kind, engine in ALL.items() if engine.share < 1} == {"sparse": 0.125}
-    shape = (32, 3, 5, 5)
-    sent = {kind: engine.values_sent(shape) for kind, engine in ALL.items()}
+    sent = {kind: engine.values_sent((32, 3, 5, 5)) for kind, engine in ALL.items()}
     assert sent == dict.fromkeys(ALL, 2400) | {"sparse": 300, "powersgd": 4 * (32 + 75)}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from imagenet_fast.parallel.ddp import GradientSync
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncStats
+from imagenet_fast.sync import Declaration, EngineSettings, GradientPool, SyncStats
 from imagenet_fast.sync.topology import Topology
 from tests.ranks import at_end, lending
 
@@ -96,7 +96,7 @@ def weights_of(model: nn.Module) -> Tensor:
 
 
 def pooled(
-    model: nn.Module, settings: EngineSettings | Engine, *, topology: Topology | None = None,
+    model: nn.Module, settings: EngineSettings | Declaration, *, topology: Topology | None = None,
     group: dist.ProcessGroup | None = None, steps_per_epoch: int = 1,
 ) -> GradientPool:  # fmt: skip
     """A pool of all parameters, with its engine, on streams that other cases use too where it is one of all ranks.

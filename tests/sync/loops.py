@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from imagenet_fast.cost_model.step_simulator import CodecCost, LinkModel
 from imagenet_fast.parallel.ddp import GradientSync, attach
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool
+from imagenet_fast.sync import DdpSync, Declaration, EngineSettings, GradientPool
 from imagenet_fast.training import optimizers
 from tests.sync.fuzz_models import Fails
 from tests.sync.given import pooled
@@ -98,7 +98,7 @@ def unmeasured(link: LinkModel = LINK) -> Iterator[None]:
         yield
 
 
-def synced(model: nn.Module, settings: EngineSettings | Engine | DdpSync) -> tuple[nn.Module, GradientSync]:
+def synced(model: nn.Module, settings: EngineSettings | Declaration | DdpSync) -> tuple[nn.Module, GradientSync]:
     """What to call instead of the model, and what averages its gradients."""
     return attach(model, settings) if isinstance(settings, DdpSync) else (model, pooled(model, settings))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from imagenet_fast.cost_model.collectives import usual_collective
 from imagenet_fast.distributed.watchdog import PeerLost
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 from imagenet_fast.sync.all_reduce import all_reduce, format_of, wire_for
 from imagenet_fast.sync.butterfly import SHORT_BYTES
 from imagenet_fast.sync.comm_stream import CommOp, launch

@@ -22,8 +22,8 @@ from examples.own_engine import by_pairs
 from imagenet_fast import sync as engines
 from imagenet_fast.cost_model.layer_profile import Timing
 from imagenet_fast.parallel.ddp import GradientSync, attach
-from imagenet_fast.recipe.engine_table import Cast, Codes, Collective, Fusion, Wire
-from imagenet_fast.sync import Engine, EngineSettings, GradientPool, SyncEngine, declare
+from imagenet_fast.recipe.sync_table import Cast, Codes, Collective, Fusion, Wire
+from imagenet_fast.sync import Declaration, EngineSettings, GradientPool, SyncEngine, declare
 from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import Scheduler
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
@@ -99,7 +99,7 @@ class Case:
         return f"{self.engine}-{self.wire}-{self.collective}-{self.place}-{rest}"
 
 
-def settings_of(case: Case) -> EngineSettings | Engine | engines.DdpSync:
+def settings_of(case: Case) -> EngineSettings | Declaration | engines.DdpSync:
     wire, fusion, by_size = case.wire, case.fusion, case.policy == "by-size"
     ways: dict[str, Any] = {"wire": wire, "collective": case.collective}
     served: dict[str, Any] = ways | {"servers": case.servers}
@@ -198,11 +198,11 @@ def _in_a_group(case: Case, topology: Topology, learning: bool) -> str:
         pool.close()
 
 
-def _planned(settings: EngineSettings | Engine) -> EngineSettings | Callable[[GradientBuffer], SyncEngine]:
+def _planned(settings: EngineSettings | Declaration) -> EngineSettings | Callable[[GradientBuffer], SyncEngine]:
     """With a plan at once, where the engine makes one."""
     if isinstance(settings, engines.SparseSync | engines.AutoSync):
         return settings
-    engine = settings if isinstance(settings, Engine) else declare(settings)
+    engine = settings if isinstance(settings, Declaration) else declare(settings)
 
     def build(pool: GradientBuffer) -> SyncEngine:
         rising = tuple(1e-3 * number for number in range(len(pool.slots)))
@@ -270,7 +270,7 @@ def test_process_groups_that_a_user_makes_beside_are_not_disturbed() -> None:
         _digest(model, model, pooled(model, engines.LazySync(wire="fp32", collective="pairwise")), (0, 1, 2), lazy)
 
 
-NAMED: dict[str, EngineSettings | Engine | engines.DdpSync] = {
+NAMED: dict[str, EngineSettings | Declaration | engines.DdpSync] = {
     "allreduce fused": engines.AllReduceSync(fused=True),
     "by pairs": by_pairs("fp32"),
     "ddp": engines.DdpSync(),

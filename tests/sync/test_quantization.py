@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from imagenet_fast.recipe.engine_table import Collective
+from imagenet_fast.recipe.sync_table import Collective
 from imagenet_fast.sync import AutoSync, DearSync, EngineSettings, GradientPool, HybridSync, LazySync
 from imagenet_fast.sync.quantization import BLOCK, PLAIN, ErrorFeedback, Packer, decode, encode
 from tests.conftest import tiers
@@ -180,8 +180,7 @@ def _state_of_two() -> dict[str, Any]:
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_a_residual_that_ranks_of_a_node_share_survives_saving_to_the_bit(ranks: int):
     """It is saved in the units of one rank, and held in those of the node's mean: thirds, fifths, sevenths."""
-    model = nn.Linear(BLOCK, 64)
-    gradients = GradientPool(model, LazySync()).gradients
+    gradients = GradientPool(nn.Linear(BLOCK, 64), LazySync()).gradients
     gradients.align_slots(BLOCK)
     slots = gradients.slots
     whole = slice(0, slots[-1].stop)

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imagenet_fast.parallel.ddp import attach
-from imagenet_fast.sync import DdpSync, Engine, EngineSettings, GradientPool, LazySync
+from imagenet_fast.sync import DdpSync, Declaration, EngineSettings, GradientPool, LazySync
 from imagenet_fast.sync.contract import StepState
 from tests.conftest import tiers
 from tests.ports import free_port
@@ -93,7 +93,7 @@ BAD_ENGINES = {
 def test_an_engine_that_cannot_work_is_refused_where_it_is_declared(sentence: str):
     declared: dict[str, Any] = {"wire": "fp32", "awaits": "read"} | BAD_ENGINES[sentence]
     with pytest.raises(ValueError, match=sentence):
-        Engine(**declared, split_reduce_scatter=True)
+        Declaration(**declared, split_reduce_scatter=True)
 
 
 REFUSALS |= {
@@ -592,7 +592,7 @@ def _refused(name: str, engine: str) -> None:
 def test_a_model_whose_engine_could_not_be_built_is_free_for_another():
     model = nn.Linear(3, 3)
     with pytest.raises(ZeroDivisionError):
-        attach(model, Engine("fp32", "backward", 1e6, group_key=lambda slot: 1 // 0))
+        attach(model, Declaration("fp32", "backward", 1e6, group_key=lambda slot: 1 // 0))
     _, sync = attach(model, LazySync(wire="fp32"))
     sync.close()
 

@@ -15,7 +15,7 @@ from imagenet_fast.cost_model.collectives import piece_bytes
 from imagenet_fast.cost_model.layer_profile import Layer, Profile, Timing, load_profile, random_profile
 from imagenet_fast.cost_model.step_simulator import THRESHOLDS, CodecCost, LinkModel, step_lower_bound
 from imagenet_fast.recipe.sync_config import DdpSync, Sync
-from imagenet_fast.sync import Engine, GradientPool, LazySync, declare
+from imagenet_fast.sync import Declaration, GradientPool, LazySync, declare
 from imagenet_fast.sync.all_reduce import wire_dtype
 from imagenet_fast.sync.bucket_scheduler import step_model
 from imagenet_fast.sync.gradient_buffer import GradientBuffer
@@ -44,12 +44,12 @@ def pooled(profile: Profile, hosts: int) -> tuple[GradientBuffer, Timing]:
     return pool, profile.timing
 
 
-def predicted(profile: Profile, engines: Sequence[Sync | Engine], link: LinkModel) -> dict[str, float]:
+def predicted(profile: Profile, engines: Sequence[Sync | Declaration], link: LinkModel) -> dict[str, float]:
     """By kind, or by place."""
     pool, timing = pooled(profile, hosts=4)
     seconds = {}
     for number, settings in enumerate(engines):
-        engine = settings if isinstance(settings, Engine) else declare(settings)
+        engine = settings if isinstance(settings, Declaration) else declare(settings)
         network = NetworkProbe(pool.topology, wire_dtype(engine.wire), link)
         seconds[getattr(settings, "kind", f"{number}")] = step_model(engine, pool, network).best(timing)[1]
     return seconds
@@ -68,7 +68,7 @@ ALEXNETS_LINK = link_of(1.534, ALEXNET)
 def test_ddp_in_fp32_and_every_step_of_the_ladder_take_what_was_measured():
     whole, half = "fp32", "bf16"
     steps = ((whole, "each", "native"), (whole, "each", "ring"), (half, "each", "ring"), (half, "backward", "ring"))
-    engines = [Engine(wire, awaits, bucket_bytes=0, collective=collective) for wire, awaits, collective in steps]
+    engines = [Declaration(wire, awaits, bucket_bytes=0, collective=collective) for wire, awaits, collective in steps]
     rungs = predicted(ALEXNET, [*engines, DdpSync()], ALEXNETS_LINK)
     assert list(rungs.values()) == pytest.approx([4.545, 4.559, 3.039, 2.037, 3.694], rel=0.05)
 

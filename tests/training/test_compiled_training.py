@@ -16,7 +16,7 @@ from imagenet_fast.models import compile_blocks
 from imagenet_fast.models.resnet import BasicBlock
 from imagenet_fast.recipe.batching import split_batch
 from imagenet_fast.recipe.load import parse_recipe
-from imagenet_fast.training.train_step import build_step
+from imagenet_fast.training.training_step import build_step
 from tests.conftest import tables
 from tests.models.narrow import narrow_model
 from tests.models.test_models import NETWORKS, PIECES
@@ -85,7 +85,7 @@ OTHERS = [pytest.param(sync, marks=pytest.mark.ci) for sync in ({"kind": "ring"}
 @pytest.mark.parametrize("sync", [{"kind": "lazy"}, *OTHERS], ids=["lazy", "ring", "auto"])
 def test_learning_engines_compile_no_more_than_a_plain_loop(sync: dict[str, Any]):
     def ours(model: nn.Module) -> Callable[[], object]:
-        recipe = parse_recipe("test", tables(ranks=1, global_batch=4, compile=True, sync=sync))
+        recipe = parse_recipe("test", tables(reference_ranks=1, global_batch=4, compile=True, sync=sync))
         world = tests.world(0, 1)
         take_step = build_step(recipe, split_batch(recipe, 1), model, world, steps_per_epoch=4)
         return lambda: take_step(repeat(BATCH), lr=0.1)

@@ -66,7 +66,7 @@ def _bad_images(root: Path) -> int | None:
 def test_a_run_records_bad_images_beside_its_accuracy(image_dir: Path, tmp_path: Path) -> None:
     root = with_bad_images(image_dir, tmp_path / "damaged")
     data = image_data(on_bad_image="skip", image_size=32, resize=32).model_dump()
-    job = job_of(tmp_path / "run", root, ranks=1, global_batch=20, epochs=1, data=data)
+    job = job_of(tmp_path / "run", root, reference_ranks=1, global_batch=20, epochs=1, data=data)
     assert train_here(job).bad_images == 1
     assert json.loads((tmp_path / "run/outcome.json").read_text())["bad_images"] == 1
     assert [event["bad_images"] for event in read_events(tmp_path / "run") if event["event"] == "eval"] == [1]

@@ -260,8 +260,7 @@ def test_norms_are_known_by_module_or_by_their_parameters_and_frozen_weights_are
     assert {names[param] for param in scaled} - {names[param] for param in decayed} == {
         f"{layer}bias" for layer in (*layers, "4.")
     }
-    optimizer = build_optimizer(Lars(kind="lars", lr=1.0, weight_decay=WD), model)
-    assert {*optimizer.params} == {*names}
+    assert {*build_optimizer(Lars(kind="lars", lr=1.0, weight_decay=WD), model).params} == {*names}
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -20,7 +20,7 @@ from imagenet_fast.distributed.heartbeat import Phase, here
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.training.checkpoint_manager import CheckpointManager
 from imagenet_fast.training.init_weights import build_initial_model
-from imagenet_fast.training.train_step import TrainingStep, build_step
+from imagenet_fast.training.training_step import TrainingStep, build_step
 from tests.ranks import run, with_ranks
 from tests.training.jobs import job_of
 

@@ -20,8 +20,8 @@ from imagenet_fast.recipe.schema import Float16, Unscaled
 from imagenet_fast.training.evaluation import evaluate_weights
 from imagenet_fast.training.init_weights import build_initial_model
 from imagenet_fast.training.precision import LossScaler, effective_precision
-from imagenet_fast.training.train_step import TrainingStep, build_step
 from imagenet_fast.training.trainer import Trainer
+from imagenet_fast.training.training_step import TrainingStep, build_step
 from tests.ranks import with_ranks
 from tests.training.jobs import job_of
 
@@ -70,7 +70,7 @@ def test_fp32_is_fp32_on_gpus_too_unless_tf32_is_asked_for():
 
 def built(world: DistContext, **changes: Any) -> TrainingStep:
     """A step of a small network with batch norms."""
-    job = job_of(ranks=1, **changes)
+    job = job_of(reference_ranks=1, **changes)
     return build_step(job.recipe, job.batching, build_initial_model(job.recipe, 10, world), world, 4)
 
 

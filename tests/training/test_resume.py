@@ -31,8 +31,8 @@ from imagenet_fast.recipe.parallel_config import Parallel
 from imagenet_fast.run.run_dir import RunDir
 from imagenet_fast.training.resume import _newest
 from imagenet_fast.training.state import joined
-from imagenet_fast.training.train_step import TrainingStep
 from imagenet_fast.training.trainer import Trainer
+from imagenet_fast.training.training_step import TrainingStep
 from tests.checkpoint.trees import stamp, state
 from tests.conftest import tiers
 from tests.data.small import image_data

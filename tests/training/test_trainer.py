@@ -24,8 +24,8 @@ from imagenet_fast.errors import UserError
 from imagenet_fast.recipe.job import Job
 from imagenet_fast.run.result import read_outcome
 from imagenet_fast.training.clock import Clock
-from imagenet_fast.training.train_step import seed_step
 from imagenet_fast.training.trainer import Trainer
+from imagenet_fast.training.training_step import seed_step
 from tests.data.prepare.replica import tree
 from tests.e2e.command import environment, train_here, wait_for
 from tests.models import own
@@ -186,7 +186,7 @@ def test_a_trainer_goes_back_to_a_state_of_its_own(kind: str):
         trained_s, ran_s = trainer.clock.train_s(), trainer.clock.run_s()
         trainer.load_state_dict(saved)
         assert trainer.state.step == 1
-        assert not trainer.step.meter._steps, "the next log line is of the steps to come"
+        assert not trainer.training_step.meter._steps, "the next log line is of the steps to come"
         times = saved["shared"]["outcome"]
         assert times["train_s"] == trainer.clock.train_s() < trained_s, "it goes on with the next step"
         assert times["run_s"] <= trainer.clock.run_s() < ran_s, "two steps and an evaluation take longer than loading"

@@ -31,7 +31,7 @@ class Owner(Protocol):
     readers: Readers
     lock: threading.RLock
     lockstep: bool
-    current: Step
+    current: GradientStep
     knows_order: bool = False
     """True once the order of gradients has been learned or loaded."""
     learned: list[ParamSlot] | None = None
@@ -47,7 +47,7 @@ class Owner(Protocol):
         """Carry out every deferred update."""
 
 
-class Step:
+class GradientStep:
     """The gradients of one step. Its end is the beginning of the next one, a new object.
 
     Autograd produces a fresh tensor that is copied, rather than accumulating into the pool. That costs two passes over

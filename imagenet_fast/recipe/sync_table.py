@@ -56,7 +56,7 @@ def chosen_collective(collective: Collective | Literal["auto"]) -> Collective | 
     return None if collective == "auto" else collective
 
 
-class EngineTable(Table):
+class SyncTable(Table):
     """The ``[sync]`` table of an engine.
 
     The defaults here hold for every engine that does not override them.
@@ -118,7 +118,7 @@ class EngineTable(Table):
         return self.model_copy(update=unset) if unset else self
 
 
-class PoolTable(EngineTable):
+class PoolTable(SyncTable):
     """Settings of an engine that works on a gradient pool."""
 
     max_ctas: PositiveInt | None = None
