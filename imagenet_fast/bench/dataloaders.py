@@ -135,7 +135,7 @@ def _possible(loaders: Sequence[Loader], images: ImageSource, decoded: bool) -> 
     if not isinstance(images, ImageFolder):
         why |= dict.fromkeys(("dali-bare", "torchvision-pil", "torchvision-io"), "it reads class folders, not shards")
     if decoded:
-        why |= dict.fromkeys(("pixels", "decoding"), "the images are decoded already, and threads reads them so")
+        why |= dict.fromkeys(("pixels", "decoding"), "the images are decoded already, and so 'threads' reads them")
     possible = [loader for loader in loaders if loader not in why]
     if not possible:
         raise UserError(f"--loaders {','.join(loaders)} cannot be timed: {why[loaders[0]]}; name others")

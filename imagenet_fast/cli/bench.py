@@ -66,7 +66,7 @@ def bench_step(
         sync: Engines to time beside the plain loop.
         compile: Compile both loops with torch.compile, block by block.
         graph: Time each loop replayed from a CUDA graph as well.
-        loader: Time our loops on this loader's images, too, and it alone; pixels is threads on two batches, decoded.
+        loader: Time our loops on this loader's images, too, and it alone; pixels: two decoded batches, by threads.
         steps: Steps of each loop in a round.
     """
     from imagenet_fast.bench.train_step import bench_step as measure
@@ -264,7 +264,7 @@ def bench_data(
     """Time the loaders without training: ours, torchvision's, DALI's own, and decoding alone.
 
     Args:
-        loaders: Loaders to time; pixels is threads on two batches of decoded images.
+        loaders: Loaders to time; pixels: two batches of decoded images, read by threads.
         resize: Without --data: shrink the photos to this shorter side first, as data prepare --resize does.
         seconds: Time for each loader in a round.
     """

@@ -50,7 +50,7 @@ class ScaledLinear(nn.Linear):
 
 
 class CifarNet(nn.Sequential):
-    """The network from images [N, 3, H, W] to logits [N, classes], for H and W of at least 32."""
+    """The network from images [N, 3, H, W] to logits [N, classes], for H and W of at least 16."""
 
     def __init__(self, classes: int, widths: Sequence[int]) -> None:
         """Build the network with fresh weights; those of ``whiten`` are random until ``set_whitening``.

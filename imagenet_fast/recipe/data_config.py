@@ -39,7 +39,7 @@ class ImageData(Table):
     dataset: Literal["imagenet", "cifar10", "digits"]
     """Data set to use when ``--data`` is not given."""
     loader: Literal["dali", "threads"]
-    """Loader: ``dali`` (NVIDIA DALI), or ``threads`` (of the CPU)."""
+    """Loader: ``dali`` (NVIDIA DALI), or ``threads`` of the CPU; both read folders, shards and stored pixels."""
     image_size: PositiveInt
     """Side, in pixels, of the square crops that the network sees."""
     resize: PositiveInt

@@ -140,11 +140,11 @@ class Recipe(Table):
     """
 
     reference_ranks: PositiveInt
-    """Number of ranks that the recipe was written for. It sets the micro-batch when ``micro_batch`` is 0."""
+    """Ranks that the recipe was written for; a run may have others. It sets the micro-batch if ``micro_batch`` is 0."""
     global_batch: PositiveInt
     """Images per optimizer step, over all ranks; at least 1."""
     micro_batch: Annotated[int, Field(ge=0)] = 0
-    """Images that a rank processes at once, which batch norm takes its statistics over. 0: global_batch / ranks."""
+    """Images a rank processes at once; batch norms take statistics over them. 0: global_batch / reference_ranks."""
     epochs: PositiveInt
     """Epochs to train; at least 1."""
     target_top1: Annotated[float, Field(gt=0, le=100)] | None = None

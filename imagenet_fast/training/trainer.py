@@ -1,7 +1,7 @@
 """Train a recipe from its first image to its final weights. Whoever is new to the program reads this file first.
 
 ``Trainer.run`` is a run: claim its directory, open the data, build the model with its gradient engine and optimizer,
-take steps, evaluate, save checkpoints, and record how it ended. ``train_step.py`` has what happens inside one step.
+take steps, evaluate, save checkpoints, and record how it ended. ``training_step.py`` has what happens inside one step.
 """
 
 from __future__ import annotations
