@@ -155,8 +155,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence(case: str):
 
 
 def refused(said: str, model: Model | dict[str, Any], **changes: Any) -> None:
-    recipe = recipe_of(model, reference_ranks=1, **changes)
-    assert "\n" not in refuses(said, lambda: build_initial_model(recipe, 10, ALONE))
+    changes["reference_ranks"] = 1
+    assert "\n" not in refuses(said, lambda: build_initial_model(recipe_of(model, **changes), 10, ALONE))
 
 
 def test_a_network_that_views_its_maps_takes_contiguous_images():

@@ -130,7 +130,7 @@ def at_each_line(modules: str, act: Callable[[], object]) -> Iterator[AbstractCo
     assert count > 20
 
 
-MODULES = tiers(["pending"], ["pool|step|per_param_step|bucket_scheduler|sparse"])
+MODULES = tiers(["pending"], ["pool|gradient_step|per_param_step|bucket_scheduler|sparse"])
 
 
 @pytest.mark.parametrize("modules", MODULES)
